@@ -1,0 +1,20 @@
+"""Chainring: Chainer's training loop for PyTorch.
+
+A `Trainer` runs an `Updater` and, when their triggers fire, `Extension`s. A batch walks through the folders::
+
+    dataset -> iterators/ -> converters -> updaters/ -> your model -- report({"loss": loss}, self) --> reporter
+                                                                                                          |
+                                                                                                 trainer.observation
+                                                                                                          |
+    disk, screen <-- writers/ <-- extensions/ (Evaluator, LogReport, PrintReport, ...) <-- when triggers/ say so
+
+State flows beside it, from `Trainer.serialize` down through `serializers/`; settings never do.
+"""
+
+from chainring.generators import deterministic
+from chainring.reporter import Reporter, get_current_reporter, report, report_scope
+from chainring.summary import DictSummary, Summary
+
+__version__ = "0.1.0"
+
+__all__ = ["DictSummary", "Reporter", "Summary", "deterministic", "get_current_reporter", "report", "report_scope"]

@@ -1,0 +1,101 @@
+"""SubDataset, and the ways of splitting a dataset into some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from chainring.columns import Gather, gather_of
+from chainring.datasets.base import DatasetMixin, indexes_plainly
+from chainring.order import epoch_order, stable_hash
+
+
+class SubDataset(DatasetMixin):
+    """The examples from ``start`` to ``finish`` of a dataset, in its own order or in a given one.
+
+    Args:
+        dataset: the dataset underneath.
+        start: the first position.
+        finish: one past the last position.
+        order: indices of ``dataset``; positions are then those of this order.
+
+    Raises:
+        ValueError: the positions do not lie in the dataset, or the order has another length than the dataset.
+    """
+
+    def __init__(self, dataset: Any, start: int, finish: int, order: Sequence[int] | None = None) -> None:
+        size = len(dataset)
+        if not 0 <= start <= finish <= size:
+            raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
+        if order is not None and len(order) != size:
+            raise ValueError(f"an order has one index for each of the {size} examples, got {len(order)}")
+        self.dataset = dataset
+        self.start = start
+        self.finish = finish
+        self.order = order
+
+    def __len__(self) -> int:
+        return self.finish - self.start
+
+    def get_example(self, i: int) -> Any:
+        position = self.start + i
+        return self.dataset[position if self.order is None else int(self.order[position])]
+
+    def gather(self) -> Gather | None:
+        """A function from indices to columns, where the dataset underneath holds whole arrays."""
+        below = gather_of(self.dataset) if indexes_plainly(self, SubDataset) else None
+        if below is None:
+            return None
+        order = np.arange(len(self.dataset)) if self.order is None else np.asarray(self.order, dtype=np.int64)
+        own = order[self.start : self.finish] % max(1, len(self.dataset))
+        return lambda indices: below(own[indices])
+
+
+def split_dataset(dataset: Any, split_at: int, order: Sequence[int] | None = None) -> tuple[SubDataset, SubDataset]:
+    """The first ``split_at`` examples, and the others.
+
+    Raises:
+        ValueError: ``split_at`` does not lie in the dataset.
+    """
+    size = len(dataset)
+    if not 0 <= split_at <= size:
+        raise ValueError(f"split_at is from 0 to {size}, the number of examples, got {split_at}")
+    return SubDataset(dataset, 0, split_at, order), SubDataset(dataset, split_at, size, order)
+
+
+def split_dataset_random(dataset: Any, first_size: int, seed: int | None = None) -> tuple[SubDataset, SubDataset]:
+    """`split_dataset` in a random order.
+
+    Args:
+        dataset: the dataset to split.
+        first_size: examples in the first part.
+        seed: of the order; ``None`` takes one from ``torch.initial_seed()``. No generator is drawn from.
+    """
+    return split_dataset(dataset, first_size, _random_order(dataset, seed))
+
+
+def split_dataset_n(dataset: Any, n: int, order: Sequence[int] | None = None) -> list[SubDataset]:
+    """``n`` parts, one after the other, which together hold every example; their sizes differ by at most one.
+
+    Raises:
+        ValueError: ``n`` is below 1 or above the number of examples.
+    """
+    size = len(dataset)
+    if not 1 <= n <= max(size, 1):
+        raise ValueError(f"n is from 1 to {size}, the number of examples, got {n}")
+    bounds = [(size // n) * part + min(part, size % n) for part in range(n + 1)]
+    return [SubDataset(dataset, start, finish, order) for start, finish in pairwise(bounds)]
+
+
+def split_dataset_n_random(dataset: Any, n: int, seed: int | None = None) -> list[SubDataset]:
+    """`split_dataset_n` in a random order; ``seed`` as in `split_dataset_random`."""
+    return split_dataset_n(dataset, n, _random_order(dataset, seed))
+
+
+def _random_order(dataset: Any, seed: int | None) -> Any:
+    seed = stable_hash("split", torch.initial_seed()) if seed is None else seed
+    return epoch_order(seed, 0, len(dataset))

@@ -1,0 +1,33 @@
+"""TransformDataset: a function over the examples of another dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chainring.datasets.base import DatasetMixin
+
+
+class TransformDataset(DatasetMixin):
+    """Example i is ``transform(dataset[i])``, computed when it is asked for.
+
+    Args:
+        dataset: the dataset underneath.
+        transform: a function of one example. What it draws from ``random``, ``numpy.random`` and ``torch`` is, in an
+            iterator, a function of seed, epoch and index.
+
+    Raises:
+        TypeError: ``transform`` cannot be called.
+    """
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
+        if not callable(transform):
+            raise TypeError(f"transform is a function of one example, got {type(transform).__name__}")
+        self.dataset = dataset
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def get_example(self, i: int) -> Any:
+        return self.transform(self.dataset[i])

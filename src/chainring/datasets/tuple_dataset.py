@@ -1,0 +1,37 @@
+"""TupleDataset: several datasets side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chainring.columns import Gather, gather_all
+from chainring.datasets.base import DatasetMixin, indexes_plainly
+
+
+class TupleDataset(DatasetMixin):
+    """Example i is the tuple of the i-th example of each dataset, such as an image and its label.
+
+    Args:
+        *datasets: arrays, tensors, lists or datasets, all of the same length.
+
+    Raises:
+        ValueError: there is none, or their lengths differ.
+    """
+
+    def __init__(self, *datasets: Any) -> None:
+        if not datasets:
+            raise ValueError("a TupleDataset needs at least one dataset, got none")
+        lengths = [len(dataset) for dataset in datasets]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the datasets of a TupleDataset must have the same length, got {lengths}")
+        self.datasets = datasets
+
+    def __len__(self) -> int:
+        return len(self.datasets[0])
+
+    def get_example(self, i: int) -> Any:
+        return tuple([dataset[i] for dataset in self.datasets])
+
+    def gather(self) -> Gather | None:
+        """A function from indices to columns, where every dataset holds whole arrays."""
+        return gather_all(self.datasets) if indexes_plainly(self, TupleDataset) else None

@@ -1,0 +1,8 @@
+"""Where batches come from."""
+
+from chainring.iterators.base import Batch, Iterator
+from chainring.iterators.loader import LoaderIterator, as_iterator
+from chainring.iterators.serial import SerialIterator
+from chainring.order import epoch_order
+
+__all__ = ["Batch", "Iterator", "LoaderIterator", "SerialIterator", "as_iterator", "epoch_order"]

@@ -1,0 +1,183 @@
+"""Iterators over a dataset by index: everything but the fetching of examples."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from chainring.iterators._orders import Orders, OrderSampler
+from chainring.iterators._position import Position, Stretch, advance
+from chainring.iterators.base import Batch, Iterator
+from chainring.order import Indices, stable_hash
+from chainring.serializers.base import AbstractSerializer, Serializer
+
+Part = tuple[tuple[int, int], Indices]
+"""Indices of one order, with that order's key: its seed and its number."""
+
+
+class IndexedIterator(Iterator):
+    """Walks through the orders of the epochs; a subclass fetches the examples of the indices.
+
+    Its state is a few numbers: the seed and a position in the stream of epochs. Orders are numbered from 0 for the
+    whole life of an iterator; `reset` counts epochs from 0 again but goes on to an order that has not been used.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        repeat: bool,
+        shuffle: bool,
+        seed: int | None,
+        order_sampler: OrderSampler | None,
+    ) -> None:
+        _check(dataset, batch_size, seed, order_sampler)
+        self.dataset = dataset
+        self.batch_size = self.step = batch_size
+        self.repeat = repeat
+        self._seed = seed  # of the orders from number _switch on; those before it, begun before a resume, keep theirs
+        self._earlier_seed = seed
+        self._switch = 0
+        self._orders = Orders(len(dataset), shuffle, order_sampler)
+        self._first = 0  # the number of the order that epoch 0 has
+        self._at = Position(0, 0)
+        if repeat and self._orders.size == 0:
+            raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
+
+    @property
+    def seed(self) -> int:
+        """The seed of the current order. ``None`` at construction becomes one derived from ``torch.initial_seed()``."""
+        return self._key(self._at.epoch)[0]
+
+    @property
+    def progress(self) -> tuple[int, int, int | None]:
+        return (*self._at, self._orders.size)
+
+    @property
+    def current_position(self) -> int:
+        """How many examples of the current epoch have been returned."""
+        return self._at.position
+
+    def __next__(self) -> Batch:
+        stretches, after = advance(self._at, self._orders.size, self.batch_size, self.repeat)
+        if not stretches or self._orders.size == 0:
+            raise StopIteration
+        parts = [(key, self._orders.indices(*key, start, stop)) for key, start, stop in self._keyed(stretches)]
+        batch = self._fetch(parts) if self.size == 1 else self._fetch_share(parts)
+        self._move(after)
+        return batch
+
+    def _move(self, after: Position) -> None:
+        self.previous_epoch_detail = self.epoch_detail
+        self.is_new_epoch = after.epoch != self._at.epoch
+        self._at = after
+        self.epoch, position = after
+        self.epoch_detail = self.epoch + position / self._orders.size
+
+    def _known_seed(self) -> int:
+        if self._seed is None:
+            self._seed = stable_hash("order", torch.initial_seed(), self.name)
+        return self._seed
+
+    def _key(self, epoch: int) -> tuple[int, int]:
+        """The seed and the number of the order that an epoch has."""
+        number = self._first + epoch
+        if number < self._switch and self._earlier_seed is not None:
+            return self._earlier_seed, number
+        return self._known_seed(), number
+
+    def _keyed(self, stretches: list[Stretch]) -> list[tuple[tuple[int, int], int, int]]:
+        return [(self._key(epoch), start, stop) for epoch, start, stop in stretches]
+
+    def _fetch_share(self, parts: list[Part]) -> Batch:
+        """This rank's part of a batch: every size-th example of the whole, from this rank's number on.
+
+        Where that is empty, one example of weight 0 keeps the rank in step with the others.
+        """
+        shared, before = [], 0
+        for key, indices in parts:
+            shared.append((key, indices[(self.rank - before) % self.size :: self.size]))
+            before += len(indices)
+        if any(len(indices) for _, indices in shared):
+            return self._fetch(shared)
+        batch = self._fetch([(parts[0][0], parts[0][1][:1])])
+        batch.weight = 0
+        return batch
+
+    def _fetch(self, parts: list[Part]) -> Batch:
+        """The examples of each part."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        used = self._at.epoch + (self._at.position > 0)
+        self._first += used
+        self._start()
+
+    def rewind(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._at = Position(0, 0)
+        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = 0, 0.0, None, False
+
+    def mark(self) -> Any:
+        """This place, to `return_to` when what the next batches were fetched for has failed."""
+        return self._at, self.previous_epoch_detail, self.is_new_epoch
+
+    def return_to(self, mark: Any) -> None:
+        """Goes back to a place that `mark` returned: the batches since then will be returned again."""
+        at, previous, is_new = mark
+        self._move(at)
+        self.previous_epoch_detail, self.is_new_epoch = previous, is_new
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        saving = isinstance(serializer, Serializer)
+        size = serializer("size", self._orders.size)
+        if size != self._orders.size:
+            raise ValueError(
+                f"the dataset of iterator {self.name!r} has {self._orders.size} examples an epoch, "
+                f"the saved run had {size}. "
+                "A position in one means nothing in the other: resume with the same dataset, or start a new run"
+            )
+        seed = serializer("seed", self._known_seed() if saving else None)
+        earlier = serializer("earlier_seed", self._earlier_seed)
+        switch = serializer("switch", self._switch)
+        self._first = serializer("first_order", self._first)
+        epoch, position = serializer("epoch", self._at.epoch), serializer("position", self._at.position)
+        is_new = serializer("is_new_epoch", self.is_new_epoch)
+        previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
+        if not saving:
+            self._at = Position(epoch, position)
+            self._adopt_seed(seed, earlier, switch)
+            self.epoch, self.epoch_detail = epoch, epoch + (position / size if size else 0)
+            self.is_new_epoch, self.previous_epoch_detail = is_new, previous
+
+    def _adopt_seed(self, seed: int, earlier: int | None, switch: int) -> None:
+        """The saved seed wins over none; another one that the script gives holds from the next order on."""
+        given, self._seed, self._earlier_seed, self._switch = self._seed, seed, earlier, switch
+        if given is None or given == seed:
+            return
+        current, number = self._key(self._at.epoch)
+        self._seed, self._earlier_seed, self._switch = given, current, number + (self._at.position > 0)
+        warnings.warn(
+            f"iterator {self.name!r} was saved with seed {seed} and now has {given}: "
+            "the epoch under way keeps its order, the next has that of the new seed",
+            stacklevel=2,
+        )
+
+
+def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"a dataset has __len__ and __getitem__, got {type(dataset).__name__}; "
+            "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+        raise ValueError(f"a batch size is an integer of at least 1, got {batch_size!r}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+        raise TypeError(f"a seed is an integer or None, got {seed!r}")
+    if sampler is not None and not callable(sampler):
+        raise TypeError(f"an order sampler is called with (seed, epoch, size), got {type(sampler).__name__}")

@@ -1,0 +1,132 @@
+"""What an iterator is, and the batch that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator as PythonIterator
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, overload
+
+from chainring.columns import rows
+from chainring.serializers.base import Stateful
+
+
+class Batch(Sequence[Any]):
+    """Examples, as a sequence. It may hold them as columns, which a converter can then take over without stacking.
+
+    Attributes:
+        columns: the batch as whole arrays (an array, or a tuple or mapping of arrays whose first dimension is the
+            example), or ``None`` where the examples are held one by one.
+        weight: how many examples count; 0 for a batch that only keeps a rank in step with the others.
+    """
+
+    __slots__ = ("_examples", "_length", "columns", "weight")
+
+    def __init__(self, examples: Sequence[Any] | None = None, *, columns: Any = None, length: int | None = None) -> None:
+        self._examples = examples
+        self.columns = columns
+        self._length: int = len(examples) if length is None else length  # type: ignore[arg-type]
+        self.weight: int = self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Batch: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            if self._examples is not None:
+                return Batch(self._examples[index])
+            return Batch(columns=rows(self.columns, index), length=len(range(*index.indices(self._length))))
+        if not -self._length <= index < self._length:
+            raise IndexError(f"a batch of {self._length} examples has no number {index}")
+        return self._examples[index] if self._examples is not None else rows(self.columns, index)
+
+    def __repr__(self) -> str:
+        return f"Batch of {self._length} examples"
+
+
+class Iterator(Stateful):
+    """Where batches come from. Its attributes describe the batch most recently returned.
+
+    Attributes:
+        batch_size: examples in a batch, over all ranks.
+        repeat: whether it goes on into the next epoch; otherwise it ends after one.
+        epoch: epochs completed.
+        is_new_epoch: whether the last batch reached the end of an epoch.
+        epoch_detail: epochs completed, with the fraction of the current one.
+        previous_epoch_detail: ``epoch_detail`` before the last batch; ``None`` before the first.
+        progress: ``(epoch, position, size)``, the exact form of ``epoch_detail`` = epoch + position / size; ``size`` is
+            ``None`` where an epoch's length is unknown.
+        step: by how much a batch advances the position.
+        name: what its updater calls it.
+    """
+
+    batch_size: int
+    repeat: bool = True
+    epoch: int = 0
+    is_new_epoch: bool = False
+    epoch_detail: float = 0.0
+    previous_epoch_detail: float | None = None
+    step: int = 1
+    name: str = "main"
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def progress(self) -> tuple[int, int, int | None] | None:
+        return None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; ``StopIteration`` when there is none.
+
+        Raises:
+            StopIteration: the data has ended.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define __next__")
+
+    def next(self) -> Batch:
+        """The next batch, as ``next(iterator)``."""
+        return self.__next__()
+
+    def reset(self) -> None:
+        """Begins the next unused epoch's order, and counts epochs from 0 again."""
+        raise NotImplementedError(f"{type(self).__name__} must define reset()")
+
+    def rewind(self) -> None:
+        """Begins the same order again from its start, as an Evaluator does before each evaluation."""
+        self.reset()
+
+    def share(self, rank: int, size: int) -> None:
+        """Tells the iterator that it serves rank ``rank`` of ``size``: it returns ``batch[rank::size]`` of each batch.
+
+        Raises:
+            ValueError: the rank is not one of the world's, or a repeated batch has fewer examples than there are ranks.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
+        if self.repeat and size > 1 and self.batch_size < size:
+            raise ValueError(
+                f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
+                "the batch size is that of all ranks together: raise it, or use fewer ranks"
+            )
+        self.rank, self.size = rank, size
+
+    def finalize(self) -> None:
+        """Lets go of what the iterator holds, such as worker processes. Calling it again does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.finalize()
+
+
+PythonIterator.register(Iterator)

@@ -1,0 +1,94 @@
+"""How far training is, exactly: intervals and limits are answered in integers and fractions, never by dividing floats.
+
+A period such as ``0.1`` means the fraction one tenth, so ``(0.1, "epoch")`` with ten iterations an epoch fires at
+every one of them, for ever. Epochs are counted as ``(epoch, position, size)`` where the data can say so.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from numbers import Rational
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chainring.training.updaters.base import Updater
+
+UNITS = ("iteration", "epoch")
+
+
+def exact(value: float | Rational) -> Fraction:
+    """The simplest fraction that rounds to ``value``: ``0.1`` is 1/10, ``5 / 6`` is five sixths.
+
+    Raises:
+        ValueError: ``value`` is NaN or infinite.
+        TypeError: ``value`` is not a real number.
+    """
+    if isinstance(value, Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
+    if isinstance(value, str):
+        raise TypeError(f"a number is needed, got the string {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a finite number is needed, got {number}")
+    if number.is_integer():
+        return Fraction(int(number))
+    if number < 0:
+        return -exact(-number)
+    # Every real between the two midpoints rounds to this float; the midpoints are taken in 1/2 ulp exactly.
+    below = (Fraction(math.nextafter(number, 0.0)) + Fraction(number)) / 2
+    above = (Fraction(number) + Fraction(math.nextafter(number, math.inf))) / 2
+    return _simplest_between(below, above)
+
+
+def _simplest_between(low: Fraction, high: Fraction) -> Fraction:
+    """The fraction with the smallest denominator in ``[low, high]`` (the Stern-Brocot tree, walked by floors)."""
+    floor = math.floor(low)
+    if floor == low:
+        return Fraction(floor)
+    if floor < math.floor(high):
+        return Fraction(floor + 1)
+    return floor + 1 / _simplest_between(1 / (high - floor), 1 / (low - floor))
+
+
+def main_iterator(updater: Updater) -> Any:
+    """The iterator that epochs are counted by, or ``None`` where an updater has none."""
+    try:
+        return updater.get_iterator("main")
+    except (KeyError, AttributeError, NotImplementedError):
+        return None
+
+
+def exact_epochs(updater: Updater) -> Fraction:
+    """Epochs completed so far, as a fraction.
+
+    Comes from the main iterator's integers where it has them and they agree with ``updater.epoch_detail``; an updater
+    that counts its own epochs is taken at its word, as the simplest fraction that rounds to its ``epoch_detail``.
+    """
+    detail = updater.epoch_detail
+    progress = getattr(main_iterator(updater), "progress", None)
+    if progress is not None:
+        epoch, position, size = progress
+        if detail == epoch + (position / size if size else 0.0):
+            return epoch + Fraction(position, size) if size else Fraction(epoch)
+    return exact(detail)
+
+
+def require_epochs(updater: Updater, period: Fraction) -> None:
+    """Refuses an epoch period on an updater that cannot say how far its epoch is.
+
+    Raises:
+        ValueError: the updater has no main iterator and counts no epochs itself; or the period is a fraction of an
+            epoch whose length is unknown.
+    """
+    if not getattr(updater, "counts_epochs", True):
+        raise ValueError(
+            f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
+            'Give it one (get_iterator("main")), define epoch_detail, or use "iteration"'
+        )
+    progress = getattr(main_iterator(updater), "progress", None)
+    if progress is not None and progress[2] is None and period.denominator != 1:
+        raise ValueError(
+            f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the loader has none. "
+            'Give LoaderIterator(loader, epoch_length=...), or use whole epochs or "iteration"'
+        )

@@ -1,0 +1,26 @@
+"""The training loop, and what it is made of."""
+
+from chainring.training.extension import (
+    PRIORITY_EDITOR,
+    PRIORITY_READER,
+    PRIORITY_WRITER,
+    Extension,
+    make_extension,
+)
+from chainring.training.trainer import Trainer
+from chainring.training.triggers import get_trigger
+from chainring.training.updaters import StandardUpdater, UpdateCallbacks, UpdateContext, Updater
+
+__all__ = [
+    "PRIORITY_EDITOR",
+    "PRIORITY_READER",
+    "PRIORITY_WRITER",
+    "Extension",
+    "StandardUpdater",
+    "Trainer",
+    "UpdateCallbacks",
+    "UpdateContext",
+    "Updater",
+    "get_trigger",
+    "make_extension",
+]

@@ -1,0 +1,102 @@
+"""How a model or a loss function is called with a batch, and what its answer means. Updaters and Evaluator share it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from chainring.reporter import current_observation, report
+from chainring.summary import is_scalar
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A converted batch as arguments: a tuple is passed by position, a mapping by keyword, anything else as one."""
+    if isinstance(batch, tuple):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (batch,), {}
+
+
+def check_loss_func(function: Any) -> None:
+    """Refuses what cannot take the model first, as far as that can be seen before there is a batch.
+
+    Raises:
+        TypeError: it is not callable, a loss module, or a loss of ``torch.nn.functional``.
+    """
+    if not callable(function):
+        raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
+    if isinstance(function, nn.Module) or getattr(function, "__module__", "") == "torch.nn.functional":
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"loss_func is called with the model first, then the inputs, and {name} takes no model; "
+            f"write loss_func=lambda model, x, t: {name.lower()}(model(x), t), or wrap the model in chainring.nn.Classifier"
+        )
+
+
+def check_call(function: Callable[..., Any], model: Any, batch: Any) -> None:
+    """Refuses a loss function whose parameters do not fit the model and this batch.
+
+    Raises:
+        TypeError: they do not fit.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some callables of C have no signature
+    args, kwargs = arguments(batch)
+    try:
+        signature.bind(model, *args, **kwargs)
+    except TypeError as error:
+        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
+        raise TypeError(
+            f"loss_func is called with the model first and then {inputs}, and {_name(function)}{signature} cannot be: "
+            f"{error}. Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
+            "inside, use that model and not one from outside"
+        ) from None
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
+    """The loss in what a model or loss function returned, and its weight if that was returned too; reports both.
+
+    Args:
+        answer: the loss, or a mapping that has ``"loss"``, whose scalars are all reported.
+        name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
+    """
+    if isinstance(answer, Mapping) and "loss" in answer:
+        report({f"{name}/{key}": value for key, value in answer.items() if is_scalar(value)})
+        return answer["loss"], answer.get("weight")
+    if isinstance(answer, Tensor):
+        observation = current_observation()
+        if observation is not None and answer.ndim == 0 and f"{name}/loss" not in observation:
+            report({f"{name}/loss": answer})
+        return answer, None
+    return answer, None
+
+
+def check_loss(loss: Any) -> None:
+    """Refuses what cannot be differentiated.
+
+    Raises:
+        TypeError: the loss is no tensor.
+        ValueError: it is not a single number, or depends on no parameter.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
+            "Return it from the model (chainring.nn.Classifier does) or from loss_func(model, *inputs)"
+        )
+    if loss.ndim:
+        raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter that needs a gradient, so there is nothing to train; "
+            "look for detach(), no_grad() or parameters with requires_grad=False"
+        )

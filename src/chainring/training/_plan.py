@@ -1,0 +1,136 @@
+"""What a run will do, without doing it: triggers that follow from iterations and epochs alone are asked in advance."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from chainring.progress import main_iterator
+
+if TYPE_CHECKING:
+    from chainring.training.extension import Entry
+    from chainring.training.trainer import Trainer
+
+_SHOWN = 12
+
+
+class ImaginedUpdater:
+    """Counts iterations and epochs as an updater would, and updates nothing.
+
+    Args:
+        iteration: updates completed.
+        epochs: epochs completed.
+        epochs_per_iteration: by how much an update advances, or ``None`` where that is unknown.
+    """
+
+    def __init__(self, iteration: int, epochs: Fraction, epochs_per_iteration: Fraction | None) -> None:
+        self.iteration = iteration
+        self._epochs = epochs
+        self._per_iteration = epochs_per_iteration
+        self.previous_epoch_detail: float | None = None
+        self.is_new_epoch = False
+        self.counts_epochs = epochs_per_iteration is not None
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epochs)
+
+    @property
+    def epoch_detail(self) -> float:
+        return float(self._epochs)
+
+    def get_iterator(self, name: str) -> Any:
+        """Itself, as far as exact progress goes."""
+        return self
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        return self.epoch, (self._epochs - self.epoch).numerator, self._epochs.denominator
+
+    def update(self) -> None:
+        """The next iteration."""
+        self.iteration += 1
+        self.previous_epoch_detail, before = self.epoch_detail, self.epoch
+        self._epochs += self._per_iteration or 0
+        self.is_new_epoch = self.epoch != before
+
+
+def imagined(trainer: Trainer) -> ImaginedUpdater:
+    """An imagined updater that stands where the trainer's stands."""
+    updater = trainer.updater
+    iterator = main_iterator(updater)
+    progress = getattr(iterator, "progress", None)
+    if progress is None or not progress[2]:
+        return ImaginedUpdater(updater.iteration, Fraction(0), None)
+    epoch, position, size = progress
+    per_iteration = Fraction(iterator.step * getattr(updater, "accumulate", 1), size)
+    return ImaginedUpdater(updater.iteration, epoch + Fraction(position, size), per_iteration)
+
+
+def explain(trainer: Trainer, entries: list[Entry], iterations: int) -> str:
+    """The plan as text, see `Trainer.explain`."""
+    ordered = sorted(entries, key=lambda entry: -entry.priority)
+    ordered = [e for e in ordered if not e.is_snapshot] + [e for e in ordered if e.is_snapshot]
+    triggers = {id(trigger): copy.deepcopy(trigger) for trigger in _predictable(trainer, ordered)}
+    fires: dict[int, list[int]] = {key: [] for key in triggers}
+    updater = imagined(trainer)
+    first = updater.iteration + 1
+    stand_in: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
+    stop = triggers.get(id(trainer.stop_trigger))
+    ends = None
+    while updater.iteration < first - 1 + iterations:
+        if stop is not None and stop(stand_in):
+            ends = updater.iteration
+            break
+        updater.update()
+        for key, trigger in triggers.items():
+            if trigger is not stop and trigger(stand_in):
+                fires[key].append(updater.iteration)
+    rows = [_row(entry, fires.get(id(entry.trigger))) for entry in ordered]
+    return "\n".join([_headline(trainer, first, updater.iteration, ends), *_table(rows)])
+
+
+def _predictable(trainer: Trainer, entries: list[Entry]) -> list[Any]:
+    """The triggers that can be asked in advance; those that ask for epochs only where epochs can be foretold."""
+    known = imagined(trainer).counts_epochs
+    triggers = [trainer.stop_trigger, *(entry.trigger for entry in entries)]
+    return [
+        trigger
+        for trigger in triggers
+        if getattr(trigger, "predictable", False)
+        and (known or getattr(trigger, "unit", None) != "epoch")
+        and getattr(trigger, "unit", None) != "second"
+    ]
+
+
+def _headline(trainer: Trainer, first: int, last: int, ends: int | None) -> str:
+    stop = _shown(trainer.stop_trigger)
+    if ends is not None and ends < first:
+        return f"No more iterations: {stop} has stopped training after iteration {ends}."
+    end = f"then {stop} stops training" if ends is not None else f"until {stop}"
+    return f"Iterations {first} to {last}, {end}. Each is an update, then in this order:"
+
+
+def _row(entry: Entry, fires: list[int] | None) -> tuple[str, ...]:
+    if fires is None:
+        when = "asked each iteration"
+    elif not fires:
+        when = "at none of them"
+    else:
+        when = "at " + ", ".join(map(str, fires[:_SHOWN])) + (f", ... ({len(fires)} times)" if len(fires) > _SHOWN else "")
+    before = "; once before training" if entry.invoke_before_training else ""
+    observes = "; observes each" if entry.observe is not None else ""
+    return entry.name, str(entry.priority), _shown(entry.trigger), when + before + observes
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    rows = [("extension", "priority", "trigger", "fires"), *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
+
+
+def _shown(trigger: Any) -> str:
+    name = getattr(trigger, "__name__", None)
+    return str(trigger) if name is None else name

@@ -1,0 +1,153 @@
+"""The lifecycle around the loop: what comes before it, and what comes after it whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chainring import generators
+from chainring.names import named_parts
+
+if TYPE_CHECKING:
+    from chainring.training.extension import Entry
+    from chainring.training.trainer import Trainer
+
+logger = logging.getLogger("chainring")
+
+
+@contextmanager
+def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
+    """Starts a run and ends it, come what may; gives the extensions in their order, and the snapshots in theirs.
+
+    When something fails, every extension that has started is told (`on_error`); in any case every extension and the
+    updater are finalized. The first error is the one raised, and later ones become its notes.
+    """
+    entries = sorted(trainer._entries.values(), key=lambda entry: -entry.priority)
+    started: list[Entry] = []
+    trainer._started_at = time.monotonic()
+    failure: BaseException | None = None
+    try:
+        _prepare(trainer, entries)
+        for entry in entries:
+            trainer.extension_name = entry.name
+            entry.method("initialize")(trainer)
+            started.append(entry)
+        trainer.extension_name = None
+        _call_before_training(trainer, entries)
+        _restore_generators(trainer)
+        yield [entry for entry in entries if not entry.is_snapshot], [entry for entry in entries if entry.is_snapshot]
+    except BaseException as error:
+        failure = error
+        _report(trainer, error)
+    failure = _end(trainer, entries, started, failure)
+    trainer._total_time = trainer.elapsed_time
+    if failure is not None:
+        raise failure
+
+
+def _prepare(trainer: Trainer, entries: list[Entry]) -> None:
+    """Everything that must be in place before an extension is initialized."""
+    make_out(trainer.out)
+    updater, comm = trainer.updater, trainer.comm
+    for name, model in updater.get_all_models().items():
+        for path, part in named_parts(name, model):
+            trainer.reporter.add_observer(path, part)
+    for source in updater.get_all_iterators().values():
+        if hasattr(source, "share"):
+            source.share(comm.rank, comm.size)
+    for trigger in (trainer.stop_trigger, *(entry.trigger for entry in entries)):
+        if hasattr(trigger, "initialize"):
+            trigger.initialize(trainer)
+    trainer._restored.warn_of_differences()
+
+
+def _call_before_training(trainer: Trainer, entries: list[Entry]) -> None:
+    """The calls of ``invoke_before_training``. On a resumed run what they report is thrown away."""
+    kept = trainer.observation
+    trainer.observation = {}
+    with trainer.reporter.scope(trainer.observation):
+        for entry in entries:
+            skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
+            if entry.invoke_before_training and not skipped:
+                if entry.observe is not None:
+                    entry.observe(trainer)
+                trainer.extension_name = entry.name
+                entry.extension(trainer)
+    trainer.extension_name = None
+    if trainer.is_resumed:
+        trainer.observation = kept
+
+
+def _restore_generators(trainer: Trainer) -> None:
+    restored = trainer._restored
+    if restored.generators is not None:
+        generators.set_state(restored.generators)
+        restored.generators = None
+
+
+def _report(trainer: Trainer, error: BaseException) -> None:
+    """Says at once what went wrong, because finalizing may take long or hang; and where, as a note of the error."""
+    where = f"in iteration {trainer.updater.iteration + 1}"
+    if trainer.extension_name is not None:
+        where = f"in extension {trainer.extension_name!r}, iteration {trainer.updater.iteration}"
+    if isinstance(error, Exception):
+        logger.error("training stops %s: %s: %s", where, type(error).__name__, error)
+    error.add_note(f"raised {where}")
+
+
+def _end(
+    trainer: Trainer, entries: list[Entry], started: list[Entry], failure: BaseException | None
+) -> BaseException | None:
+    """Calls every ``on_error`` and every ``finalize``; returns the first error, with the later ones as its notes."""
+    steps: list[tuple[str, Any, tuple[Any, ...]]] = []
+    if failure is not None:
+        steps += [(f"on_error of {entry.name!r}", entry.method("on_error"), (trainer, failure)) for entry in started]
+    steps += [(f"finalize of {entry.name!r}", entry.method("finalize"), ()) for entry in entries]
+    steps.append(("finalize of the updater", getattr(trainer.updater, "finalize", lambda: None), ()))
+    for what, call, arguments in steps:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            if failure is None:
+                failure = error
+                failure.add_note(f"raised in {what}")
+            elif error is not failure:
+                failure.add_note(f"afterwards {what} raised {type(error).__name__}: {error}")
+    trainer.extension_name = None
+    return failure
+
+
+def check_out(out: Any) -> None:
+    """Refuses an ``out`` that cannot become a directory one may write to, without making anything.
+
+    Raises:
+        TypeError: it is no path.
+        OSError: something else is in the way, or the permission is missing.
+    """
+    path = Path(os.fspath(out)).absolute()
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise NotADirectoryError(f"out must be a directory, and {existing} is none; choose another out")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
+
+
+def make_out(out: Any) -> None:
+    """Makes the directory and tries whether a file can be written there.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        os.makedirs(out, exist_ok=True)
+        probe = Path(out) / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        error.add_note(f"out={os.fspath(out)!r} must be a directory one may write to; choose another out")
+        raise

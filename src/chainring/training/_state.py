@@ -1,0 +1,98 @@
+"""The state of a trainer: what is saved, and how it finds its way back whatever the order of load and extend."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from chainring import generators
+from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method
+from chainring.summary import is_scalar
+
+if TYPE_CHECKING:
+    from chainring.training.extension import Entry
+    from chainring.training.trainer import Trainer
+
+
+class Restored:
+    """What was loaded into a trainer and waits: for an extension that is not registered yet, for the run to start.
+
+    Attributes:
+        happened: whether anything was loaded, so that the run continues an earlier one.
+        generators: the state of the random generators, put back immediately before the first update.
+    """
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.generators: Any = None
+        self._source: Deserializer | None = None
+        self._saved: dict[str, list[str]] = {}
+        self._new: list[str] = []
+
+    def begin(self, source: Deserializer, kinds: dict[str, list[str]], drawn: Any, entries: list[Entry]) -> None:
+        """Takes over a saved run, whose extensions had these names and types."""
+        self.happened = True
+        self.generators = drawn
+        self._source, self._saved, self._new = source, dict(kinds), []
+        for entry in entries:
+            self.claim(entry)
+
+    def claim(self, entry: Entry) -> None:
+        """Puts back the state of an extension and of its trigger. What is of another class now starts anew."""
+        if self._source is None:
+            return
+        if entry.name not in self._saved:
+            self._new.append(entry.name)
+            return
+        saved, own = self._saved.pop(entry.name), entry.kinds
+        if saved[0] == own[0]:
+            visit_part(self._source["extensions"], entry.name, entry.extension)
+        else:
+            self._new.append(entry.name)
+        if saved[1] == own[1]:
+            visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
+
+    def warn_of_differences(self) -> None:
+        """Names the extensions that only the saved run had, and those that only this one has; called when a run starts."""
+        if self._saved or self._new:
+            warnings.warn(
+                "this run has other extensions than the one it continues: "
+                f"only there {list(self._saved)}, only here {self._new}. "
+                "What is only there is forgotten, what is only here starts from now",
+                stacklevel=2,
+            )
+        self._source, self._saved, self._new = None, {}, []
+
+
+def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry], restored: Restored) -> None:
+    """Saves or loads all of a trainer.
+
+    Raises:
+        RuntimeError: state is loaded into a trainer that has run.
+    """
+    serializer.visit("updater", trainer.updater)
+    elapsed = serializer("elapsed_time", trainer.elapsed_time)
+    kinds = serializer("extension_types", {entry.name: entry.kinds for entry in entries})
+    stop = type(trainer.stop_trigger).__name__
+    if serializer("stop_trigger_type", stop) == stop:
+        visit_part(serializer, "stop_trigger", trainer.stop_trigger)
+    # Of this rank; put back immediately before the first update, because a script may draw between load and run.
+    drawn = serializer["generators"](str(trainer.comm.rank), restored.generators or generators.get_state())
+    observation = serializer["observation"]
+    if isinstance(serializer, Deserializer):
+        trainer.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
+        trainer.earlier_time = elapsed
+        restored.begin(serializer, kinds, drawn, entries)
+        return
+    for key, value in trainer.observation.items():
+        if is_scalar(value):
+            observation(key, value)
+    for entry in entries:
+        visit_part(serializer["extensions"], entry.name, entry.extension)
+        visit_part(serializer["extension_triggers"], entry.name, entry.trigger)
+
+
+def visit_part(serializer: AbstractSerializer, name: str, part: Any) -> None:
+    """Saves or loads an extension or a trigger, if it has state."""
+    if serialize_method(part) is not None or has_state(part):
+        serializer.visit(name, part)

@@ -1,0 +1,99 @@
+"""The two files of a log: ``log.jsonl``, to which each row is appended, and ``log``, the same rows as one JSON array."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_OFTEN = 1_000_000  # bytes up to which the array is replaced after each row
+_SELDOM = 30.0  # seconds between two replacements beyond that
+
+
+class LogFile:
+    """Writes the rows of a log so that both files are valid whenever they are opened.
+
+    The array is replaced by a rename, after each row while it is small and every 30 s when it is not.
+
+    Args:
+        path: of the array; the lines go to the same with ``.jsonl``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._array = path
+        self._lines = path.with_name(path.name + ".jsonl")
+        self._texts: list[str] = []
+        self._size = 0
+        self._crc = 0
+        self._replaced_at = -math.inf
+        self._stale = False
+
+    def open(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Begins with the rows of the run that is continued: what its file holds beyond them is cut off.
+
+        A file that does not begin with them is replaced.
+        """
+        self._texts = [_line(row) for row in rows]
+        text = "".join(self._texts).encode()
+        if not self._begins_with(text):
+            _replace(self._lines, text)
+        os.truncate(self._lines, len(text))
+        self._size, self._crc = len(text), zlib.crc32(text)
+        self.replace_array()
+
+    def _begins_with(self, text: bytes) -> bool:
+        try:
+            with open(self._lines, "rb") as file:
+                return file.read(len(text)) == text
+        except FileNotFoundError:
+            return False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Adds a row to the lines at once, and to the array when it is due."""
+        line = _line(row)
+        with open(self._lines, "ab") as file:
+            file.write(line.encode())
+        self._texts.append(line)
+        self._size += len(line.encode())
+        self._crc = zlib.crc32(line.encode(), self._crc)
+        self._stale = True
+        if self._size <= _OFTEN or time.monotonic() - self._replaced_at >= _SELDOM:
+            self.replace_array()
+
+    def replace_array(self) -> None:
+        """Brings the array up to date."""
+        body = ",\n".join(text.rstrip("\n") for text in self._texts)
+        _replace(self._array, f"[\n{body}\n]\n".encode() if body else b"[]\n")
+        self._replaced_at, self._stale = time.monotonic(), False
+
+    def flush(self) -> None:
+        """Brings the array up to date if it is not."""
+        if self._stale:
+            self.replace_array()
+
+    @property
+    def checksum(self) -> list[int]:
+        """The length of the lines in bytes, and their CRC-32."""
+        return [self._size, self._crc]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({key: _plain(value) for key, value in row.items()}, default=str, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Infinity and NaN are no JSON, so they are written as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _replace(path: Path, text: bytes) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_bytes(text)
+    os.replace(beside, path)

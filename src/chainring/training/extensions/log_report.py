@@ -1,0 +1,112 @@
+"""LogReport: the means of what was reported, a row an interval."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.summary import DictSummary
+from chainring.training.extension import Extension
+from chainring.training.extensions._log_file import LogFile
+from chainring.training.triggers import get_trigger
+from chainring.writers.base import Record
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+
+class LogReport(Extension):
+    """Averages every reported value over an interval, and writes a row when its trigger fires.
+
+    It observes each iteration what has been reported when its turn comes. Means are weighted as the updates are; a key
+    that was not reported in an iteration does not count as zero there. A row has the means, then ``epoch``,
+    ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
+    JSON array. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
+
+    Args:
+        keys: the keys to average; ``None`` takes all.
+        trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and comes first.
+        postprocess: called with each row before it is stored; it may change it.
+        filename: of the files in the trainer's ``out``; ``None`` writes none.
+        writers: further places for the rows. One that fails is warned about and left out from then on.
+
+    Attributes:
+        log: the rows so far, those of the runs before a resume included.
+    """
+
+    skip_on_resume = True
+
+    def __init__(
+        self,
+        keys: Iterable[str] | None = None,
+        trigger: Any = (1, "epoch"),
+        postprocess: Callable[[dict[str, Any]], None] | None = None,
+        filename: str | None = "log",
+        writers: Iterable[Any] = (),
+    ) -> None:
+        if isinstance(keys, str):
+            raise TypeError(f"keys is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
+        self.trigger = get_trigger(trigger)
+        self.log: list[dict[str, Any]] = []
+        self._keys = None if keys is None else list(keys)
+        self._postprocess = postprocess
+        self._filename = filename
+        self._writers = list(writers)
+        self._summary = DictSummary()
+        self._file: LogFile | None = None
+
+    def initialize(self, trainer: Trainer) -> None:
+        if self._filename is not None and trainer.comm.rank == 0:
+            self._file = LogFile(Path(trainer.out) / self._filename)
+            self._file.open(self.log)
+
+    def observe(self, trainer: Trainer) -> None:
+        observation = trainer.observation
+        if self._keys is not None:
+            observation = {key: observation[key] for key in self._keys if key in observation}
+        self._summary.add(observation, getattr(trainer.updater, "weight", 1))
+
+    def __call__(self, trainer: Trainer) -> None:
+        means, self._summary = self._summary.compute_mean(), DictSummary()
+        updater = trainer.updater
+        row: dict[str, Any] = {
+            **means,
+            "epoch": updater.epoch,
+            "iteration": updater.iteration,
+            "elapsed_time": trainer.elapsed_time,
+        }
+        if self._postprocess is not None:
+            self._postprocess(row)
+        self.log.append(row)
+        if self._file is not None:
+            self._file.append(row)
+        self._write(Record(updater.epoch, updater.iteration, row.get("elapsed_time", 0.0), means))
+
+    def _write(self, record: Record) -> None:
+        for writer in list(self._writers):
+            try:
+                writer.write(record)
+            except Exception as error:
+                self._writers.remove(writer)
+                warnings.warn(
+                    f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}", stacklevel=2
+                )
+
+    def finalize(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+        for writer in self._writers:
+            try:
+                writer.close()
+            except Exception as error:
+                warnings.warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}", stacklevel=2)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        if self._file is not None and isinstance(serializer, Serializer):
+            self._file.flush()
+        self.log = serializer("log", self.log)
+        serializer("file", None if self._file is None else self._file.checksum)
+        self._summary.serialize(serializer["summary"])

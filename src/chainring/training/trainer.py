@@ -1,0 +1,219 @@
+"""The loop: nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from chainring.reporter import Reporter
+from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
+from chainring.training import _plan, _state
+from chainring.training._session import check_out, session
+from chainring.training.extension import Entry, name_of
+from chainring.training.triggers import get_stop_trigger
+
+if TYPE_CHECKING:
+    from chainring.training.updaters.base import Updater
+
+
+class Trainer(Stateful):
+    """Runs an updater until the stop trigger says so, and extensions whenever theirs do.
+
+    Args:
+        updater: does one update of the parameters when asked.
+        stop_trigger: when training ends. A pair means *reached*: ``(20, "epoch")``, ``(1000, "iteration")``,
+            ``(3600, "second")``, those before a resume included. ``None`` trains until the data end.
+        out: the directory of what the run writes; it is made when the run starts.
+        extensions: extensions to begin with, as by `extend`.
+        config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
+
+    Attributes:
+        observation: what was reported in this iteration, by the updater and by the extensions so far.
+        extension_name: while an extension is initialised or called, the name under which it is registered.
+        earlier_time: seconds of training in the runs before a resume.
+
+    Raises:
+        TypeError: the updater has no ``update``, or the stop trigger is of another form.
+        ValueError: the stop trigger's unit or length is none.
+        OSError: ``out`` can be no directory that is written to.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        stop_trigger: Any = None,
+        out: str = "result",
+        extensions: Iterable[Any] = (),
+        *,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not callable(getattr(updater, "update", None)):
+            raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
+        check_out(out)
+        self.updater = updater
+        self.stop_trigger = get_stop_trigger(stop_trigger)
+        self.out = out
+        self.config = dict(config or {})
+        self.reporter = Reporter()
+        self.observation: dict[str, Any] = {}
+        self.extension_name: str | None = None
+        self._entries: dict[str, Entry] = {}
+        self._restored = _state.Restored()
+        self.earlier_time = 0.0
+        self._started_at: float | None = None
+        self._total_time: float | None = None
+        for extension in extensions:
+            self.extend(extension)
+        if hasattr(updater, "connect_trainer"):
+            updater.connect_trainer(self)
+
+    @property
+    def comm(self) -> Any:
+        """The communicator of the ranks that train together: the updater's."""
+        return self.updater.comm
+
+    @property
+    def elapsed_time(self) -> float:
+        """Seconds of training, those of the runs before a resume included; 0.0 before the first run."""
+        if self._total_time is not None:
+            return self._total_time
+        if self._started_at is None:
+            return self.earlier_time
+        return self.earlier_time + time.monotonic() - self._started_at
+
+    @property
+    def is_before_training(self) -> bool:
+        """Whether no update has been made yet, in a run that does not continue an earlier one."""
+        return not self.is_resumed and self.updater.iteration == 0
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this run continues an earlier one."""
+        return self._restored.happened
+
+    def extend(
+        self,
+        extension: Callable[[Trainer], Any],
+        name: str | None = None,
+        trigger: Any = None,
+        priority: int | None = None,
+        invoke_before_training: bool | None = None,
+    ) -> None:
+        """Registers an extension.
+
+        Args:
+            extension: any callable of one argument, the trainer.
+            name: by default the extension's ``default_name``, ``__name__`` or class name. The second of a name becomes
+                ``name_1``, the third ``name_2``.
+            trigger: when it is called; by default the extension's own, or every iteration.
+            priority: extensions of higher priority run first, of equal priority in the order of registration; by default
+                the extension's own, or 100.
+            invoke_before_training: whether it is also called once just before the loop; by default the extension's own.
+
+        Raises:
+            TypeError: the extension is not a callable of one argument, or the trigger of another form.
+            ValueError: the name is ``"training"``, or the trigger's unit or period is none.
+        """
+        _check_extension(extension)
+        base = name_of(extension, name)
+        if base == "training":
+            raise ValueError('the name "training" is reserved for the training itself; give name= to extend')
+        unique, number = base, 0
+        while unique in self._entries:
+            number += 1
+            unique = f"{base}_{number}"
+        entry = Entry(extension, unique, trigger, priority, invoke_before_training)
+        self._entries[unique] = entry
+        self._restored.claim(entry)
+
+    def get_extension(self, name: str) -> Any:
+        """The extension registered as ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if name not in self._entries:
+            raise KeyError(f"no extension {name!r}; registered: {list(self._entries)}")
+        return self._entries[name].extension
+
+    def run(self) -> None:
+        """Trains until the stop trigger fires or the data end.
+
+        Each iteration is a fresh observation, one update, and every extension whose trigger fires, highest priority
+        first; snapshots come last, when every trigger has been asked. A trainer runs once.
+
+        Raises:
+            RuntimeError: it has run before.
+        """
+        if self._started_at is not None:
+            raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
+        with session(self) as (entries, snapshots):
+            while not self.stop_trigger(self):
+                if not self._iterate(entries, snapshots):
+                    self._warn_of_the_end()
+                    break
+
+    def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
+        """One iteration; false when there was no more data for it."""
+        before, self.observation = self.observation, {}
+        with self.reporter.scope(self.observation):
+            try:
+                self.updater.update()
+            except StopIteration:
+                self.observation = before
+                return False
+            for entry in entries:
+                if entry.observe is not None:
+                    entry.observe(self)
+                if entry.trigger(self):
+                    self.extension_name = entry.name
+                    entry.extension(self)
+            self.extension_name = None
+            if snapshots:
+                for entry in [entry for entry in snapshots if entry.trigger(self)]:
+                    self.extension_name = entry.name
+                    entry.extension(self)
+                self.extension_name = None
+        return True
+
+    def _warn_of_the_end(self) -> None:
+        if self.stop_trigger is not get_stop_trigger(None):
+            warnings.warn(
+                f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
+                f"{self.stop_trigger} fired; an iterator with repeat=True begins a new epoch instead",
+                stacklevel=3,
+            )
+
+    def explain(self, iterations: int = 100) -> str:
+        """The plan of the run as text: which extensions run, in which order, and at which of the next iterations.
+
+        Interval, schedule and once triggers are foretold; of the others it says that they are asked each iteration.
+        """
+        return _plan.explain(self, list(self._entries.values()), iterations)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Everything that changes in a run: updater, triggers, extensions, observation, time and random generators.
+
+        Settings are not part of it: a run may be resumed with another stop trigger, batch size or set of extensions.
+        """
+        if isinstance(serializer, Deserializer) and self._started_at is not None:
+            raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
+        _state.serialize(self, serializer, list(self._entries.values()), self._restored)
+
+
+def _check_extension(extension: Any) -> None:
+    if isinstance(extension, type):
+        raise TypeError(f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)")
+    if not callable(extension):
+        raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
+    try:
+        inspect.signature(extension).bind(None)
+    except ValueError:
+        return  # some callables of C have no signature
+    except TypeError as error:
+        raise TypeError(
+            f"an extension is called with one argument, the trainer, and {name_of(extension, None)!r} cannot be: {error}"
+        ) from None

@@ -1,0 +1,20 @@
+"""When something happens."""
+
+from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
+from chainring.training.triggers.base import Trigger
+from chainring.training.triggers.interval import IntervalTrigger
+from chainring.training.triggers.manual_schedule import ManualScheduleTrigger
+from chainring.training.triggers.once import OnceTrigger
+from chainring.training.triggers.reached import ReachedTrigger
+from chainring.training.triggers.time_trigger import TimeTrigger
+
+__all__ = [
+    "IntervalTrigger",
+    "ManualScheduleTrigger",
+    "OnceTrigger",
+    "ReachedTrigger",
+    "TimeTrigger",
+    "Trigger",
+    "get_stop_trigger",
+    "get_trigger",
+]

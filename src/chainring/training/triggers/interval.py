@@ -1,0 +1,93 @@
+"""IntervalTrigger: every so many iterations or epochs."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from chainring.progress import UNITS, exact, exact_epochs, require_epochs
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.training.triggers.base import Trigger
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+
+class IntervalTrigger(Trigger):
+    """Fires when a multiple of the period was crossed since it was last asked.
+
+    Exact: a period of 0.1 epochs is one tenth. Several multiples crossed at once fire once. It never fires before the
+    first update, and a resumed run fires at the iterations at which the uninterrupted one does.
+
+    Args:
+        period: how many units lie between two fires, above 0; for epochs it may be a fraction.
+        unit: ``"iteration"`` or ``"epoch"``.
+
+    Raises:
+        ValueError: the period is not above 0, or the unit is another.
+    """
+
+    predictable = True
+
+    def __init__(self, period: float, unit: str) -> None:
+        if unit not in UNITS:
+            raise ValueError(f'the unit of an interval is "iteration" or "epoch", got {unit!r}')
+        self.period = period
+        self.unit = unit
+        self._period = exact(period)
+        if self._period <= 0:
+            raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
+        self._crossed: int | None = None
+        self._wait = -math.inf
+
+    def ask(self, trainer: Trainer) -> bool:
+        updater = trainer.updater
+        # The next multiple is not near: an integer or a float a little below it answers in a fraction of a microsecond.
+        if (updater.iteration if self.unit == "iteration" else updater.epoch_detail) < self._wait:
+            return False
+        before, now = self._crossed or 0, self._multiples(trainer)
+        self._count(now)
+        return now != before
+
+    def _multiples(self, trainer: Trainer) -> int:
+        """How many multiples of the period have been reached, exactly."""
+        updater = trainer.updater
+        progress = Fraction(updater.iteration) if self.unit == "iteration" else exact_epochs(updater)
+        return progress // self._period
+
+    def _count(self, crossed: int) -> None:
+        following = (crossed + 1) * self._period
+        self._crossed = crossed
+        self._wait = math.ceil(following) if self.unit == "iteration" else float(following) * (1 - 2**-50)
+
+    def forget(self) -> None:
+        self._crossed, self._wait = None, -math.inf
+
+    def initialize(self, trainer: Trainer) -> None:
+        if self.unit == "epoch":
+            require_epochs(trainer.updater, self._period)
+        if self._asked is not None and trainer.updater.iteration < self._asked:
+            self._asked = None
+            self.forget()
+        if self._crossed is None:
+            self._count(self._multiples(trainer))
+
+    def get_training_length(self) -> tuple[float, str]:
+        """The period and its unit, for an extension that shows how far training is."""
+        return self.period, self.unit
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        own = [self._period.numerator, self._period.denominator, self.unit]
+        crossed, period = serializer("crossed", self._crossed), serializer("period", own)
+        # Settings are never state: a saved count of other multiples says nothing, and the trigger starts from here.
+        if not isinstance(serializer, Serializer):
+            self.forget()
+            if crossed is not None and list(period) == own:
+                self._count(crossed)
+
+    def __str__(self) -> str:
+        return f"IntervalTrigger({self.period}, {self.unit!r})"
+
+    __repr__ = __str__

@@ -1,0 +1,43 @@
+"""OnceTrigger: the first time only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.training.triggers.base import Trigger
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+
+class OnceTrigger(Trigger):
+    """Fires the first time that it is asked after an update, and never again.
+
+    Args:
+        call_on_resume: whether it fires once more in each run that continues an earlier one.
+    """
+
+    predictable = True
+
+    def __init__(self, call_on_resume: bool = False) -> None:
+        self.call_on_resume = call_on_resume
+        self.finished = False
+
+    def ask(self, trainer: Trainer) -> bool:
+        fires, self.finished = not self.finished, True
+        return fires
+
+    def forget(self) -> None:
+        self.finished = False
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        self.finished = serializer("finished", self.finished)
+        if not isinstance(serializer, Serializer) and self.call_on_resume:
+            self.finished = False
+
+    def __str__(self) -> str:
+        return f"OnceTrigger({self.call_on_resume})"
+
+    __repr__ = __str__

@@ -1,0 +1,7 @@
+"""What one update is."""
+
+from chainring.training.updaters.base import Updater
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
+from chainring.training.updaters.standard import StandardUpdater
+
+__all__ = ["StandardUpdater", "UpdateCallbacks", "UpdateContext", "Updater"]

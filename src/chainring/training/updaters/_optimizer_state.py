@@ -1,0 +1,88 @@
+"""The state of torch optimizers by the names of the parameters, so that neither order nor position can mix it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chainring.names import unwrapped
+from chainring.serializers.base import AbstractSerializer, Serializer
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """The name of each parameter by its id, such as ``main/predictor/l1/weight``; one that is tied has its first."""
+    names: dict[int, str] = {}
+    for model_name, model in models.items():
+        for path, parameter in unwrapped(model).named_parameters():
+            names.setdefault(id(parameter), f"{model_name}/{path.replace('.', '/')}")
+    return names
+
+
+class OptimizerState:
+    """An optimizer's state as something to serialize.
+
+    ``state`` maps a parameter's name to its entries; a parameter that never got a gradient has none. ``param_groups``
+    are the hyperparameters, with names in place of positions.
+
+    Args:
+        optimizer: the optimizer, which is not changed by saving.
+        names: `parameter_names` of the models that it trains.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Saves the state as it is, or puts saved state back, each tensor in the dtype in which it was saved.
+
+        Raises:
+            ValueError: the saved parameters are not those of this optimizer.
+        """
+        live = self._optimizer.state_dict()
+        named = {self._names[index]: entries for index, entries in live["state"].items()}
+        groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
+        extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
+        state = serializer("state", named)
+        saved_groups = serializer("param_groups", groups)
+        extra = serializer("extra", extra)
+        if not isinstance(serializer, Serializer):
+            self._load(state, saved_groups, extra, groups)
+
+    def _load(self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any]) -> None:
+        _require_same(saved, live)
+        index = {name: number for number, name in enumerate(self._names)}
+        positions = iter(range(len(self._names)))
+        counts = [len(group["params"]) for group in live]
+        groups = [
+            {**group, "params": [next(positions) for _ in range(count)]} for group, count in zip(saved, counts, strict=True)
+        ]
+        by_index = {index[name]: entries for name, entries in state.items()}
+        self._optimizer.load_state_dict({**extra, "state": by_index, "param_groups": groups})
+        self._put_dtypes_back(state)
+
+    def _put_dtypes_back(self, state: Mapping[str, Any]) -> None:
+        """Undoes the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
+        for name, parameter in zip(self._names, _parameters(self._optimizer), strict=True):
+            loaded = self._optimizer.state.get(parameter, {})
+            for key, value in state.get(name, {}).items():
+                if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+                    loaded[key] = value.to(loaded[key].device)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _require_same(saved: list[Any], live: list[Any]) -> None:
+    ours, theirs = ([sorted(group["params"]) for group in groups] for groups in (live, saved))
+    if ours != theirs:
+        had, has = ({name for group in groups for name in group} for groups in (theirs, ours))
+        raise ValueError(
+            f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
+            f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
+            "Resume with the same model and the same groups of parameters"
+        )

@@ -1,0 +1,94 @@
+"""In which floating-point format the forward is computed, and what that asks of the backward."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chainring.serializers.base import AbstractSerializer, Serializer
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Full:
+    """``fp32``: everything as the model has it."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        return _NOTHING
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Gives the gradients of an optimizer their true size."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's step."""
+        optimizer.step()
+
+    def update(self) -> None:
+        """Called at the end of each update."""
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Nothing to save."""
+
+
+class Autocast(Full):
+    """``bf16``: matrix products and the like in a format with the range of float32."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._device_type = device_type
+        self._dtype = dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._device_type, dtype=self._dtype)
+
+
+class Scaled(Autocast):
+    """``fp16``: a format of small range, so the loss is scaled up and a step whose gradients overflow is left out."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type, torch.float16)
+        self._scaler = torch.amp.GradScaler(device_type)
+        self._stepped = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        self._scaler.step(optimizer)
+        self._stepped = True
+
+    def update(self) -> None:
+        if self._stepped:
+            self._scaler.update()
+        self._stepped = False
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        state = serializer("scaler", self._scaler.state_dict())
+        if not isinstance(serializer, Serializer):
+            self._scaler.load_state_dict(state)
+
+
+def get_precision(name: str, device_type: str) -> Full:
+    """The precision of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name == "fp32":
+        return Full()
+    if name == "bf16":
+        return Autocast(device_type)
+    if name == "fp16":
+        return Scaled(device_type)
+    raise ValueError(f'precision is "fp32", "bf16" or "fp16", got {name!r}')
