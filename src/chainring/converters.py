@@ -49,7 +49,7 @@ def _moved(device: torch.device | None, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = _tensor(x)
     if isinstance(x, Tensor):
-        return x if device is None else x.to(device, non_blocking=True)
+        return x if device is None or x.device == device else x.to(device, non_blocking=True)
     if isinstance(x, tuple):
         moved = [_moved(device, item) for item in x]
         return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
@@ -180,9 +180,12 @@ def _padded(arrays: list[Any], padding: Any) -> Tensor:
 
 def _tensor(array: Any) -> Tensor:
     """A tensor over an array's memory, copied where torch needs it writable or in native order."""
-    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
-        array = np.array(array, dtype=array.dtype.newbyteorder("="))
     try:
-        return torch.from_numpy(array)
+        if array.flags.writeable:
+            return torch.from_numpy(array)
+    except (TypeError, ValueError):  # another byte order, or negative strides
+        pass
+    try:
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
     except TypeError:
         raise TypeError(f"torch has no dtype for arrays of {array.dtype}; convert them in the dataset") from None

@@ -97,15 +97,17 @@ class _Scope:
 
 
 def _kept(value: Any) -> Any:
-    """A reported value, safe from what happens to it later. Duck-typed: what decides does not import torch."""
+    """A reported value, safe from what happens to it later."""
     kind = type(value)
     if kind is float or kind is int or kind is str:
         return value
     if kind is tuple:
         return tuple([_kept(item) for item in value])
-    detach = getattr(value, "detach", None)
+    detach = getattr(value, "detach", None)  # a tensor has it; what decides does not import torch
     if detach is not None:
-        return detach().clone() if value.ndim == 0 else detach()
+        if value.requires_grad:
+            value = detach()
+        return value.clone() if value.ndim == 0 else value
     return value.copy() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -20,6 +20,9 @@ from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
 
 _BLOCK = 32
 
+Block = tuple[Tensor, Tensor]
+"""Values and their weights, one dimension each."""
+
 
 def is_scalar(value: Any) -> bool:
     """Whether a value can be averaged: a real number, or an array or tensor without dimensions."""
@@ -29,74 +32,15 @@ def is_scalar(value: Any) -> bool:
     return isinstance(value, Real)
 
 
-class _Series:
-    """Numbers in the order in which they came: a list of what is new, folded into blocks where it lies."""
-
-    def __init__(self) -> None:
-        self._new: list[Any] = []
-        self._blocks: list[Tensor] = []
-
-    def add(self, value: Any) -> None:
-        self._new.append(value)
-        if len(self._new) == _BLOCK:
-            self._fold()
-
-    def _fold(self) -> None:
-        """Stacks runs of like tensors on their device; plain numbers become a float64 block on the host."""
-        run: list[Any] = []
-        for value in self._new:
-            if run and _kind(run[0]) != _kind(value):
-                self._blocks.append(_block(run))
-                run = []
-            run.append(value)
-        if run:
-            self._blocks.append(_block(run))
-        self._new = []
-        if len(self._blocks) >= 2 * _BLOCK:  # blocks of blocks, so that an interval of any length stays few objects
-            self._blocks = [_joined(part) for part in _alike(self._blocks)]
-
-    def numbers(self) -> list[float]:
-        """All of them, on the host: the one place where a device is waited for."""
-        self._fold()
-        return [number for block in self._blocks for number in block.to("cpu", torch.float64).tolist()]
-
-    def replace(self, numbers: Tensor) -> None:
-        self._new, self._blocks = [], [numbers] if len(numbers) else []
-
-
-def _kind(value: Any) -> tuple[Any, Any]:
-    return (value.dtype, value.device) if isinstance(value, Tensor) else (None, None)
-
-
-def _block(values: list[Any]) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack(values)
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
-
-
-def _alike(blocks: list[Tensor]) -> list[list[Tensor]]:
-    groups: list[list[Tensor]] = []
-    for block in blocks:
-        if groups and _kind(groups[-1][0]) == _kind(block):
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-    return groups
-
-
-def _joined(blocks: list[Tensor]) -> Tensor:
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-
 class Summary(Stateful):
     """The weighted mean and deviation of one series of numbers."""
 
     def __init__(self) -> None:
-        self._values = _Series()
-        self._weights = _Series()
+        self._new: list[tuple[Any, Any]] = []
+        self._blocks: list[Block] = []
 
     def add(self, value: Any, weight: float = 1) -> None:
-        """Takes one number into account ``weight`` times. Both may be tensors without dimensions, which stay where they are.
+        """Takes one number into account ``weight`` times. Tensors without dimensions will do for both, and are not read.
 
         Raises:
             TypeError: ``value`` is not a single number.
@@ -105,27 +49,69 @@ class Summary(Stateful):
         if not is_scalar(value):
             raise TypeError(f"a summary takes single numbers, got {_shown(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        self._values.add(_kept(value))
-        self._weights.add(_kept(weight))
+        self._new.append((_kept(value), _kept(weight)))
+        if len(self._new) == _BLOCK:
+            self._fold()
+
+    def add_block(self, values: Tensor, weights: Tensor) -> None:
+        """Takes many numbers into account, one dimension of values and of their weights, where they lie."""
+        self._blocks.append((values, weights))
+        if len(self._blocks) >= 2 * _BLOCK:  # blocks of blocks, so that an interval of any length stays few objects
+            self._blocks = _merged(self._blocks)
+
+    def _fold(self) -> None:
+        new, self._new = self._new, []
+        for value, weight in new:
+            self.add_block(_stacked([value]), _stacked([weight]))
+
+    def _numbers(self) -> tuple[list[float], list[float]]:
+        """Values and weights on the host: the one place where a device is waited for."""
+        self._fold()
+        self._blocks = _merged(self._blocks)
+        values = [number for block, _ in self._blocks for number in block.to("cpu", torch.float64).tolist()]
+        weights = [number for _, block in self._blocks for number in block.to("cpu", torch.float64).tolist()]
+        return values, weights
 
     def compute_mean(self) -> float:
         """The weighted mean; NaN when nothing has been added."""
-        return _mean(self._values.numbers(), self._weights.numbers())
+        return _mean(*self._numbers())
 
     def make_statistics(self) -> tuple[float, float]:
         """The weighted mean and the weighted population standard deviation, by two passes over the values."""
-        values, weights = self._values.numbers(), self._weights.numbers()
+        values, weights = self._numbers()
         mean = _mean(values, weights)
         variance = _mean([(value - mean) ** 2 for value in values], weights)
         return mean, math.sqrt(variance) if variance == variance else variance
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
-        for key, series in (("values", self._values), ("weights", self._weights)):
-            numbers = torch.tensor(series.numbers() if saving else [], dtype=torch.float64)
-            loaded = serializer(key, numbers)
-            if not saving:
-                series.replace(loaded)
+        values, weights = self._numbers() if saving else ([], [])
+        loaded = serializer("values", torch.tensor(values, dtype=torch.float64))
+        loaded_weights = serializer("weights", torch.tensor(weights, dtype=torch.float64))
+        if not saving:
+            self._new, self._blocks = [], [(loaded, loaded_weights)] if len(loaded) else []
+
+
+def _stacked(values: list[Any]) -> Tensor:
+    """One dimension of like scalars: on their device where they are tensors, else float64 on the host."""
+    if isinstance(values[0], Tensor):
+        return torch.stack(values)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _merged(blocks: list[Block]) -> list[Block]:
+    """Neighbours of the same dtype and device as one block."""
+    groups: list[list[Block]] = []
+    for block in blocks:
+        if groups and _kinds(groups[-1][0]) == _kinds(block):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return [(torch.cat([v for v, _ in group]), torch.cat([w for _, w in group])) for group in groups]
+
+
+def _kinds(block: Block) -> list[Any]:
+    return [(part.dtype, part.device) for part in block]
 
 
 def _kept(value: Any) -> Any:
@@ -171,25 +157,37 @@ class DictSummary(Stateful):
         Raises:
             ValueError: a weight is not a single number.
         """
-        _check_weight(weight)
+        if type(weight) is not int:
+            _check_weight(weight)
         self._rows.append((dict(values), weight))
         if len(self._rows) == _BLOCK:
             self._fold()
 
     def _fold(self) -> None:
         rows, self._rows = self._rows, []
-        for values, row_weight in rows:
-            for key, value in values.items():
-                weight = row_weight
-                if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
-                    value, weight = value
-                    _check_weight(weight)
-                if is_scalar(value):
-                    if key not in self._summaries:
-                        self._summaries[key] = Summary()
-                    summary = self._summaries[key]
-                    summary._values.add(value)
-                    summary._weights.add(weight)
+        if not rows:
+            return
+        weights = [weight for _, weight in rows]
+        shared = _column(weights)
+        for key in dict.fromkeys(key for values, _ in rows for key in values):
+            column = [values[key] for values, _ in rows if key in values]
+            block = _column(column)
+            if block is not None and shared is not None and len(column) == len(rows):
+                self._of(key).add_block(block, shared)
+            else:
+                self._add_each(key, column, [weight for values, weight in rows if key in values])
+
+    def _add_each(self, key: str, column: list[Any], weights: list[Any]) -> None:
+        for value, weight in zip(column, weights, strict=True):
+            if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
+                self._of(key).add(*value)
+            elif is_scalar(value):
+                self._of(key).add(value, weight)
+
+    def _of(self, key: str) -> Summary:
+        if key not in self._summaries:
+            self._summaries[key] = Summary()
+        return self._summaries[key]
 
     def compute_mean(self) -> dict[str, float]:
         """The weighted mean of each key, in the order in which the keys were first seen."""
@@ -211,6 +209,16 @@ class DictSummary(Stateful):
             self._summaries = {name: Summary() for name in names}
         for number, name in enumerate(names):  # by number: a name may hold slashes
             self._summaries[name].serialize(serializer[str(number)])
+
+
+def _column(values: list[Any]) -> Tensor | None:
+    """One dimension of scalars, made at once where all of them are tensors or all are numbers; else ``None``."""
+    kinds = set(map(type, values))
+    if kinds <= {float, int}:
+        return torch.tensor(values, dtype=torch.float64)
+    if kinds == {Tensor} and len({(value.ndim, value.dtype, value.device) for value in values}) == 1:
+        return torch.stack(values) if values[0].ndim == 0 else None
+    return None
 
 
 def weighted_means(parts: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:

@@ -23,7 +23,12 @@ class IndexedIterator(Iterator):
 
     Its state is a few numbers: the seed and a position in the stream of epochs. Orders are numbered from 0 for the
     whole life of an iterator; `reset` counts epochs from 0 again but goes on to an order that has not been used.
+
+    Attributes:
+        current_position: examples of the current epoch that have been returned.
     """
+
+    current_position: int = 0
 
     def __init__(
         self,
@@ -43,26 +48,34 @@ class IndexedIterator(Iterator):
         self._switch = 0
         self._orders = Orders(len(dataset), shuffle, order_sampler)
         self._first = 0  # the number of the order that epoch 0 has
-        self._at = Position(0, 0)
+        self._key_now: tuple[int, int] | None = None  # the key of the current epoch's order, while it is known
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
 
     @property
     def seed(self) -> int:
         """The seed of the current order. ``None`` at construction becomes one derived from ``torch.initial_seed()``."""
-        return self._key(self._at.epoch)[0]
+        return self._key(self.epoch)[0]
 
     @property
     def progress(self) -> tuple[int, int, int | None]:
-        return (*self._at, self._orders.size)
-
-    @property
-    def current_position(self) -> int:
-        """How many examples of the current epoch have been returned."""
-        return self._at.position
+        return self.epoch, self.current_position, self._orders.size
 
     def __next__(self) -> Batch:
-        stretches, after = advance(self._at, self._orders.size, self.batch_size, self.repeat)
+        start, size = self.current_position, self._orders.size
+        stop = start + self.batch_size
+        if stop < size and self.size == 1 and self._key_now is not None:  # inside an epoch, as nearly always
+            batch = self._fetch([(self._key_now, self._orders.indices(*self._key_now, start, stop))])
+            self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, False
+            self.current_position = stop
+            self.epoch_detail = self.epoch + stop / size
+            return batch
+        return self._next_across()
+
+    def _next_across(self) -> Batch:
+        """The next batch wherever it lies: at the end of an epoch, across several, for one of many ranks."""
+        at = Position(self.epoch, self.current_position)
+        stretches, after = advance(at, self._orders.size, self.batch_size, self.repeat)
         if not stretches or self._orders.size == 0:
             raise StopIteration
         parts = [(key, self._orders.indices(*key, start, stop)) for key, start, stop in self._keyed(stretches)]
@@ -72,10 +85,13 @@ class IndexedIterator(Iterator):
 
     def _move(self, after: Position) -> None:
         self.previous_epoch_detail = self.epoch_detail
-        self.is_new_epoch = after.epoch != self._at.epoch
-        self._at = after
-        self.epoch, position = after
-        self.epoch_detail = self.epoch + position / self._orders.size
+        self.is_new_epoch = after.epoch != self.epoch
+        self._stand_at(after)
+
+    def _stand_at(self, at: Position) -> None:
+        self.epoch, self.current_position = at
+        self.epoch_detail = self.epoch + self.current_position / self._orders.size if self._orders.size else 0.0
+        self._key_now = None if self._seed is None else self._key(self.epoch)
 
     def _known_seed(self) -> int:
         if self._seed is None:
@@ -112,26 +128,24 @@ class IndexedIterator(Iterator):
         raise NotImplementedError
 
     def reset(self) -> None:
-        used = self._at.epoch + (self._at.position > 0)
-        self._first += used
+        self._first += self.epoch + (self.current_position > 0)
         self._start()
 
     def rewind(self) -> None:
         self._start()
 
     def _start(self) -> None:
-        self._at = Position(0, 0)
-        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = 0, 0.0, None, False
+        self._stand_at(Position(0, 0))
+        self.previous_epoch_detail, self.is_new_epoch = None, False
 
     def mark(self) -> Any:
         """This place, to `return_to` when what the next batches were fetched for has failed."""
-        return self._at, self.previous_epoch_detail, self.is_new_epoch
+        return self.epoch, self.current_position, self.previous_epoch_detail, self.is_new_epoch
 
     def return_to(self, mark: Any) -> None:
         """Goes back to a place that `mark` returned: the batches since then will be returned again."""
-        at, previous, is_new = mark
-        self._move(at)
-        self.previous_epoch_detail, self.is_new_epoch = previous, is_new
+        epoch, position, self.previous_epoch_detail, self.is_new_epoch = mark
+        self._stand_at(Position(epoch, position))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
@@ -146,13 +160,13 @@ class IndexedIterator(Iterator):
         earlier = serializer("earlier_seed", self._earlier_seed)
         switch = serializer("switch", self._switch)
         self._first = serializer("first_order", self._first)
-        epoch, position = serializer("epoch", self._at.epoch), serializer("position", self._at.position)
+        epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
         if not saving:
-            self._at = Position(epoch, position)
+            self.epoch, self.current_position = epoch, position
             self._adopt_seed(seed, earlier, switch)
-            self.epoch, self.epoch_detail = epoch, epoch + (position / size if size else 0)
+            self._stand_at(Position(epoch, position))
             self.is_new_epoch, self.previous_epoch_detail = is_new, previous
 
     def _adopt_seed(self, seed: int, earlier: int | None, switch: int) -> None:
@@ -160,8 +174,8 @@ class IndexedIterator(Iterator):
         given, self._seed, self._earlier_seed, self._switch = self._seed, seed, earlier, switch
         if given is None or given == seed:
             return
-        current, number = self._key(self._at.epoch)
-        self._seed, self._earlier_seed, self._switch = given, current, number + (self._at.position > 0)
+        current, number = self._key(self.epoch)
+        self._seed, self._earlier_seed, self._switch = given, current, number + (self.current_position > 0)
         warnings.warn(
             f"iterator {self.name!r} was saved with seed {seed} and now has {given}: "
             "the epoch under way keeps its order, the next has that of the new seed",

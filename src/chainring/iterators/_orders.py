@@ -28,25 +28,26 @@ class Orders:
         self._dataset_size = dataset_size
         self._shuffle = shuffle
         self._sampler = sampler
-        self._key: tuple[int, int, int] | None = None
+        self._kept: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, and the positions that _block holds
         self._block: Indices = np.empty(0, np.int64)
         self.size = dataset_size if sampler is None else len(self._sampled(0, 0))
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
         """The indices at positions ``start`` to ``stop`` of an epoch's order."""
+        kept_seed, kept_epoch, first, last = self._kept
+        if epoch == kept_epoch and seed == kept_seed and first <= start and stop <= last:
+            return self._block[start - first : stop - first]
         if self._sampler is None and not self._shuffle:
             return np.arange(start, stop)
-        first = start - start % _BLOCK
-        if stop > first + _BLOCK:  # across two blocks or more
-            middle = first + _BLOCK
+        middle = start - start % _BLOCK + _BLOCK
+        if stop > middle:
             return np.concatenate([self.indices(seed, epoch, start, middle), self.indices(seed, epoch, middle, stop)])
-        key = (seed, epoch, first)
-        if key != self._key:
-            self._key, self._block = key, self._make_block(seed, epoch, first)
+        first, last = middle - _BLOCK, min(self.size, middle)
+        self._block = self._make_block(seed, epoch, first, last)
+        self._kept = seed, epoch, first, last
         return self._block[start - first : stop - first]
 
-    def _make_block(self, seed: int, epoch: int, first: int) -> Indices:
-        last = min(self.size, first + _BLOCK)
+    def _make_block(self, seed: int, epoch: int, first: int, last: int) -> Indices:
         if self._sampler is None:
             return epoch_order(seed, epoch, self._dataset_size, first, last)
         order = self._sampled(seed, epoch)

@@ -70,14 +70,14 @@ def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
         answer: the loss, or a mapping that has ``"loss"``, whose scalars are all reported.
         name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
     """
+    if isinstance(answer, Tensor):
+        observation = current_observation()
+        if observation is not None and (key := f"{name}/loss") not in observation and answer.ndim == 0:
+            observation[key] = answer.detach().clone()
+        return answer, None
     if isinstance(answer, Mapping) and "loss" in answer:
         report({f"{name}/{key}": value for key, value in answer.items() if is_scalar(value)})
         return answer["loss"], answer.get("weight")
-    if isinstance(answer, Tensor):
-        observation = current_observation()
-        if observation is not None and answer.ndim == 0 and f"{name}/loss" not in observation:
-            report({f"{name}/loss": answer})
-        return answer, None
     return answer, None
 
 

@@ -150,7 +150,7 @@ class Trainer(Stateful):
         """
         if self._started_at is not None:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
-        with session(self) as (entries, snapshots):
+        with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
             while not self.stop_trigger(self):
                 if not self._iterate(entries, snapshots):
                     self._warn_of_the_end()
@@ -158,25 +158,23 @@ class Trainer(Stateful):
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
-        before, self.observation = self.observation, {}
-        with self.reporter.scope(self.observation):
-            try:
-                self.updater.update()
-            except StopIteration:
-                self.observation = before
-                return False
-            for entry in entries:
-                if entry.observe is not None:
-                    entry.observe(self)
-                if entry.trigger(self):
-                    self.extension_name = entry.name
-                    entry.extension(self)
-            self.extension_name = None
-            if snapshots:
-                for entry in [entry for entry in snapshots if entry.trigger(self)]:
-                    self.extension_name = entry.name
-                    entry.extension(self)
-                self.extension_name = None
+        before = self.observation
+        self.observation = self.reporter.observation = {}
+        try:
+            self.updater.update()
+        except StopIteration:
+            self.observation = before
+            return False
+        for entry in entries:
+            if entry.observe is not None:
+                entry.observe(self)
+            if entry.trigger(self):
+                self.extension_name = entry.name
+                entry.extension(self)
+        for entry in [entry for entry in snapshots if entry.trigger(self)]:
+            self.extension_name = entry.name
+            entry.extension(self)
+        self.extension_name = None
         return True
 
     def _warn_of_the_end(self) -> None:

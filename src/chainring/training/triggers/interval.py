@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from chainring.progress import UNITS, exact, exact_epochs, require_epochs
@@ -36,10 +35,11 @@ class IntervalTrigger(Trigger):
         self.period = period
         self.unit = unit
         self._period = exact(period)
+        self._ratio = self._period.as_integer_ratio()
         if self._period <= 0:
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
         self._crossed: int | None = None
-        self._wait = -math.inf
+        self._wait: float = -math.inf
 
     def ask(self, trainer: Trainer) -> bool:
         updater = trainer.updater
@@ -52,14 +52,18 @@ class IntervalTrigger(Trigger):
 
     def _multiples(self, trainer: Trainer) -> int:
         """How many multiples of the period have been reached, exactly."""
-        updater = trainer.updater
-        progress = Fraction(updater.iteration) if self.unit == "iteration" else exact_epochs(updater)
-        return progress // self._period
+        numerator, denominator = self._ratio
+        if self.unit == "iteration":
+            return trainer.updater.iteration * denominator // numerator
+        return exact_epochs(trainer.updater) * denominator // numerator
 
     def _count(self, crossed: int) -> None:
-        following = (crossed + 1) * self._period
+        numerator, denominator = self._ratio
         self._crossed = crossed
-        self._wait = math.ceil(following) if self.unit == "iteration" else float(following) * (1 - 2**-50)
+        if self.unit == "iteration":
+            self._wait = -(-(crossed + 1) * numerator // denominator)
+        else:
+            self._wait = (crossed + 1) * numerator / denominator * (1 - 2**-50)
 
     def forget(self) -> None:
         self._crossed, self._wait = None, -math.inf
@@ -79,7 +83,7 @@ class IntervalTrigger(Trigger):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
-        own = [self._period.numerator, self._period.denominator, self.unit]
+        own = [*self._ratio, self.unit]
         crossed, period = serializer("crossed", self._crossed), serializer("period", own)
         # Settings are never state: a saved count of other multiples says nothing, and the trigger starts from here.
         if not isinstance(serializer, Serializer):

@@ -29,8 +29,10 @@ class _FromIterator:
     def __get__(self, updater: Updater | None, owner: type) -> Any:
         if updater is None:
             return self
-        iterator = main_iterator(updater)
-        return self._default if iterator is None else getattr(iterator, self._name, self._default)
+        try:
+            return getattr(updater.get_iterator("main"), self._name)
+        except (KeyError, AttributeError, NotImplementedError):
+            return self._default
 
 
 class Updater(Stateful):

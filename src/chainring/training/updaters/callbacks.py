@@ -68,6 +68,10 @@ class UpdateCallbacks:
         self.update_on_start = _callbacks("update_on_start", update_on_start)
         self.update_on_finish = _callbacks("update_on_finish", update_on_finish)
 
+    def __bool__(self) -> bool:
+        """Whether there is any callback."""
+        return any(vars(self).values())
+
 
 def _callbacks(name: str, given: Any) -> tuple[Callback, ...]:
     if callable(given):

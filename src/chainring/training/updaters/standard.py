@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring.converters import Device, as_device, concat_examples
-from chainring.iterators.base import Iterator
+from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.parallel.communicator import Communicator
 from chainring.reporter import current_observation, report_scope
@@ -93,10 +93,16 @@ class StandardUpdater(Updater):
         self._communicates = comm is not None
         self._weighs = accumulate > 1 or self._communicates
         self._spans = accumulate > 1 or type(self).update_core is not StandardUpdater.update_core
-        self._checked = loss_func is None
+        self._checked = False
+        self._stepping = list(self._optimizers.values())
+        self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
+        has_own_core = type(self).update_core is not StandardUpdater.update_core
+        self._is_straight = not (self._weighs or has_own_core or self.callbacks or precision != "fp32")
         self._begin_update()
 
     def get_iterator(self, name: str) -> Any:
+        if name in self._iterators:  # asked by every epoch trigger every iteration
+            return self._iterators[name]
         return _arguments.look_up(self._iterators, name, "iterator")
 
     def get_all_iterators(self) -> dict[str, Any]:
@@ -116,24 +122,41 @@ class StandardUpdater(Updater):
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
-        marks = [(source, source.mark()) for source in self._iterators.values() if hasattr(source, "mark")]
+        marks = [(source, source.mark()) for source in self._marking]
         try:
-            self._begin_update()
-            for optimizer in self._optimizers.values():
+            for optimizer in self._stepping:
                 clear(optimizer)
-            if self.accumulate == 1:
-                self.update_core()
-                self._count_part()
+            if self._is_straight:
+                self._update_straight()
             else:
-                self._accumulate()
-            self._precision.update()
+                self._update_in_stages()
         except BaseException:
             for source, mark in marks:
                 source.return_to(mark)
             raise
+        self.iteration += 1
+
+    def _update_straight(self) -> None:
+        """What the stages come to where there is nothing between them: a fifth of their time."""
+        batch = next(self._iterators["main"])
+        inputs = self.converter(batch, self.device)
+        loss, weight = self._loss(inputs)
+        check_loss(loss)
+        loss.backward()
+        for optimizer in self._stepping:
+            optimizer.step()
+        self.weight = weight if weight is not None else batch.weight if type(batch) is Batch else len(batch)
+
+    def _update_in_stages(self) -> None:
+        self._begin_update()
+        if self.accumulate == 1:
+            self.update_core()
+            self._count_part()
+        else:
+            self._accumulate()
+        self._precision.update()
         if self._spans:
             self.previous_epoch_detail, self.is_new_epoch = self._before, self._is_new
-        self.iteration += 1
 
     def _begin_update(self) -> None:
         self._context = UpdateContext(self, self.iteration, 0)
@@ -190,13 +213,16 @@ class StandardUpdater(Updater):
         self._step(list(self._optimizers))
 
     def _loss(self, batch: Any) -> tuple[Any, Any]:
-        model = self._models["main"]
-        if not self._checked:
-            check_call(self.loss_func, model, batch)  # type: ignore[arg-type]
-            self._checked = True
+        model, function = self._models["main"], self.loss_func
+        if function is None and type(batch) is tuple:
+            return loss_and_weight(model(*batch), "main")
         args, kwargs = arguments(batch)
-        answer = model(*args, **kwargs) if self.loss_func is None else self.loss_func(model, *args, **kwargs)
-        return loss_and_weight(answer, "main")
+        if function is None:
+            return loss_and_weight(model(*args, **kwargs), "main")
+        if not self._checked:
+            check_call(function, model, batch)
+            self._checked = True
+        return loss_and_weight(function(model, *args, **kwargs), "main")
 
     def next_batch(self, name: str = "main") -> Any:
         """The next batch of an iterator, converted, on the device.
