@@ -15,26 +15,30 @@ from chainring.training import extensions
 
 
 class MLP(nn.Sequential):
-    """Two hidden layers, from any number of pixels to the scores of the classes."""
+    """Two hidden layers, from pixels to the scores of the classes."""
 
-    def __init__(self, pixels: int, units: int, classes: int) -> None:
-        super().__init__(nn.Linear(pixels, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes))
+    def __init__(self, units: int, classes: int) -> None:
+        super().__init__(
+            nn.Linear(64, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes)
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batchsize", "-b", type=int, default=100, help="examples in a batch")
-    parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train")
+    parser.add_argument("--batchsize", "-b", type=int, default=100, help="examples in a batch (default: %(default)s)")
+    parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train (default: %(default)s)")
     parser.add_argument("--device", "-g", type=int, default=-1, help="number of the accelerator; negative is the host")
-    parser.add_argument("--out", "-o", default="result", help="directory of the results")
-    parser.add_argument("--unit", "-u", type=int, default=50, help="units of a hidden layer")
+    parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
+    parser.add_argument("--unit", "-u", type=int, default=50, help="units of a hidden layer (default: %(default)s)")
+    parser.add_argument("--dataset", choices=["digits"], default="digits", help="what to learn (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     args = parser.parse_args()
 
-    chainring.deterministic(0)
-    train, test = datasets.get_digits()
-    model = Classifier(MLP(64, args.unit, 10))
+    chainring.deterministic(args.seed)
+    model = Classifier(MLP(args.unit, 10))
     optimizer = torch.optim.Adam(model.parameters())
-    train_iter = iterators.SerialIterator(train, args.batchsize)
+    train, test = datasets.get_digits()
+    train_iter = iterators.SerialIterator(train, args.batchsize, seed=args.seed)
     test_iter = iterators.SerialIterator(test, args.batchsize, repeat=False, shuffle=False)
 
     updater = training.StandardUpdater(train_iter, optimizer, model, device=args.device)

@@ -15,19 +15,28 @@ Gather = Callable[[NDArray[np.int64]], Any]
 def gather_of(dataset: Any) -> Gather | None:
     """A function from indices to the columns of those examples, or ``None`` where examples must be asked one by one.
 
-    Arrays, tensors and ``TensorDataset`` are gathered directly. A dataset offers its own way by a method ``gather()``
-    that returns such a function or ``None``.
+    Arrays of numbers, tensors and ``TensorDataset`` are gathered directly; subclasses of theirs are asked one by one,
+    since they may give other examples. A dataset offers its own way by a method ``gather()`` of its class, which
+    returns such a function or ``None``.
     """
-    if isinstance(dataset, np.ndarray):
-        if dataset.ndim == 0 or dataset.dtype.hasobject or dataset.dtype.kind in "USV":
-            return None
-        return lambda indices: dataset.take(indices, 0)
-    if isinstance(dataset, torch.Tensor):
-        return (lambda indices: dataset.index_select(0, torch.from_numpy(indices))) if dataset.ndim else None
-    if type(dataset) is torch.utils.data.TensorDataset:
+    kind = type(dataset)
+    if kind in (np.ndarray, np.memmap):
+        return (lambda indices: dataset.take(indices, 0)) if dataset.ndim and dataset.dtype.kind in "biufc" else None
+    if kind is torch.Tensor:
+        return _gather_tensor(dataset) if dataset.ndim else None
+    if kind is torch.utils.data.TensorDataset:
         return gather_all(dataset.tensors)
-    make = getattr(dataset, "gather", None)
-    return make() if callable(make) else None
+    if isinstance(dataset, (np.ndarray, torch.Tensor)):  # torch.Tensor has a gather of another meaning
+        return None
+    # Looked up in the class: a wrapper that passes unknown attributes on to what it wraps must not be passed by.
+    make = getattr(kind, "gather", None)
+    return make(dataset) if callable(make) else None
+
+
+def _gather_tensor(tensor: torch.Tensor) -> Gather:
+    if tensor.device.type == "cpu":
+        return lambda indices: tensor.index_select(0, torch.from_numpy(indices))
+    return lambda indices: tensor.index_select(0, torch.from_numpy(indices).to(tensor.device))
 
 
 def gather_all(datasets: Any) -> Gather | None:
@@ -39,13 +48,20 @@ def gather_all(datasets: Any) -> Gather | None:
 
 
 def rows(columns: Any, index: Any) -> Any:
-    """What ``index`` (a number or a slice) selects from columns: tuples and mappings are entered, arrays are indexed."""
+    """What ``index`` (a number or a slice) selects from columns: containers of arrays are entered, arrays are indexed.
+
+    A list without arrays is a column itself (of strings, say). What has no rows, such as a number that a whole batch
+    shares, comes with every selection.
+    """
     if isinstance(columns, tuple):
         picked = [rows(column, index) for column in columns]
         return type(columns)(*picked) if hasattr(columns, "_fields") else tuple(picked)
+    if isinstance(columns, list) and count_rows(columns) is not None:
+        return [rows(column, index) for column in columns]
     if hasattr(columns, "items"):
         return {key: rows(column, index) for key, column in columns.items()}
-    return columns[index]
+    is_single = getattr(columns, "ndim", 1) == 0 or isinstance(columns, (str, bytes))
+    return columns if is_single or not hasattr(columns, "__getitem__") else columns[index]
 
 
 def count_rows(columns: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def _moved(device: torch.device | None, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = _tensor(x)
     if isinstance(x, Tensor):
-        return x if device is None or x.device == device else x.to(device, non_blocking=True)
+        return x if device is None or x.device == device else _sent(device, x)
     if isinstance(x, tuple):
         moved = [_moved(device, item) for item in x]
         return type(x)(*moved) if hasattr(x, "_fields") else tuple(moved)
@@ -58,6 +59,12 @@ def _moved(device: torch.device | None, x: Any) -> Any:
     if isinstance(x, Mapping):
         return {key: _moved(device, item) for key, item in x.items()}
     return x.to(device) if device is not None and hasattr(x, "to") else x
+
+
+def _sent(device: torch.device, x: Tensor) -> Tensor:
+    # To an accelerator the copy may go on while the host prepares what follows. On the way back nothing would wait for
+    # it, and the host would read a tensor that is not there yet.
+    return x.to(device, non_blocking=device.type != "cpu")
 
 
 def concat_examples(batch: Sequence[Any], device: Device = None, padding: Any = None) -> Any:
@@ -103,18 +110,28 @@ def _joined(parts: Sequence[Any], padding: Any, where: str) -> Any:
         pads = _paddings(padding, keys, Mapping, where)
         return {key: _joined([part[key] for part in parts], pads[key], f"{key!r} of {where}") for key in keys}
     if type(first) in (float, int, bool):
-        _require(parts, lambda part: isinstance(part, (float, int, bool)), "a number", where)
-        if type(first) is not float and any(type(part) is float for part in parts):
-            first = 0.0
-        return torch.tensor(parts, dtype={float: torch.float32, int: torch.int64, bool: torch.bool}[type(first)])
+        return _numbers(parts, where)
+    _require(parts, lambda part: not isinstance(part, (tuple, Mapping)), "an array", where)
     arrays = [part if isinstance(part, Tensor) else _array(part, where, number) for number, part in enumerate(parts)]
     if padding is not None:
-        return _padded(arrays, padding)
+        return _padded(arrays, padding, where)
     shape = tuple(arrays[0].shape)
     _require(arrays, lambda part: tuple(part.shape) == shape, f"of shape {shape}", where, "pass padding= to fill up")
     if all(isinstance(array, Tensor) for array in arrays):
         return torch.stack(arrays)
     return _tensor(np.stack([np.asarray(array) for array in arrays]))
+
+
+def _numbers(parts: Sequence[Any], where: str) -> Tensor:
+    """The first is a Python number; all become what holds every one of them: float32, else int64, else bool."""
+    _require(parts, lambda part: isinstance(part, (float, int, np.number, np.bool_)), "a number", where)
+    if any(isinstance(part, (float, np.floating)) for part in parts):
+        dtype = torch.float32
+    elif all(isinstance(part, (bool, np.bool_)) for part in parts):
+        dtype = torch.bool
+    else:
+        dtype = torch.int64
+    return torch.tensor(parts, dtype=dtype)
 
 
 def _require(parts: Sequence[Any], holds: Callable[[Any], bool], rule: str, where: str, remedy: str = "") -> None:
@@ -166,16 +183,28 @@ def _not_numbers(part: Any, where: str, number: int) -> str:
     )
 
 
-def _padded(arrays: list[Any], padding: Any) -> Tensor:
+def _padded(arrays: list[Any], padding: Any, where: str) -> Tensor:
     shapes = [tuple(array.shape) for array in arrays]
-    if len({len(shape) for shape in shapes}) > 1:
-        raise ValueError(f"padding fills up sizes, not dimensions; the examples have the shapes {shapes}")
+    dims = len(shapes[0])
+    remedy = "padding fills up sizes, not dimensions"
+    _require(arrays, lambda array: len(array.shape) == dims, f"of {dims} dimensions", where, remedy)
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     tensors = [array if isinstance(array, Tensor) else _tensor(array) for array in arrays]
-    joined = torch.full((len(tensors), *largest), padding, dtype=tensors[0].dtype, device=tensors[0].device)
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    _check_padding(padding, dtype, where)
+    joined = torch.full((len(tensors), *largest), padding, dtype=dtype, device=tensors[0].device)
     for row, tensor in zip(joined, tensors, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
     return joined
+
+
+def _check_padding(padding: Any, dtype: torch.dtype, where: str) -> None:
+    if not isinstance(padding, (float, int, np.number)):
+        raise TypeError(f"padding of {where} is a number, got {padding!r}; a tuple or mapping is for examples that are such")
+    if not (dtype.is_floating_point or dtype.is_complex) and torch.tensor(padding).to(dtype).item() != padding:
+        raise ValueError(
+            f"padding {padding!r} does not fit into the {dtype} of {where}; take another, or floats in the dataset"
+        )
 
 
 def _tensor(array: Any) -> Tensor:

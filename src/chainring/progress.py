@@ -26,8 +26,8 @@ def exact(value: float | Rational) -> Fraction:
     """
     if isinstance(value, Rational):
         return Fraction(int(value.numerator), int(value.denominator))
-    if isinstance(value, str):
-        raise TypeError(f"a number is needed, got the string {value!r}")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"a finite number is needed, got {number}")

@@ -54,10 +54,15 @@ class Reporter:
 
         Raises:
             KeyError: the observer is not registered.
+            TypeError: ``values`` is no mapping.
         """
         prefix = "" if observer is None else self._name_of(observer) + "/"
         observation = self.observation
-        for key, value in values.items():
+        try:
+            items = values.items()
+        except AttributeError:
+            raise TypeError(f'report takes a mapping, such as {{"loss": loss}}; got {type(values).__name__}') from None
+        for key, value in items:
             observation[prefix + key] = _kept(value)
 
     def _name_of(self, observer: Any) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.stateful import Stateful
 
 _BLOCK = 32
 
@@ -28,7 +29,9 @@ def is_scalar(value: Any) -> bool:
     """Whether a value can be averaged: a real number, or an array or tensor without dimensions."""
     ndim = getattr(value, "ndim", None)
     if ndim is not None:
-        return bool(ndim == 0) and (isinstance(value, Tensor) or np.asarray(value).dtype.kind in "biuf")
+        if isinstance(value, Tensor):
+            return ndim == 0 and not value.is_complex()
+        return bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
     return isinstance(value, Real)
 
 
@@ -68,8 +71,8 @@ class Summary(Stateful):
         """Values and weights on the host: the one place where a device is waited for."""
         self._fold()
         self._blocks = _merged(self._blocks)
-        values = [number for block, _ in self._blocks for number in block.to("cpu", torch.float64).tolist()]
-        weights = [number for _, block in self._blocks for number in block.to("cpu", torch.float64).tolist()]
+        values = [number for block, _ in self._blocks for number in block.cpu().to(torch.float64).tolist()]
+        weights = [number for _, block in self._blocks for number in block.cpu().to(torch.float64).tolist()]
         return values, weights
 
     def compute_mean(self) -> float:
@@ -80,7 +83,7 @@ class Summary(Stateful):
         """The weighted mean and the weighted population standard deviation, by two passes over the values."""
         values, weights = self._numbers()
         mean = _mean(values, weights)
-        variance = _mean([(value - mean) ** 2 for value in values], weights)
+        variance = _mean([(value - mean) * (value - mean) for value in values], weights)
         return mean, math.sqrt(variance) if variance == variance else variance
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -96,7 +99,7 @@ def _stacked(values: list[Any]) -> Tensor:
     """One dimension of like scalars: on their device where they are tensors, else float64 on the host."""
     if isinstance(values[0], Tensor):
         return torch.stack(values)
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
@@ -147,11 +150,14 @@ class DictSummary(Stateful):
     def __init__(self) -> None:
         self._rows: list[tuple[Mapping[str, Any], Any]] = []
         self._summaries: dict[str, Summary] = {}
+        self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float = 1) -> None:
         """Takes an observation into account with ``weight``; a value given as ``(value, weight)`` brings its own.
 
-        Values that are no single numbers, such as strings and arrays, are passed over. Tensors must not change
+        Of an object with ``compute()`` and ``reset()``, such as a metric of torchmetrics, the value is computed when the
+        mean is asked for, and the object then starts anew. Other values that are no single numbers, such as strings and
+        arrays, are passed over. Tensors must not change
         afterwards in place, which holds for what was reported.
 
         Raises:
@@ -183,6 +189,18 @@ class DictSummary(Stateful):
                 self._of(key).add(*value)
             elif is_scalar(value):
                 self._of(key).add(value, weight)
+            elif callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
+                self._metrics[key] = value
+
+    def _compute(self) -> None:
+        """Ends the interval of the metrics: each gives one number and starts anew."""
+        self._fold()
+        metrics, self._metrics = self._metrics, {}
+        for key, metric in metrics.items():
+            value = metric.compute()
+            metric.reset()
+            if is_scalar(value):
+                self._of(key).add(value)
 
     def _of(self, key: str) -> Summary:
         if key not in self._summaries:
@@ -191,12 +209,12 @@ class DictSummary(Stateful):
 
     def compute_mean(self) -> dict[str, float]:
         """The weighted mean of each key, in the order in which the keys were first seen."""
-        self._fold()
+        self._compute()
         return {key: summary.compute_mean() for key, summary in self._summaries.items()}
 
     def make_statistics(self) -> dict[str, float]:
         """The mean of each key as ``key`` and its standard deviation as ``key.std``."""
-        self._fold()
+        self._compute()
         statistics: dict[str, float] = {}
         for key, summary in self._summaries.items():
             statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
@@ -217,7 +235,7 @@ def _column(values: list[Any]) -> Tensor | None:
     if kinds <= {float, int}:
         return torch.tensor(values, dtype=torch.float64)
     if kinds == {Tensor} and len({(value.ndim, value.dtype, value.device) for value in values}) == 1:
-        return torch.stack(values) if values[0].ndim == 0 else None
+        return torch.stack(values) if is_scalar(values[0]) else None
     return None
 
 
@@ -231,7 +249,25 @@ def weighted_means(parts: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, 
     for key in dict.fromkeys(key for values, _ in parts for key in values):
         held = [(values[key], weight) for values, weight in parts if key in values]
         if all(is_scalar(value) for value, _ in held):
-            merged[key] = sum(value * weight for value, weight in held) / sum(weight for _, weight in held)
+            merged[key], _ = _merged_scalars(held)
+        elif all(_is_weighted(value) for value, _ in held):
+            merged[key] = _merged_scalars([value for value, _ in held])
         else:
             merged[key] = held[-1][0]
     return merged
+
+
+def _is_weighted(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
+
+
+def _merged_scalars(held: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    total = sum(weight for _, weight in held)
+    if not isinstance(total, Tensor) and total == 0:  # nothing counts: a plain mean, which weighs nothing later
+        return sum(_wide(value) for value, _ in held) / len(held), total
+    return sum(_wide(value) * weight for value, weight in held) / total, total
+
+
+def _wide(value: Any) -> Any:
+    """A tensor of few bits as float32, in which a sum of products neither overflows nor loses the value."""
+    return value.float() if isinstance(value, Tensor) and value.dtype.itemsize < 4 else value

@@ -11,7 +11,7 @@ import torch
 
 from chainring.columns import Gather, gather_of
 from chainring.datasets.base import DatasetMixin, indexes_plainly
-from chainring.order import epoch_order, stable_hash
+from chainring.order import Indices, epoch_order, stable_hash
 
 
 class SubDataset(DatasetMixin):
@@ -21,22 +21,21 @@ class SubDataset(DatasetMixin):
         dataset: the dataset underneath.
         start: the first position.
         finish: one past the last position.
-        order: indices of ``dataset``; positions are then those of this order.
+        order: integer indices of ``dataset``, one for each example; positions are then those of this order.
 
     Raises:
-        ValueError: the positions do not lie in the dataset, or the order has another length than the dataset.
+        ValueError: the positions do not lie in the dataset; or the order has another length than the dataset, or holds
+            something else than integers that are numbers of its examples.
     """
 
     def __init__(self, dataset: Any, start: int, finish: int, order: Sequence[int] | None = None) -> None:
         size = len(dataset)
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        if order is not None and len(order) != size:
-            raise ValueError(f"an order has one index for each of the {size} examples, got {len(order)}")
         self.dataset = dataset
         self.start = start
         self.finish = finish
-        self.order = order
+        self.order = None if order is None else _checked_order(order, size)
 
     def __len__(self) -> int:
         return self.finish - self.start
@@ -50,9 +49,26 @@ class SubDataset(DatasetMixin):
         below = gather_of(self.dataset) if indexes_plainly(self, SubDataset) else None
         if below is None:
             return None
-        order = np.arange(len(self.dataset)) if self.order is None else np.asarray(self.order, dtype=np.int64)
-        own = order[self.start : self.finish] % max(1, len(self.dataset))
+        start = self.start
+        if self.order is None:
+            return lambda indices: below(indices + start)
+        own = self.order[start : self.finish]
         return lambda indices: below(own[indices])
+
+
+def _checked_order(order: Sequence[int], size: int) -> Indices:
+    indices = np.asarray(order)
+    if indices.shape != (size,):
+        raise ValueError(f"an order has one index for each of the {size} examples, got the shape {indices.shape}")
+    if size == 0:
+        return indices.astype(np.int64)
+    if indices.dtype.kind not in "iu":
+        raise ValueError(f"an order is made of integers, got {indices.dtype}")
+    low, high = indices.min(), indices.max()
+    if low < -size or high >= size:
+        raise ValueError(f"an order has indices from 0 to {size - 1}, got some from {low} to {high}")
+    indices = indices.astype(np.int64, copy=False)
+    return indices if low >= 0 else indices % size
 
 
 def split_dataset(dataset: Any, split_at: int, order: Sequence[int] | None = None) -> tuple[SubDataset, SubDataset]:

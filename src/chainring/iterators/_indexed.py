@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from chainring.iterators._orders import Orders, OrderSampler
 from chainring.iterators._position import Position, Stretch, advance
@@ -41,9 +43,11 @@ class IndexedIterator(Iterator):
     ) -> None:
         _check(dataset, batch_size, seed, order_sampler)
         self.dataset = dataset
-        self.batch_size = self.step = batch_size
+        self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
-        self._seed = seed  # of the orders from number _switch on; those before it, begun before a resume, keep theirs
+        self._seed = seed = (
+            None if seed is None else int(seed)
+        )  # of the orders from number _switch on; those before it, begun before a resume, keep theirs
         self._earlier_seed = seed
         self._switch = 0
         self._orders = Orders(len(dataset), shuffle, order_sampler)
@@ -91,7 +95,8 @@ class IndexedIterator(Iterator):
     def _stand_at(self, at: Position) -> None:
         self.epoch, self.current_position = at
         self.epoch_detail = self.epoch + self.current_position / self._orders.size if self._orders.size else 0.0
-        self._key_now = None if self._seed is None else self._key(self.epoch)
+        has_ended = self.epoch > 0 and not self.repeat
+        self._key_now = None if self._seed is None or has_ended else self._key(self.epoch)
 
     def _known_seed(self) -> int:
         if self._seed is None:
@@ -156,7 +161,7 @@ class IndexedIterator(Iterator):
                 f"the saved run had {size}. "
                 "A position in one means nothing in the other: resume with the same dataset, or start a new run"
             )
-        seed = serializer("seed", self._known_seed() if saving else None)
+        seed = serializer("seed", self._known_seed() if saving else self._seed)
         earlier = serializer("earlier_seed", self._earlier_seed)
         switch = serializer("switch", self._switch)
         self._first = serializer("first_order", self._first)
@@ -169,7 +174,7 @@ class IndexedIterator(Iterator):
             self._stand_at(Position(epoch, position))
             self.is_new_epoch, self.previous_epoch_detail = is_new, previous
 
-    def _adopt_seed(self, seed: int, earlier: int | None, switch: int) -> None:
+    def _adopt_seed(self, seed: int | None, earlier: int | None, switch: int) -> None:
         """The saved seed wins over none; another one that the script gives holds from the next order on."""
         given, self._seed, self._earlier_seed, self._switch = self._seed, seed, earlier, switch
         if given is None or given == seed:
@@ -184,9 +189,10 @@ class IndexedIterator(Iterator):
 
 
 def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
         raise TypeError(
-            f"a dataset has __len__ and __getitem__, got {type(dataset).__name__}; "
+            f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; "
             "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:

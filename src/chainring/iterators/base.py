@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from chainring.columns import rows
-from chainring.serializers.base import Stateful
+from chainring.serializers.stateful import Stateful
 
 
 class Batch(Sequence[Any]):
@@ -38,8 +38,11 @@ class Batch(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             if self._examples is not None:
-                return Batch(self._examples[index])
-            return Batch(columns=rows(self.columns, index), length=len(range(*index.indices(self._length))))
+                part = Batch(self._examples[index])
+            else:
+                part = Batch(columns=rows(self.columns, index), length=len(range(*index.indices(self._length))))
+            part.weight = min(self.weight, part.weight)  # none of a batch of weight 0 counts
+            return part
         if not -self._length <= index < self._length:
             raise IndexError(f"a batch of {self._length} examples has no number {index}")
         return self._examples[index] if self._examples is not None else rows(self.columns, index)
@@ -74,6 +77,7 @@ class Iterator(Stateful):
     name: str = "main"
     rank: int = 0
     size: int = 1
+    _batch_size_is_known: bool = True
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -110,7 +114,7 @@ class Iterator(Stateful):
         """
         if not 0 <= rank < size:
             raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
-        if self.repeat and size > 1 and self.batch_size < size:
+        if self.repeat and self._batch_size_is_known and self.batch_size < size:
             raise ValueError(
                 f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"

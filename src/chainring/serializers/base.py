@@ -10,7 +10,7 @@ reads the same both ways and the two directions cannot drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -81,7 +81,8 @@ class Deserializer(AbstractSerializer):
 
     def _visit_module(self, key: str, module: Any) -> None:
         child = self[key]
-        saved = {name.replace("/", "."): child(name, None) for name in child.paths()}
+        names = {name.replace(".", "/"): name for name in module.state_dict()}  # a name may hold slashes of its own
+        saved = {names.get(path, path.replace("/", ".")): child(path, None) for path in child.paths()}
         module.load_state_dict(saved, strict=self.strict)
 
     def _visit_state(self, key: str, obj: Any) -> None:
@@ -96,32 +97,13 @@ def has_state(obj: Any) -> bool:
 
 
 def serialize_method(obj: Any) -> Callable[[AbstractSerializer], None] | None:
-    """An object's ``serialize``, unless all that it has of its own is the PyTorch pair, which then speaks for it."""
-    method = getattr(obj, "serialize", None)
+    """An object's ``serialize``, unless its class declares the PyTorch pair on top of one that it inherits."""
+    method: Callable[[AbstractSerializer], None] | None = getattr(obj, "serialize", None)
     if not callable(method):
         return None
-    kind = type(obj)
-    inherited = getattr(kind, "serialize", None) is Stateful.serialize
-    own_pair = getattr(kind, "state_dict", None) is not Stateful.state_dict
-    return None if inherited and own_pair and has_state(obj) else method
-
-
-class Stateful:
-    """Derives ``state_dict`` and ``load_state_dict`` from ``serialize``, which does nothing until it is overridden."""
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        """Declares the state that changes while training; settings are never state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, keyed by path (``"updater/iteration"``): later training does not change it."""
-        from chainring.serializers.dictionary import DictionarySerializer
-
-        serializer = DictionarySerializer()
-        self.serialize(serializer)
-        return serializer.target
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Puts back what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
-        from chainring.serializers.dictionary import DictionaryDeserializer
-
-        self.serialize(DictionaryDeserializer(state_dict))
+    for kind in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
+        if "serialize" in vars(kind):
+            return method
+        if "state_dict" in vars(kind) and has_state(obj):
+            return None
+    return method

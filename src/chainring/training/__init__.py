@@ -12,10 +12,10 @@ from chainring.training.triggers import get_trigger
 from chainring.training.updaters import StandardUpdater, UpdateCallbacks, UpdateContext, Updater
 
 __all__ = [
+    "Extension",
     "PRIORITY_EDITOR",
     "PRIORITY_READER",
     "PRIORITY_WRITER",
-    "Extension",
     "StandardUpdater",
     "Trainer",
     "UpdateCallbacks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,11 +30,16 @@ def check_loss_func(function: Any) -> None:
     """
     if not callable(function):
         raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
-    if isinstance(function, nn.Module) or getattr(function, "__module__", "") == "torch.nn.functional":
-        name = getattr(function, "__name__", type(function).__name__)
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    home = type(inner).__module__ if isinstance(inner, nn.Module) else getattr(inner, "__module__", None)
+    if str(home).startswith("torch."):
+        name = _name(inner)
         raise TypeError(
             f"loss_func is called with the model first, then the inputs, and {name} takes no model; "
-            f"write loss_func=lambda model, x, t: {name.lower()}(model(x), t), or wrap the model in chainring.nn.Classifier"
+            f"write loss_func=lambda model, x, t: loss(model(x), t) with loss = that {name}, "
+            "or wrap the model: chainring.nn.Classifier(model, lossfun=loss)"
         )
 
 
@@ -44,7 +50,7 @@ def check_call(function: Callable[..., Any], model: Any, batch: Any) -> None:
         TypeError: they do not fit.
     """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
     except (TypeError, ValueError):
         return  # some callables of C have no signature
     args, kwargs = arguments(batch)
@@ -77,8 +83,17 @@ def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
         return answer, None
     if isinstance(answer, Mapping) and "loss" in answer:
         report({f"{name}/{key}": value for key, value in answer.items() if is_scalar(value)})
-        return answer["loss"], answer.get("weight")
+        return answer["loss"], _checked_weight(answer.get("weight"))
     return answer, None
+
+
+def _checked_weight(weight: Any) -> Any:
+    if weight is not None and not is_scalar(weight):
+        raise ValueError(
+            'the "weight" beside "loss" is one number, what the mean in the loss counts; '
+            f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
+        )
+    return weight.detach() if isinstance(weight, Tensor) else weight
 
 
 def check_loss(loss: Any) -> None:

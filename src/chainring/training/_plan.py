@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chainring.progress import main_iterator
+from chainring.training.triggers.base import never
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -23,12 +24,14 @@ class ImaginedUpdater:
         iteration: updates completed.
         epochs: epochs completed.
         epochs_per_iteration: by how much an update advances, or ``None`` where that is unknown.
+        repeat: whether the data go on after the first epoch.
     """
 
-    def __init__(self, iteration: int, epochs: Fraction, epochs_per_iteration: Fraction | None) -> None:
+    def __init__(self, iteration: int, epochs: Fraction, epochs_per_iteration: Fraction | None, repeat: bool = True) -> None:
         self.iteration = iteration
         self._epochs = epochs
         self._per_iteration = epochs_per_iteration
+        self._repeat = repeat
         self.previous_epoch_detail: float | None = None
         self.is_new_epoch = False
         self.counts_epochs = epochs_per_iteration is not None
@@ -39,7 +42,8 @@ class ImaginedUpdater:
 
     @property
     def epoch_detail(self) -> float:
-        return float(self._epochs)
+        epoch, position, size = self.progress
+        return epoch + position / size  # rounded as an iterator's is
 
     def get_iterator(self, name: str) -> Any:
         """Itself, as far as exact progress goes."""
@@ -49,11 +53,18 @@ class ImaginedUpdater:
     def progress(self) -> tuple[int, int, int]:
         return self.epoch, (self._epochs - self.epoch).numerator, self._epochs.denominator
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more data for another update."""
+        return not self._repeat and self._epochs >= 1
+
     def update(self) -> None:
         """The next iteration."""
         self.iteration += 1
         self.previous_epoch_detail, before = self.epoch_detail, self.epoch
         self._epochs += self._per_iteration or 0
+        if not self._repeat:
+            self._epochs = min(self._epochs, Fraction(1))
         self.is_new_epoch = self.epoch != before
 
 
@@ -66,30 +77,43 @@ def imagined(trainer: Trainer) -> ImaginedUpdater:
         return ImaginedUpdater(updater.iteration, Fraction(0), None)
     epoch, position, size = progress
     per_iteration = Fraction(iterator.step * getattr(updater, "accumulate", 1), size)
-    return ImaginedUpdater(updater.iteration, epoch + Fraction(position, size), per_iteration)
+    repeat = getattr(iterator, "repeat", True)
+    return ImaginedUpdater(updater.iteration, epoch + Fraction(position, size), per_iteration, repeat)
 
 
 def explain(trainer: Trainer, entries: list[Entry], iterations: int) -> str:
     """The plan as text, see `Trainer.explain`."""
+    if iterations < 1:
+        raise ValueError(f"explain foretells 1 iteration or more, got {iterations}")
     ordered = sorted(entries, key=lambda entry: -entry.priority)
     ordered = [e for e in ordered if not e.is_snapshot] + [e for e in ordered if e.is_snapshot]
-    triggers = {id(trigger): copy.deepcopy(trigger) for trigger in _predictable(trainer, ordered)}
+    fires, first, last, end = _foretold(trainer, ordered, iterations)
+    rows = [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in ordered]
+    return "\n".join([_headline(trainer, first, last, end), *_table(rows)])
+
+
+def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[dict[int, list[int]], int, int, str | None]:
+    """At which iterations each trigger fires (by id), the first iteration, the last, and what ends the run there."""
+    triggers = {id(trigger): copy.deepcopy(trigger) for trigger in _predictable(trainer, entries)}
     fires: dict[int, list[int]] = {key: [] for key in triggers}
     updater = imagined(trainer)
     first = updater.iteration + 1
     stand_in: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
+    if trainer._started_at is None:
+        for trigger in triggers.values():
+            if hasattr(trigger, "initialize"):
+                trigger.initialize(stand_in)
     stop = triggers.get(id(trainer.stop_trigger))
-    ends = None
     while updater.iteration < first - 1 + iterations:
         if stop is not None and stop(stand_in):
-            ends = updater.iteration
-            break
+            return fires, first, updater.iteration, _shown(trainer.stop_trigger)
+        if updater.has_ended:
+            return fires, first, updater.iteration, "the end of the data"
         updater.update()
         for key, trigger in triggers.items():
-            if trigger is not stop and trigger(stand_in):
+            if trigger(stand_in):
                 fires[key].append(updater.iteration)
-    rows = [_row(entry, fires.get(id(entry.trigger))) for entry in ordered]
-    return "\n".join([_headline(trainer, first, updater.iteration, ends), *_table(rows)])
+    return fires, first, updater.iteration, None
 
 
 def _predictable(trainer: Trainer, entries: list[Entry]) -> list[Any]:
@@ -105,22 +129,23 @@ def _predictable(trainer: Trainer, entries: list[Entry]) -> list[Any]:
     ]
 
 
-def _headline(trainer: Trainer, first: int, last: int, ends: int | None) -> str:
-    stop = _shown(trainer.stop_trigger)
-    if ends is not None and ends < first:
-        return f"No more iterations: {stop} has stopped training after iteration {ends}."
-    end = f"then {stop} stops training" if ends is not None else f"until {stop}"
-    return f"Iterations {first} to {last}, {end}. Each is an update, then in this order:"
+def _headline(trainer: Trainer, first: int, last: int, end: str | None) -> str:
+    if last < first:
+        return f"No more iterations: {end} has stopped training after iteration {last}."
+    until = "the data end" if trainer.stop_trigger is never else _shown(trainer.stop_trigger)
+    what = f"then {end} stops training" if end is not None else f"until {until}"
+    return f"Iterations {first} to {last}, {what}. Each is an update, then in this order:"
 
 
-def _row(entry: Entry, fires: list[int] | None) -> tuple[str, ...]:
+def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, ...]:
     if fires is None:
         when = "asked each iteration"
     elif not fires:
         when = "at none of them"
     else:
         when = "at " + ", ".join(map(str, fires[:_SHOWN])) + (f", ... ({len(fires)} times)" if len(fires) > _SHOWN else "")
-    before = "; once before training" if entry.invoke_before_training else ""
+    is_skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
+    before = "; once before training" if entry.invoke_before_training and not is_skipped else ""
     observes = "; observes each" if entry.observe is not None else ""
     return entry.name, str(entry.priority), _shown(entry.trigger), when + before + observes
 

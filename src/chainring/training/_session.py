@@ -60,7 +60,8 @@ def _prepare(trainer: Trainer, entries: list[Entry]) -> None:
     for source in updater.get_all_iterators().values():
         if hasattr(source, "share"):
             source.share(comm.rank, comm.size)
-    for trigger in (trainer.stop_trigger, *(entry.trigger for entry in entries)):
+    triggers = (trainer.stop_trigger, *(entry.trigger for entry in entries))
+    for trigger in {id(trigger): trigger for trigger in triggers}.values():  # one object may serve several
         if hasattr(trigger, "initialize"):
             trigger.initialize(trainer)
     trainer._restored.warn_of_differences()
@@ -126,10 +127,12 @@ def check_out(out: Any) -> None:
     """Refuses an ``out`` that cannot become a directory one may write to, without making anything.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is no path of text.
         OSError: something else is in the way, or the permission is missing.
     """
-    path = Path(os.fspath(out)).absolute()
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
+    path = Path(out).absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise NotADirectoryError(f"out must be a directory, and {existing} is none; choose another out")

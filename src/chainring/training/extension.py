@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import Stateful
+from chainring.serializers.stateful import Stateful
 from chainring.training.triggers import get_trigger
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ def make_extension(
     get_trigger(trigger)
 
     def decorate(function: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+        if not callable(function):
+            raise TypeError(
+                f"make_extension decorates a function, got {type(function).__name__}; "
+                "without settings it is written with its parentheses: @make_extension()"
+            )
         settings = {
             "trigger": Extension.trigger if trigger is None else trigger,
             "default_name": default_name if default_name is not None else getattr(function, "__name__", None),

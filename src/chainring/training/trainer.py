@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from chainring.reporter import Reporter
-from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
+from chainring.serializers.base import AbstractSerializer, Deserializer
+from chainring.serializers.stateful import Stateful
 from chainring.training import _plan, _state
 from chainring.training._session import check_out, session
 from chainring.training.extension import Entry, name_of

@@ -40,6 +40,7 @@ class LogFile:
         """
         self._texts = [_line(row) for row in rows]
         text = "".join(self._texts).encode()
+        self._lines.parent.mkdir(parents=True, exist_ok=True)
         if not self._begins_with(text):
             _replace(self._lines, text)
         os.truncate(self._lines, len(text))
@@ -83,11 +84,17 @@ class LogFile:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps({key: _plain(value) for key, value in row.items()}, default=str, allow_nan=False) + "\n"
+    return json.dumps(_plain(row), default=str, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
-    """Infinity and NaN are no JSON, so they are written as strings."""
+    """As JSON has it: arrays are lists, and infinity and NaN, which it lacks, are strings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # arrays and tensors, with or without dimensions
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from chainring.training.extension import Extension
+from chainring.training.extensions._terminal import columns_of, flush
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 class PrintReport(Extension):
     """Prints each new row of a `LogReport` once, under a header; after a resume the earlier rows first.
+
+    Where the terminal is too narrow for the table, a row takes several lines, broken between columns.
 
     Args:
         entries: the keys that are columns; ``None`` takes those of the first row.
@@ -33,7 +36,7 @@ class PrintReport(Extension):
         self._out = out
         self._log: list[dict[str, Any]] | None = None
         self._printed = 0
-        self._widths: list[int] = []
+        self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
         if trainer.comm.rank == 0:
@@ -56,23 +59,36 @@ class PrintReport(Extension):
         log = self._log
         if log is None or len(log) == self._printed:
             return
-        if not self._widths:
-            self._print_header(log[0])
+        if self._lines is None:
+            self._lines = self._lay_out(log[0])
+            self._print({key: key for line in self._lines for key, _ in line})
         for row in log[self._printed :]:
-            self._print("  ".join(map(_cell, [row.get(key, "") for key in self._entries or ()], self._widths)))
+            self._print(row)
         self._printed = len(log)
 
-    def _print_header(self, row: dict[str, Any]) -> None:
-        if self._entries is None:
-            self._entries = list(row)
-        self._widths = [max(10, len(entry)) for entry in self._entries]
-        self._print("  ".join(f"{entry:<{width}}" for entry, width in zip(self._entries, self._widths, strict=True)))
+    def _lay_out(self, row: dict[str, Any]) -> list[list[tuple[str, int]]]:
+        """Columns side by side as far as the terminal is known to reach; further lines begin under the second column."""
+        columns = [(entry, max(10, len(entry))) for entry in (row if self._entries is None else self._entries)]
+        room = columns_of(self._stream()) or sys.maxsize
+        lines: list[list[tuple[str, int]]] = [[]]
+        used = 0
+        for entry, width in columns:
+            if lines[-1] and used + width > room:
+                lines.append([("", columns[0][1])])
+                used = columns[0][1] + 2
+            lines[-1].append((entry, width))
+            used += width + 2
+        return lines
 
-    def _print(self, line: str) -> None:
-        out = sys.stdout if self._out is None else self._out
-        tqdm.write(line.rstrip(), file=out)  # steps aside for a progress bar, if there is one
-        if hasattr(out, "flush"):
-            out.flush()
+    def _print(self, row: dict[str, Any]) -> None:
+        out = self._stream()
+        for line in self._lines or ():
+            text = "  ".join(_cell(row.get(key, ""), width) for key, width in line)
+            tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
+        flush(out)
+
+    def _stream(self) -> Any:
+        return sys.stdout if self._out is None else self._out
 
 
 def _cell(value: Any, width: int) -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 from tqdm.auto import tqdm as tqdm_auto
 
+from chainring.progress import exact, require_epochs
 from chainring.training.extension import Extension
+from chainring.training.extensions._terminal import columns_of, flush, is_terminal
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 _SECONDS = 3.0  # refreshed at least so often, however slow the iterations are
 _LINE_SECONDS = 1.0  # at least between two lines of a plain log
-_TEXT = 66  # characters beside the bar
 
 
 class ProgressBar(Extension):
@@ -29,6 +32,11 @@ class ProgressBar(Extension):
         update_interval: iterations between two refreshes; slow iterations are shown every few seconds all the same.
         bar_length: characters of the bar, fewer where the terminal is narrow.
         out: where to show it; ``None`` is the ``sys.stdout`` of the moment.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: a length or interval that is not above 0, or a unit that is neither; at the start of the run, a
+            length in epochs where the updater counts none.
     """
 
     def __init__(
@@ -38,15 +46,20 @@ class ProgressBar(Extension):
         bar_length: int = 50,
         out: Any = None,
     ) -> None:
-        if training_length is not None and (len(training_length) != 2 or training_length[1] not in ("iteration", "epoch")):
-            raise ValueError(f'training_length is (number, "iteration") or (number, "epoch"), got {training_length!r}')
-        if update_interval < 1:
-            raise ValueError(f"update_interval counts iterations and is at least 1, got {update_interval!r}")
+        if training_length is not None:
+            _check_length(training_length)
+        for name, number in (("update_interval", update_interval), ("bar_length", bar_length)):
+            if not isinstance(number, int):
+                raise TypeError(f"{name} is an integer, got {number!r}")
+            if number < 1:
+                raise ValueError(f"{name} is at least 1, got {number!r}")
         self._training_length = training_length
         self._update_interval = update_interval
         self._bar_length = bar_length
         self._out = out
         self._bar: Any = None
+        self._total: float | None = None
+        self._unit = "iteration"
         self._next_iteration = 0
         self._next_time = 0.0
 
@@ -54,69 +67,83 @@ class ProgressBar(Extension):
         if trainer.comm.rank != 0:
             return
         self._trainer = trainer
-        length = self._training_length
-        if length is None and hasattr(trainer.stop_trigger, "get_training_length"):
-            length = trainer.stop_trigger.get_training_length()
-        total, self._unit = length if length is not None and length[1] != "second" else (None, "iteration")
-        self._bar = self._make_bar(total)
+        self._total, self._unit = self._find_length(trainer)
+        self._bar = self._make_bar()
         self._plan_next(trainer.updater.iteration)
 
-    def _make_bar(self, total: float | None) -> Any:
+    def _find_length(self, trainer: Trainer) -> tuple[float | None, str]:
+        length: Any = self._training_length
+        if length is not None and length[1] == "epoch":
+            require_epochs(trainer.updater, exact(length[0]))
+        if length is None and hasattr(trainer.stop_trigger, "get_training_length"):
+            length = trainer.stop_trigger.get_training_length()
+        return (None, "iteration") if length is None or length[1] == "second" else length
+
+    def _make_bar(self) -> Any:
         """A bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
         out = sys.stdout if self._out is None else self._out
-        in_notebook = self._out is None and tqdm_auto.__mro__[0].__module__ == "tqdm.notebook"
+        in_notebook = self._out is None and any(kind.__module__ == "tqdm.notebook" for kind in tqdm_auto.__mro__)
         settings: dict[str, Any] = {
-            "total": total,
-            "initial": self._done(),
+            "total": self._total,
+            "initial": self._drawn(),
+            "miniters": 0,  # it is decided here when to refresh; tqdm shall not wait for iterations that it foresees
             "unit": self._unit,
-            "bar_format": _format(self._unit, total is not None),
+            "bar_format": _format("{bar}" if in_notebook else f"{{bar:{self._bar_length}}}", self._total is not None),
         }
         if in_notebook:
-            return tqdm_auto(**settings)
-        if getattr(out, "isatty", lambda: False)():
-            return _Bar(file=out, ncols=_columns(self._bar_length), leave=False, **settings)
-        return _Lines(out, self._bar_length, **settings)
+            return _NotebookBar(desc=self._text(), **settings)
+        if not is_terminal(out):
+            return _Lines(out, self._text(), **settings)
+        return _Bar(file=out, desc=self._text(), leave=False, **settings)
 
     def _done(self) -> float:
         updater = self._trainer.updater
         return updater.iteration if self._unit == "iteration" else updater.epoch_detail
 
+    def _drawn(self) -> float:
+        """What is done as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
+        return self._done() if self._total is None else min(self._done(), self._total)
+
+    def _text(self) -> str:
+        updater = self._trainer.updater
+        total = "" if self._total is None else f"/{self._total}"
+        if self._unit == "epoch":
+            return f"epoch {updater.epoch_detail:.2f}{total}, iteration {updater.iteration}"
+        epoch = f", epoch {updater.epoch_detail:.2f}" if getattr(updater, "counts_epochs", True) else ""
+        return f"iteration {updater.iteration}{total}{epoch}"
+
     def __call__(self, trainer: Trainer) -> None:
         iteration = trainer.updater.iteration
         if self._bar is not None and (iteration >= self._next_iteration or time.monotonic() >= self._next_time):
-            self._show(iteration)
+            self._show()
             self._plan_next(iteration)
 
     def _plan_next(self, iteration: int) -> None:
         self._next_iteration = iteration - iteration % self._update_interval + self._update_interval
         self._next_time = time.monotonic() + _SECONDS
 
-    def _show(self, iteration: int) -> None:
-        updater = self._trainer.updater
-        if self._unit == "epoch":
-            self._bar.set_postfix_str(f"iteration {iteration}", refresh=False)
-        elif getattr(updater, "counts_epochs", True):
-            self._bar.set_postfix_str(f"epoch {updater.epoch_detail:.2f}", refresh=False)
-        self._bar.ncols = _columns(self._bar_length)
-        self._bar.update(self._done() - self._bar.n)
+    def _show(self) -> None:
+        self._bar.set_description_str(self._text(), refresh=False)
+        self._bar.update(self._drawn() - self._bar.n)
 
     def finalize(self) -> None:
         if self._bar is not None:
-            self._show(self._trainer.updater.iteration)
+            self._show()
             self._bar.close()
             self._bar = None
 
 
-def _format(unit: str, has_total: bool) -> str:
-    done = "epoch {n:.2f}" if unit == "epoch" else "iteration {n}"
+def _check_length(length: Any) -> None:
+    if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
+        raise TypeError(f'training_length is (number, "iteration") or (number, "epoch"), got {length!r}')
+    if length[1] not in ("iteration", "epoch") or not float(length[0]) > 0:
+        raise ValueError(f'training_length is a number above 0 and "iteration" or "epoch", got {length!r}')
+
+
+def _format(bar: str, has_total: bool) -> str:
     if not has_total:
-        return done + "{postfix} [{elapsed}, {rate_fmt}]"
-    return "{percentage:3.0f}%|{bar}| " + done + "/{total}{postfix} [{elapsed}<{remaining}, {rate_fmt}]"
-
-
-def _columns(bar_length: int) -> int:
-    """The width of the line: that of the terminal, or less where the bar is to be shorter."""
-    return min(shutil.get_terminal_size().columns - 1, bar_length + _TEXT)
+        return "{desc} [{elapsed}, {rate_fmt}]"
+    return "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
@@ -124,21 +151,36 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
 
+    def __str__(self) -> str:
+        """The line with the bar in its full length, or in what a narrow terminal leaves for it."""
+        fields: dict[str, Any] = {**self.format_dict, "ncols": None}
+        line = self.format_meter(**fields)
+        columns = (columns_of(self.fp) or shutil.get_terminal_size().columns) - 1  # a full line would wrap in some
+        if len(line) <= columns:
+            return line
+        fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))
+        return self.format_meter(**fields)
+
+
+class _NotebookBar(tqdm_auto):  # type: ignore[type-arg]
+    """The same in a notebook."""
+
+    monitor_interval = 0
+
 
 class _Lines:
     """What a bar says as plain lines, for a pipe or a file: no colour, no carriage return."""
 
-    def __init__(self, out: Any, bar_length: int, *, total: Any, initial: float, unit: str, bar_format: str) -> None:
+    def __init__(self, out: Any, text: str, *, initial: float, miniters: int, **settings: Any) -> None:
         self._out = out
-        self._settings = {"total": total, "unit": unit, "bar_format": bar_format, "ascii": True, "initial": initial}
-        self.ncols = bar_length + _TEXT
+        self._text = text
+        self._settings = {**settings, "initial": initial, "ascii": True}
         self.n = initial
-        self._postfix = ""
         self._began = self._printed = time.monotonic()
-        self._shown: float | None = None
+        self._shown: str | None = None
 
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        self._postfix = text
+    def set_description_str(self, text: str, refresh: bool) -> None:
+        self._text = text
 
     def update(self, done: float) -> None:
         self.n += done
@@ -146,11 +188,12 @@ class _Lines:
             self._print()
 
     def close(self) -> None:
-        if self._shown != self.n:
+        if self._shown != self._text:
             self._print()
 
     def _print(self) -> None:
-        self._printed, self._shown = time.monotonic(), self.n
+        self._printed, self._shown = time.monotonic(), self._text
         elapsed = self._printed - self._began
-        line = tqdm.format_meter(self.n, elapsed=elapsed, ncols=self.ncols, postfix=self._postfix, **self._settings)
-        print(line.strip(), file=self._out, flush=True)
+        line = tqdm.format_meter(self.n, elapsed=elapsed, prefix=self._text, **self._settings)
+        print(line, file=self._out)
+        flush(self._out)

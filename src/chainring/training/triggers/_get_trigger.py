@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def get_trigger(trigger: Any) -> Callable[[Any], bool]:
     if trigger is None:
         return never
     if callable(trigger):
-        _refuse_class(trigger)
+        _refuse_uncallable(trigger)
         return trigger  # type: ignore[no-any-return]
     period, unit = _pair(trigger)
     if unit == "second":
@@ -54,6 +55,16 @@ def _pair(trigger: Any) -> tuple[Any, str]:
     return trigger[0], trigger[1]
 
 
-def _refuse_class(trigger: Any) -> None:
+def _refuse_uncallable(trigger: Any) -> None:
+    """Refuses now what would fail when it is asked for the first time, which may be after hours."""
     if isinstance(trigger, type):
         raise TypeError(f"a trigger is {_FORMS}; got the class {trigger.__name__}: pass an object of it")
+    try:
+        inspect.signature(trigger).bind(None)
+    except ValueError:
+        return  # some callables of C have no signature
+    except TypeError as error:
+        raise TypeError(
+            f"a trigger is called with one argument, the trainer, and {trigger!r} cannot be: {error}; "
+            "write lambda trainer: ..."
+        ) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Stateful
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.stateful import Stateful
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -23,6 +24,7 @@ class Trigger(Stateful):
     predictable = False
     _asked: int | None = None
     _answer = False
+    _restored = False
 
     def __call__(self, trainer: Trainer) -> bool:
         """Whether it happens in this iteration."""
@@ -44,12 +46,18 @@ class Trigger(Stateful):
     def initialize(self, trainer: Trainer) -> None:
         """Called once when a run starts, after state was put back; refuses what cannot work.
 
-        A trigger without saved state starts from here: what lies behind a resumed run does not count.
+        A trigger without saved state starts from here: what lies behind a resumed run does not count, nor does what an
+        earlier trainer asked this object.
         """
+        if not self._restored:
+            self._asked = None
+            self.forget()
+        self._restored = False
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._asked = serializer("asked", self._asked)
         self._answer = serializer("answer", self._answer)
+        self._restored = self._restored or not isinstance(serializer, Serializer)
 
 
 def never(trainer: Any) -> bool:

@@ -71,9 +71,7 @@ class IntervalTrigger(Trigger):
     def initialize(self, trainer: Trainer) -> None:
         if self.unit == "epoch":
             require_epochs(trainer.updater, self._period)
-        if self._asked is not None and trainer.updater.iteration < self._asked:
-            self._asked = None
-            self.forget()
+        super().initialize(trainer)
         if self._crossed is None:
             self._count(self._multiples(trainer))
 

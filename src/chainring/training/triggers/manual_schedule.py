@@ -31,7 +31,7 @@ class ManualScheduleTrigger(Trigger):
     def __init__(self, points: float | Iterable[float], unit: str) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of a schedule is "iteration" or "epoch", got {unit!r}')
-        self.points = sorted(points) if isinstance(points, Iterable) else [points]
+        self.points = sorted(points if isinstance(points, Iterable) else [points], key=exact)
         self.unit = unit
         self._points = [exact(point) for point in self.points]
         self._passed: Fraction | None = None
@@ -59,9 +59,7 @@ class ManualScheduleTrigger(Trigger):
         if self.unit == "epoch":
             for point in self._points:
                 require_epochs(trainer.updater, point)
-        if self._asked is not None and trainer.updater.iteration < self._asked:
-            self._asked = None
-            self.forget()
+        super().initialize(trainer)
         if self._passed is None:
             self._passed = self._progress(trainer)
 

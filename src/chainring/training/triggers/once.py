@@ -25,6 +25,8 @@ class OnceTrigger(Trigger):
         self.finished = False
 
     def ask(self, trainer: Trainer) -> bool:
+        if trainer.updater.iteration == 0:
+            return False
         fires, self.finished = not self.finished, True
         return fires
 

@@ -6,6 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from chainring.progress import exact
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.triggers.base import Trigger
 
@@ -27,14 +28,18 @@ class TimeTrigger(Trigger):
     """
 
     def __init__(self, period: float) -> None:
-        if not (math.isfinite(period) and period > 0):
+        if exact(period) <= 0:
             raise ValueError(f"a period in seconds is above 0, got {period!r}")
         self.period = period
         self._began = time.monotonic()
         self._before = 0.0  # seconds that the saved run had counted
         self._next = float(period)  # in seconds since _began
 
+    def forget(self) -> None:
+        self._before, self._next = 0.0, float(self.period)
+
     def initialize(self, trainer: Trainer) -> None:
+        super().initialize(trainer)
         self._began = time.monotonic() - self._before
         self._before = 0.0
 
@@ -42,13 +47,21 @@ class TimeTrigger(Trigger):
         passed = time.monotonic() - self._began
         if passed < self._next:
             return False
-        self._next = (math.floor(passed / self.period) + 1) * self.period
+        self._next = self._after(passed)
         return True
+
+    def _after(self, passed: float) -> float:
+        """The first point of the grid that is later."""
+        number = math.floor(passed / self.period) + 1
+        # Rounding may make the quotient of a point on the grid fall short by one.
+        return number * self.period if number * self.period > passed else (number + 1) * self.period
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
         self._before = serializer("passed", time.monotonic() - self._began)
-        self._next = serializer("next", self._next)
+        following, period = serializer("next", self._next), serializer("period", self.period)
+        # Settings are never state: with another period the saved point says nothing.
+        self._next = following if period == self.period else self._after(self._before)
         self._began = time.monotonic() - self._before
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ def models(given: Any) -> dict[str, nn.Module]:
     by_name = named(given, "model")
     for name, model in by_name.items():
         if not isinstance(model, nn.Module):
-            hint = "; converter= is a keyword" if callable(model) else ""
+            is_class = isinstance(model, type)
+            hint = "; call the class to make one" if is_class else "; converter= is a keyword" if callable(model) else ""
             raise TypeError(
                 f"a StandardUpdater takes an iterator, an optimizer and third the model, an nn.Module{hint}. "
                 f"Model {name!r} is {_described(model)}"
@@ -73,6 +75,19 @@ def require_main(iterators: Mapping[str, Any], by_name: Mapping[str, nn.Module])
                 f'the default update works with the {what} "main", got only {sorted(registered)}; '
                 "name one so, or write update_core in a subclass"
             )
+
+
+def refuse_closures(by_name: Mapping[str, Optimizer]) -> None:
+    """The default update calls ``step()``, which an optimizer that evaluates the loss itself does not take."""
+    for name, optimizer in by_name.items():
+        try:
+            inspect.signature(optimizer.step).bind()
+        except TypeError:
+            raise TypeError(
+                f"the default update calls optimizer.step() without a closure, and optimizer {name!r} "
+                f"({type(optimizer).__name__}) needs one; write update_core in a subclass, "
+                f"and there get_optimizer({name!r}).step(closure)"
+            ) from None
 
 
 def look_up(registered: Mapping[str, Any], name: str, what: str) -> Any:

@@ -24,8 +24,27 @@ def clear(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def set_aside(optimizer: Optimizer, held: dict[Tensor, Tensor]) -> None:
+    """Moves the gradients of an optimizer's parameters into ``held``, added to what is there."""
+    for parameter in _with_gradient([optimizer]):
+        gradient = parameter.grad
+        assert gradient is not None
+        held[parameter] = held[parameter] + gradient if parameter in held else gradient
+        parameter.grad = None
+
+
+def bring_back(optimizer: Optimizer, held: dict[Tensor, Tensor]) -> None:
+    """Adds to the gradients of an optimizer's parameters what `set_aside` has moved away."""
+    for parameter in _parameters([optimizer]):
+        gradient = held.pop(parameter, None)
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
 def rescale(optimizer: Optimizer, reference: float, total: Any) -> None:
     """Makes gradients that were summed with weights w / reference a mean, by reference / (sum of the weights)."""
+    if isinstance(total, Tensor) and not total.is_floating_point():
+        total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
     factor = reference / total
     if not isinstance(factor, Tensor) and factor == 1:
         return
@@ -35,16 +54,29 @@ def rescale(optimizer: Optimizer, reference: float, total: Any) -> None:
 
 
 def sum_over_ranks(comm: Any, optimizers: Sequence[Optimizer], totals: Sequence[Any]) -> list[Any]:
-    """Sums the gradients of the optimizers, in place, and the total weights over the ranks."""
+    """Sums the gradients of the optimizers, in place, and the total weights over the ranks.
+
+    A rank that did not touch a parameter takes part with zeros; what no rank touched is left without a gradient, so that
+    the optimizer passes it over as it does in a world of one.
+    """
     if comm.size == 1:
         return list(totals)
-    device = next(_parameters(optimizers)).device
+    parameters = [parameter for parameter in _parameters(optimizers) if parameter.requires_grad]
+    device = parameters[0].device
+    untouched = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+    touches = torch.ones(len(parameters), dtype=torch.float64)
+    touches[untouched] = 0
+    for number in untouched:
+        parameters[number].grad = torch.zeros_like(parameters[number])
     weights = torch.stack([torch.as_tensor(total, dtype=torch.float64, device=device) for total in totals])
-    for parameter in _parameters(optimizers):  # a rank that did not touch a parameter takes part with zeros
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    comm.all_reduce([p.grad for p in _with_gradient(optimizers)] + [weights], average=False)
-    return list(weights.unbind())
+    sums = torch.cat([weights, touches.to(device)])
+    comm.all_reduce([parameter.grad for parameter in parameters] + [sums], average=False)
+    if untouched:  # only then is the device waited for
+        counts = sums[len(totals) :].tolist()
+        for number in untouched:
+            if not counts[number]:
+                parameters[number].grad = None
+    return list(sums[: len(totals)].unbind())
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:

@@ -45,6 +45,8 @@ class OptimizerState:
         live = self._optimizer.state_dict()
         named = {self._names[index]: entries for index, entries in live["state"].items()}
         groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
+        for group in groups:
+            group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
         state = serializer("state", named)
         saved_groups = serializer("param_groups", groups)
@@ -69,8 +71,18 @@ class OptimizerState:
         for name, parameter in zip(self._names, _parameters(self._optimizer), strict=True):
             loaded = self._optimizer.state.get(parameter, {})
             for key, value in state.get(name, {}).items():
-                if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
-                    loaded[key] = value.to(loaded[key].device)
+                loaded[key] = _with_dtypes(loaded[key], value)
+
+
+def _with_dtypes(loaded: Any, saved: Any) -> Any:
+    """``loaded`` in the dtypes of ``saved``; lists and mappings of tensors are entered."""
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {key: _with_dtypes(loaded[key], value) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(map(_with_dtypes, loaded, saved))
+    return loaded
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

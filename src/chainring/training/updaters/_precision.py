@@ -36,7 +36,8 @@ class Full:
         """Called at the end of each update."""
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Nothing to save."""
+        """The state of the loss scaler, or ``None``: the precision is a setting, which a resumed run may change."""
+        serializer("scaler", None)
 
 
 class Autocast(Full):
@@ -56,26 +57,28 @@ class Scaled(Autocast):
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type, torch.float16)
         self._scaler = torch.amp.GradScaler(device_type)
-        self._stepped = False
+        self._stepped: set[Optimizer] = set()
 
     def scale(self, loss: Tensor) -> Tensor:
         return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
+        if optimizer in self._stepped:  # its second step of this update: the scaler counts by its own updates
+            self.update()
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
         self._scaler.step(optimizer)
-        self._stepped = True
+        self._stepped.add(optimizer)
 
     def update(self) -> None:
         if self._stepped:
             self._scaler.update()
-        self._stepped = False
+        self._stepped.clear()
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         state = serializer("scaler", self._scaler.state_dict())
-        if not isinstance(serializer, Serializer):
+        if state is not None and not isinstance(serializer, Serializer):
             self._scaler.load_state_dict(state)
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from chainring.names import unwrapped
 from chainring.parallel.communicator import Communicator
 from chainring.progress import main_iterator
-from chainring.serializers.base import AbstractSerializer, Stateful
+from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.stateful import Stateful
 from chainring.training.updaters._optimizer_state import OptimizerState, parameter_names
 
 if TYPE_CHECKING:

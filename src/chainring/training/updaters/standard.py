@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
-
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.parallel.communicator import Communicator
-from chainring.reporter import current_observation, report_scope
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.summary import weighted_means
 from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, loss_and_weight
 from chainring.training.updaters import _arguments
-from chainring.training.updaters._gradients import clear, rescale, sum_over_ranks
+from chainring.training.updaters._gradients import clear
+from chainring.training.updaters._parts import InParts
 from chainring.training.updaters._precision import get_precision
-from chainring.training.updaters.base import Updater
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
+from chainring.training.updaters.callbacks import UpdateCallbacks, run
 
 
-class StandardUpdater(Updater):
+class StandardUpdater(InParts):
     """Fetches a batch, computes the loss, and lets the optimizer step.
 
     To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward`
     and `step`: precision, accumulation and communication stay as they are. With ``accumulate=k`` one update runs
-    ``update_core`` k times, and ``step`` acts in the last of them.
+    ``update_core`` k times, and ``step`` acts in the last of them, on the gradients that stood at each call of it.
 
     Parts of an update (accumulated ones, and those of other ranks) are averaged by weight: the number of examples, or
     what the loss returns as ``"weight"`` beside ``"loss"``. So k parts of b examples are one batch of k * b.
@@ -67,16 +62,17 @@ class StandardUpdater(Updater):
         callbacks: UpdateCallbacks | None = None,
         comm: Any = None,
     ) -> None:
-        self._models: dict[str, nn.Module] = _arguments.models(model)
-        self._optimizers: dict[str, Optimizer] = _arguments.optimizers(optimizer, self._models)
-        self._iterators: dict[str, Any] = {
-            name: as_iterator(source) for name, source in _arguments.named(iterator, "iterator").items()
-        }
+        self._models = _arguments.models(model)
+        self._optimizers = _arguments.optimizers(optimizer, self._models)
+        iterators = _arguments.named(iterator, "iterator")
+        self._iterators = {name: as_iterator(source) for name, source in iterators.items()}
         _arguments.check_settings(converter, accumulate, callbacks)
         if loss_func is not None:
             check_loss_func(loss_func)
-        if type(self).update_core is StandardUpdater.update_core:
+        has_own_core = _overrides(self, "update_core")
+        if not has_own_core:
             _arguments.require_main(self._iterators, self._models)
+            _arguments.refuse_closures(self._optimizers)
         self.converter = converter
         self.device = as_device(device)
         self.loss_func = loss_func
@@ -92,33 +88,14 @@ class StandardUpdater(Updater):
         self._precision = get_precision(precision, _arguments.device_type(self._models))
         self._communicates = comm is not None
         self._weighs = accumulate > 1 or self._communicates
-        self._spans = accumulate > 1 or type(self).update_core is not StandardUpdater.update_core
+        self._spans = accumulate > 1 or has_own_core
+        self._sets_aside = accumulate > 1 and has_own_core
         self._checked = False
         self._stepping = list(self._optimizers.values())
         self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
-        has_own_core = type(self).update_core is not StandardUpdater.update_core
-        self._is_straight = not (self._weighs or has_own_core or self.callbacks or precision != "fp32")
+        has_own_stage = _overrides(self, "update_core", "next_batch", "autocast", "backward")
+        self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision != "fp32")
         self._begin_update()
-
-    def get_iterator(self, name: str) -> Any:
-        if name in self._iterators:  # asked by every epoch trigger every iteration
-            return self._iterators[name]
-        return _arguments.look_up(self._iterators, name, "iterator")
-
-    def get_all_iterators(self) -> dict[str, Any]:
-        return dict(self._iterators)
-
-    def get_model(self, name: str) -> nn.Module:
-        return _arguments.look_up(self._models, name, "model")  # type: ignore[no-any-return]
-
-    def get_all_models(self) -> dict[str, nn.Module]:
-        return dict(self._models)
-
-    def get_optimizer(self, name: str) -> Optimizer:
-        return _arguments.look_up(self._optimizers, name, "optimizer")  # type: ignore[no-any-return]
-
-    def get_all_optimizers(self) -> dict[str, Optimizer]:
-        return dict(self._optimizers)
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
@@ -156,52 +133,9 @@ class StandardUpdater(Updater):
             self._accumulate()
         self._precision.update()
         if self._spans:
-            self.previous_epoch_detail, self.is_new_epoch = self._before, self._is_new
-
-    def _begin_update(self) -> None:
-        self._context = UpdateContext(self, self.iteration, 0)
-        self._is_last = self.accumulate == 1
-        self._part_weight: Any = 1
-        self._given_weight: Any = None
-        self._totals: dict[str, Any] = {}
-        self._stepped: list[Optimizer] = []
-        self._deferred: list[str] = []
-        self.weight = 0
-        main = self._iterators.get("main")
-        self._is_new = False
-        self._before = getattr(main, "epoch_detail", None)
-        self._reference = self.accumulate * getattr(main, "batch_size", 1)
-
-    def _accumulate(self) -> None:
-        """The parts of an update; when the data end after some, the update is made of those."""
-        outer = current_observation()
-        parts: list[tuple[dict[str, Any], Any]] = []
-        for part in range(self.accumulate):
-            self._context = UpdateContext(self, self.iteration, part)
-            self._is_last = part == self.accumulate - 1
-            observation: dict[str, Any] = {}
-            try:
-                self._observe_part(observation, outer is not None)
-            except StopIteration:
-                if not parts:
-                    raise
-                self._is_last = True
-                self._finish(self._deferred)
-                break
-            parts.append((observation, self._given_weight))
-        if outer is not None:
-            outer.update(weighted_means(parts))
-
-    def _observe_part(self, observation: dict[str, Any], reports: bool) -> None:
-        self._given_weight = None
-        with report_scope(observation) if reports else nullcontext():
-            self.update_core()
-        self._count_part()
-
-    def _count_part(self) -> None:
-        if self._given_weight is None:  # an update_core that does without `backward`
-            self._given_weight = self._part_weight
-            self.weight = self.weight + self._part_weight
+            main = self._iterators.get("main")
+            self.previous_epoch_detail = self._before
+            self.is_new_epoch = getattr(main, "epoch", 0) != self._epoch_before
 
     def update_core(self) -> None:
         """One part of an update: the next batch, its loss, backward, and a step of every optimizer."""
@@ -235,7 +169,6 @@ class StandardUpdater(Updater):
         if name == "main":
             weight = getattr(batch, "weight", None)
             self._part_weight = len(batch) if weight is None else weight
-            self._is_new = self._is_new or source.is_new_epoch
         self._context.batch = converted = self.converter(batch, self.device)
         return converted
 
@@ -253,73 +186,13 @@ class StandardUpdater(Updater):
             yield
         run(self.callbacks.forward_on_finish, self._context)
 
-    def backward(self, loss: Tensor, weight: Any = None) -> None:
-        """Adds the gradients of a loss.
-
-        Args:
-            loss: a scalar, the mean over what ``weight`` counts.
-            weight: what this part counts beside the other parts and ranks, by default its number of examples; a number,
-                or a tensor without dimensions, which is not read.
-
-        Raises:
-            TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
-        """
-        check_loss(loss)
-        weight = self._part_weight if weight is None else weight
-        if self._given_weight is None:
-            self._given_weight = weight
-            self.weight = self.weight + weight
-        self._last_weight = weight
-        for optimizer in self._stepped:  # gradients of a step before this one, in an update of several
-            clear(optimizer)
-        self._stepped = []
-        context = self._context
-        context.loss = loss
-        run(self.callbacks.backward_on_start, context)
-        if self._weighs:
-            share = weight / self._reference
-            loss = loss if type(share) is float and share == 1.0 else loss * share
-        self._precision.scale(loss).backward()  # type: ignore[no-untyped-call]
-        run(self.callbacks.backward_on_finish, context)
-
-    def step(self, name: str = "main") -> None:
-        """Lets an optimizer step, in the last part of an update: communicate, unscale, callbacks, ``optimizer.step()``.
-
-        Its gradients stay to be looked at until the next backward or update, which begins with none.
-        """
-        self._step([name])
-
-    def _step(self, names: list[str]) -> None:
-        for name in names:
-            self._totals[name] = self._totals.get(name, 0) + self._last_weight
-        if self._is_last:
-            self._finish(names)
-        else:
-            self._deferred += [name for name in names if name not in self._deferred]
-
-    def _finish(self, names: list[str]) -> None:
-        """The stages after the last backward."""
-        callbacks, context = self.callbacks, self._context
-        optimizers = [_arguments.look_up(self._optimizers, name, "optimizer") for name in names]
-        if self._weighs:
-            totals = [self._totals[name] for name in names]
-            if self._communicates:
-                run(callbacks.comm_on_start, context)
-                totals = sum_over_ranks(self.comm, optimizers, totals)
-                run(callbacks.comm_on_finish, context)
-            for optimizer, total in zip(optimizers, totals, strict=True):
-                rescale(optimizer, self._reference, total)
-        for optimizer in optimizers:
-            self._precision.unscale(optimizer)
-        run(callbacks.update_on_start, context)
-        for optimizer in optimizers:
-            self._precision.step(optimizer)
-        run(callbacks.update_on_finish, context)
-        self._stepped += optimizers
-
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if self._spans and not isinstance(serializer, Serializer):
             self.previous_epoch_detail, self.is_new_epoch = span
         self._precision.serialize(serializer["precision"])
+
+
+def _overrides(updater: StandardUpdater, *names: str) -> bool:
+    return any(getattr(type(updater), name) is not getattr(StandardUpdater, name) for name in names)

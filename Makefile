@@ -1,0 +1,44 @@
+# Every command a contributor needs. Each makes the virtual environment it runs in, if it is not there yet.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SHELL := /bin/bash
+
+.PHONY: help install demo test check lint wheel bench clean
+
+help:  ## this text
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## a virtual environment with Chainring and what its tests need
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable ".[dev,examples]"
+	touch $@
+
+demo: install  ## train 100 epochs on handwritten digits and print the table; results in result/
+	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
+
+test: install  ## the tests a contributor runs
+	$(BIN)/python -m pytest
+
+check: lint wheel  ## what CI runs besides the tests: style, types, and a wheel installed elsewhere
+
+lint: install  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: install  ## build the wheel, install it elsewhere, and run the demo there
+	PYTHON=$(BIN)/python .ci/check_wheel
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) --editable ".[bench]"
+	touch $@
+
+bench: $(VENV)/.bench  ## microseconds an iteration, beside a raw loop and other trainers
+	$(BIN)/python benchmarks/overhead.py
+
+clean:  ## remove what the commands here have made
+	rm -rf $(VENV) result build dist

@@ -1,0 +1,80 @@
+"""The same work through Chainring."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
+
+from chainring.datasets import TupleDataset
+from chainring.iterators import SerialIterator
+from chainring.nn import Classifier
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks
+from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar
+
+IDLE = 8
+"""Idle extensions in the row that prices them."""
+
+
+def bare(iterations: int, out: Path, **settings: Any) -> None:
+    """No extension; ``settings`` are the updater's."""
+    _trainer(iterations, out, **settings).run()
+
+
+def staged(iterations: int, out: Path) -> None:
+    """A callback, which is the least that leads through the stages of an update."""
+    bare(iterations, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
+
+
+def idle(iterations: int, out: Path) -> None:
+    """Extensions that do nothing, once an epoch."""
+    trainer = _trainer(iterations, out)
+    for number in range(IDLE):
+        trainer.extend(lambda trainer: None, name=f"idle{number}", trigger=(1, "epoch"))
+    trainer.run()
+
+
+def with_log(iterations: int, out: Path) -> None:
+    """The script's extensions but `snapshot` and `dump_graph`."""
+    with open(os.devnull, "w") as screen:
+        _script(StandardUpdater, iterations, out, screen).run()
+
+
+def time_to_first_update(out: Path) -> float:
+    """Milliseconds from ``run()`` to the first update of the script."""
+    started: list[float] = []
+
+    class Watched(StandardUpdater):
+        """Notes when its updates begin."""
+
+        def update_core(self) -> None:
+            started.append(time.perf_counter())
+            super().update_core()
+
+    with open(os.devnull, "w") as screen:
+        trainer = _script(Watched, 1, out, screen)
+        began = time.perf_counter()
+        trainer.run()
+    return (started[0] - began) * 1e3
+
+
+def _trainer(iterations: int, out: Path, **settings: Any) -> Trainer:
+    model = Loss()
+    updater = StandardUpdater(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
+    return Trainer(updater, (iterations, "iteration"), out=str(out))
+
+
+def _script(updater_class: type[StandardUpdater], iterations: int, out: Path, screen: Any) -> Trainer:
+    model = Classifier(Predictor())
+    train_iter = SerialIterator(TupleDataset(X, T), BATCH)
+    test_iter = SerialIterator(TupleDataset(X_TEST, T_TEST), BATCH, repeat=False, shuffle=False)
+    trainer = Trainer(updater_class(train_iter, sgd(model), model), (iterations, "iteration"), out=str(out))
+    trainer.extend(Evaluator(test_iter, model))
+    trainer.extend(LogReport())
+    keys = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]
+    trainer.extend(PrintReport(keys, out=screen))
+    trainer.extend(ProgressBar(out=screen))
+    return trainer

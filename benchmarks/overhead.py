@@ -1,0 +1,157 @@
+"""What an iteration costs over the raw PyTorch loop that does the same work, beside other libraries in the same run.
+
+Run it on a machine that has nothing else to do::
+
+    python benchmarks/overhead.py
+
+A figure is the median of the rounds; a round is (time of 2N iterations - time of N) / N, each the least of a few tries,
+less that of the loop it is compared with in the same round. "the raw loop again" is the raw loop against itself: what it
+shows is noise. Where other programs run, `--clock cpu` leaves out the time that the machine gives to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _chainring
+import _loops
+import _peers
+import torch
+from _measure import Figure, Plan, Row, differences, figure, machine, measure
+
+RAW, RAW_WITH_LOG, RAW_BF16, BARE = "raw loop", "raw loop with means, evaluation and log", "raw loop in bf16", "no extension"
+NOISE = 2.0
+"""Microseconds by which equal rows differ on a machine of two shared cores; `--check` does not count them."""
+FIRST_UPDATE_MS = 50.0
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def rows_of(out: Path, peers: dict[str, _peers.Loop]) -> list[Row]:
+    """Every row, those of one comparison side by side; budgets in microseconds an iteration."""
+    return [
+        Row(RAW, _loops.raw),
+        Row(BARE, partial(_chainring.bare, out=out), over=RAW, budget=0.0),
+        Row("an idle extension more", partial(_chainring.idle, out=out), over=BARE, budget=0.3, share=_chainring.IDLE),
+        Row("in stages (a callback)", partial(_chainring.staged, out=out), over=BARE, budget=8.0),
+        Row("the raw loop again", _loops.raw, over=RAW),
+        Row(RAW_WITH_LOG, partial(_loops.raw_with_log, out=out)),
+        Row("the script's extensions", partial(_chainring.with_log, out=out), over=RAW_WITH_LOG, budget=5.0),
+        Row(RAW_BF16, _loops.raw_bf16),
+        Row("bf16, in stages", partial(_chainring.bare, out=out, precision="bf16"), over=RAW_BF16),
+        *[Row(name, loop, over=RAW) for name, loop in peers.items()],
+    ]
+
+
+def result_of(row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
+    """A row's figures, as they go into the table and the file."""
+    own = figure(times[row.name])
+    result: dict[str, Any] = {"row": row.name, "us": own.median, "rounds": times[row.name]}
+    if row.over is None:
+        return result
+    base = row.over if row.over in (RAW, RAW_WITH_LOG, RAW_BF16) else RAW
+    more = figure(differences(row, times))
+    ratio = more.median / figure(times[base]).median
+    return result | {"over": row.over, "more": vars(more), "ratio": ratio, "budget": row.budget, "share": row.share}
+
+
+def verdict(value: float, budget: float | None) -> str:
+    if budget is None:
+        return ""
+    return "met" if value <= budget else "exceeded"
+
+
+def line_of(result: dict[str, Any]) -> str:
+    head = f"{result['row']:<42}{result['us']:>9.1f}"
+    if "more" not in result:
+        return head
+    more, budget = Figure(**result["more"]), result["budget"]
+    spread = f"({more.least:+.2f} to {more.most:+.2f})"
+    allowed = "" if budget is None else f"<= {budget:g}"
+    return (
+        f"{head}{more.median:>+10.2f} {spread:<22}{result['ratio']:>+8.3f}  {allowed:<7} "
+        f"{verdict(more.median, budget):<9} over {result['over']}"
+    )
+
+
+def print_table(results: list[dict[str, Any]], missing: list[str], first: Figure) -> None:
+    print(f"{'us an iteration':<42}{'whole':>9}{'more':>10} {'(least to most)':<22}{'ratio':>8}  {'budget':<7}")
+    for result in results:
+        print(line_of(result).rstrip())
+    for name in missing:
+        print(f"{name:<42}  missing: pip install 'chainring[bench]'")
+    spread = f"({first.least:.1f} to {first.most:.1f})"
+    print(
+        f"{'from run() to the first update, ms':<42}{'':>9}{first.median:>10.1f} {spread:<22}{'':>8}  "
+        f"<= {FIRST_UPDATE_MS:<4g} {verdict(first.median, FIRST_UPDATE_MS)}"
+    )
+    print('"ratio" is "more" as a part of the raw loop\'s time: compare that between machines.')
+
+
+def failures(results: list[dict[str, Any]], first: Figure, slack: float) -> list[str]:
+    """What exceeds its budget by more than the slack, noise not counted."""
+    failed = []
+    for result in results:
+        if result.get("budget") is None:
+            continue
+        limit = slack * (result["budget"] + NOISE / result["share"])
+        if result["more"]["median"] > limit:
+            failed.append(f"{result['row']}: {result['more']['median']:+.2f} us an iteration, the limit is {limit:g}")
+    if first.median > slack * FIRST_UPDATE_MS:
+        failed.append(f"from run() to the first update: {first.median:.1f} ms, the limit is {slack * FIRST_UPDATE_MS:g}")
+    return failed
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser.add_argument("--tries", type=int, default=3, help="in a round, of which the least time is taken (default: 3)")
+    parser.add_argument("--iterations", type=int, default=500, help=f"N, a multiple of {_loops.EPOCH} (default: 500)")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="(default: wall)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded beyond the slack")
+    help_slack = f"the limit of --check is SLACK x (budget + {NOISE:g} us of noise) (default: 2)"
+    parser.add_argument("--slack", type=float, default=2.0, help=help_slack)
+    args = parser.parse_args()
+    if min(args.rounds, args.tries) < 1:
+        parser.error(f"--rounds and --tries are at least 1, got {args.rounds} and {args.tries}")
+    if args.iterations < _loops.EPOCH or args.iterations % _loops.EPOCH:
+        parser.error(f"--iterations is a multiple of {_loops.EPOCH}, the epoch, got {args.iterations}")
+    return args
+
+
+def main() -> int:
+    args = options()
+    torch.set_num_threads(1)
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(
+        f"median of {args.rounds} rounds of {args.tries} tries, N = {args.iterations}, {args.clock} clock, "
+        f"batches of {_loops.BATCH}, epochs of {_loops.EPOCH}\n"
+    )
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+        out = Path(directory)
+        first = figure([_chainring.time_to_first_update(out) for _ in range(args.rounds)])
+        loops, missing = _peers.installed(out)
+        rows = rows_of(out, loops)
+        times = measure(rows, Plan(args.iterations, args.rounds, args.tries, CLOCKS[args.clock]))
+    results = [result_of(row, times) for row in rows]
+    print_table(results, missing, first)
+    if args.json is not None:
+        report = {"machine": facts, "rows": results, "missing": missing, "first_update_ms": vars(first)}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    failed = failures(results, first, args.slack) if args.check else []
+    for line in failed:
+        print(f"over the limit: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""An update that is made of parts: accumulated ones, and those of other ranks, averaged by weight."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chainring.reporter import current_observation, report_scope
+from chainring.summary import weighted_means
+from chainring.training._loss import check_loss
+from chainring.training.updaters import _arguments
+from chainring.training.updaters._gradients import bring_back, clear, rescale, set_aside, sum_over_ranks
+from chainring.training.updaters._precision import Full
+from chainring.training.updaters._registered import Registered
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
+
+
+class InParts(Registered):
+    """From the first backward of an update to its last step.
+
+    The sizes of the parts are not known before the last is there. So each loss is weighted by its weight over a
+    reference, what a full update counts, and the summed gradients are corrected once at the end.
+    """
+
+    accumulate: int
+    callbacks: UpdateCallbacks
+    _precision: Full
+    _communicates: bool
+    _weighs: bool
+    """Whether there is more than one part to average."""
+    _sets_aside: bool
+    """Whether gradients wait apart for the last part, because an ``update_core`` of one's own may add strange ones."""
+
+    def _begin_update(self) -> None:
+        self._context = UpdateContext(self, self.iteration, 0)
+        self._is_last = self.accumulate == 1
+        self._part_weight: Any = 1
+        self._given_weight: Any = None
+        self._last_weight: Any = None
+        self._totals: dict[str, Any] = {}
+        self._stepped: list[Optimizer] = []
+        self._deferred: list[str] = []
+        self._held: dict[Tensor, Tensor] = {}
+        self.weight = 0
+        main = self._iterators.get("main")
+        self._epoch_before = getattr(main, "epoch", 0)
+        self._before = getattr(main, "epoch_detail", None)
+        self._reference = self.accumulate * getattr(main, "batch_size", 1)
+
+    def _accumulate(self) -> None:
+        """The parts of an update; when the data end after some, the update is made of those."""
+        outer = current_observation()
+        parts: list[tuple[dict[str, Any], Any]] = []
+        for part in range(self.accumulate):
+            before, self._context = self._context, UpdateContext(self, self.iteration, part)
+            self._is_last = part == self.accumulate - 1
+            observation: dict[str, Any] = {}
+            self._drop_strays()
+            try:
+                self._observe_part(observation, outer is not None)
+            except StopIteration:
+                if not parts:
+                    raise
+                self._is_last, self._context = True, before
+                self._drop_strays()
+                self._finish(self._deferred)
+                break
+            parts.append((observation, self._given_weight))
+        if outer is not None:
+            outer.update(weighted_means(parts))
+
+    def _observe_part(self, observation: dict[str, Any], reports: bool) -> None:
+        self._given_weight = self._last_weight = None
+        with report_scope(observation) if reports else nullcontext():
+            self.update_core()
+        self._count_part()
+
+    def _count_part(self) -> None:
+        if self._given_weight is None:  # an update_core that does without `backward`
+            self._given_weight = self._part_weight
+        self.weight = self.weight + self._given_weight
+
+    def _drop_strays(self) -> None:
+        """Drops what came into the gradients of an optimizer after its step: a generator's loss also reaches its critic."""
+        if self._sets_aside:
+            for name in self._deferred:
+                clear(self._optimizers[name])
+
+    def backward(self, loss: Tensor, weight: Any = None) -> None:
+        """Adds the gradients of a loss.
+
+        Args:
+            loss: a scalar, the mean over what ``weight`` counts.
+            weight: what this part counts beside the other parts and ranks, by default its number of examples; a number,
+                or a tensor without dimensions, which is not read.
+
+        Raises:
+            TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
+        """
+        check_loss(loss)
+        number = self._part_weight
+        if weight is None or (type(number) is int and number == 0):  # a repeated example never counts
+            weight = number
+        if self._given_weight is None:
+            self._given_weight = weight
+        self._last_weight = weight
+        for optimizer in self._stepped:  # gradients of a step before this one, in an update of several
+            clear(optimizer)
+        self._stepped = []
+        context = self._context
+        context.loss = loss
+        run(self.callbacks.backward_on_start, context)
+        if self._weighs:
+            if isinstance(weight, Tensor):  # a count, in the digits of the loss
+                weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
+            share = weight / self._reference
+            loss = loss if type(share) is float and share == 1.0 else loss * share
+        self._precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        run(self.callbacks.backward_on_finish, context)
+
+    def step(self, name: str = "main") -> None:
+        """Lets an optimizer step, in the last part of an update: communicate, unscale, callbacks, ``optimizer.step()``.
+
+        Its gradients stay to be looked at until the next backward or update, which begins with none.
+        """
+        self._step([name])
+
+    def _step(self, names: list[str]) -> None:
+        weight = self._last_weight
+        if weight is None:
+            if self._weighs:
+                raise RuntimeError(
+                    "step() follows self.backward(loss), which weighs this part of the update beside the other parts and "
+                    "ranks; write self.backward(loss) in update_core, not loss.backward()"
+                )
+            weight = self._part_weight
+        for name in names:
+            self._totals[name] = self._totals.get(name, 0) + weight
+        if self._is_last:
+            self._finish(names)
+            return
+        self._deferred += [name for name in names if name not in self._deferred]
+        if self._sets_aside:
+            for name in names:
+                set_aside(_arguments.look_up(self._optimizers, name, "optimizer"), self._held)
+
+    def _finish(self, names: list[str]) -> None:
+        """The stages after the last backward."""
+        callbacks, context = self.callbacks, self._context
+        optimizers = [_arguments.look_up(self._optimizers, name, "optimizer") for name in names]
+        totals = [self._totals.pop(name) for name in names]
+        for optimizer in optimizers if self._held else ():
+            bring_back(optimizer, self._held)
+        if self._weighs:
+            if self._communicates:
+                run(callbacks.comm_on_start, context)
+                totals = sum_over_ranks(self.comm, optimizers, totals)
+                run(callbacks.comm_on_finish, context)
+            for optimizer, total in zip(optimizers, totals, strict=True):
+                rescale(optimizer, self._reference, total)
+        for optimizer in optimizers:
+            self._precision.unscale(optimizer)
+        run(callbacks.update_on_start, context)
+        for optimizer in optimizers:
+            self._precision.step(optimizer)
+        run(callbacks.update_on_finish, context)
+        self._stepped += optimizers

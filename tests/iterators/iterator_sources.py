@@ -1,0 +1,95 @@
+"""Every kind of iterator there is, as functions that make it anew; ``size`` is what another dataset would have."""
+
+import random
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from chainring.datasets import TransformDataset, TupleDataset
+from chainring.iterators import LoaderIterator, SerialIterator
+
+SIZE, BATCH = 10, 4
+
+
+def arrays(size=SIZE):
+    return TupleDataset(np.arange(size), torch.arange(size) * 0.5)
+
+
+class Drawn(Dataset):
+    """A user's dataset, whose examples draw from all three generators."""
+
+    def __init__(self, size=SIZE):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return i, random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+class Counting:
+    """A loader with a state of its own: the number of its next batch."""
+
+    def __init__(self, length=3):
+        self.length, self.at, self.fetched = length, 0, 0
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        while self.at < self.length:
+            self.at += 1
+            self.fetched += 1
+            yield torch.arange(4) + 10 * self.at, torch.rand(4)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def batches(length=3):
+    return [(torch.arange(4) + 10 * k, np.ones(4) * k) for k in range(length)]
+
+
+def passes(length=3):
+    def begin():
+        return ((torch.arange(4) + 10 * k, torch.rand(4) + random.random()) for k in range(length))
+
+    return begin
+
+
+def sampled(seed, epoch, size):
+    return [*np.random.default_rng((seed, epoch)).permutation(size), 0, 1]
+
+
+def loader(size=SIZE, workers=0):
+    return DataLoader(Drawn(size), BATCH, shuffle=True, num_workers=workers)
+
+
+SERIAL = {
+    "arrays": lambda size=SIZE: SerialIterator(arrays(size), BATCH),
+    "arrays in order": lambda size=SIZE: SerialIterator(arrays(size), BATCH, shuffle=False),
+    "a user's dataset": lambda size=SIZE: SerialIterator(Drawn(size), BATCH),
+    "a user's dataset in order": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, shuffle=False),
+    "a list": lambda size=SIZE: SerialIterator([(i, i * 0.5) for i in range(size)], BATCH),
+    "an order sampler": lambda size=SIZE: SerialIterator(
+        TransformDataset(arrays(size), lambda one: one), BATCH, order_sampler=sampled
+    ),
+}
+LOADER = {
+    "DataLoader": lambda size=SIZE: LoaderIterator(loader(size)),
+    "DataLoader with a generator": lambda size=SIZE: LoaderIterator(
+        DataLoader(Drawn(size), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+    ),
+    "a list of batches": lambda size=SIZE: LoaderIterator(batches((size + 2) // 4)),
+    "a function": lambda size=SIZE: LoaderIterator(passes()),
+    "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
+    "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
+}
+ALL = SERIAL | LOADER
+STATELESS = [name for name in ALL if name != "a loader with state_dict"]

@@ -1,0 +1,211 @@
+"""What datasets draw while they are asked, and which datasets are not asked but gathered."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from chainring.converters import concat_examples
+from chainring.datasets import DatasetMixin, SubDataset, TransformDataset, TupleDataset
+from chainring.iterators import SerialIterator, epoch_order
+
+
+def draw(x):
+    return x, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), torch.initial_seed()
+
+
+def drawing(size=6, **kwargs):
+    return SerialIterator(TransformDataset(range(size), draw), **kwargs)
+
+
+def test_what_an_example_draws_is_a_function_of_seed_epoch_and_index():
+    """Neither the batch size, nor the order, nor what ran before changes it; epoch, index and seed do."""
+    by_two = drawing(batch_size=2, seed=1)
+    first = {(k // 3, example[0]): example for k in range(6) for example in next(by_two)}
+    random.seed(99), np.random.seed(99), torch.manual_seed(99)
+    by_six = drawing(batch_size=6, seed=1, shuffle=False)
+    second = {(k, example[0]): example for k in range(2) for example in next(by_six)}
+    assert first == second
+    assert len({value for example in first.values() for value in example[1:]}) == 36
+    assert not set(next(drawing(batch_size=6, seed=2))) & set(first.values())
+
+
+def test_generators_are_put_back_after_each_batch():
+    """random, numpy.random and torch stand where they stood, torch's initial seed too."""
+    iterator = drawing(batch_size=2)
+    before = states()
+    for _ in range(4):
+        next(iterator)
+        assert states() == before
+
+
+def test_generators_are_put_back_when_an_example_fails():
+    """A dataset that raises leaves nothing disturbed, and its own error comes out."""
+
+    def fail(x):
+        draw(x)
+        raise OSError("no such image")
+
+    iterator = SerialIterator(TransformDataset(range(3), fail), 2)
+    before = states()
+    with pytest.raises(OSError, match="no such image"):
+        next(iterator)
+    assert states() == before
+
+
+def test_example_rng_false_leaves_the_generators_to_the_dataset():
+    """Draws then come from the global stream, one after the other."""
+    random.seed(4)
+    expected = [random.random() for _ in range(3)]
+    random.seed(4)
+    iterator = SerialIterator(TransformDataset(range(3), lambda x: random.random()), 3, shuffle=False, example_rng=False)
+    assert list(next(iterator)) == expected
+
+
+def test_evaluations_of_one_pass_draw_the_same_each_time():
+    """After rewind the augmentation repeats; after reset it does not."""
+    iterator = drawing(batch_size=4, repeat=False, shuffle=False)
+    passes = []
+    for _ in range(2):
+        passes.append([example for batch in iterator for example in batch])
+        iterator.rewind()
+    iterator.reset()
+    next(iterator)
+    iterator.reset()
+    assert passes[0] == passes[1]
+    assert list(next(iterator)) != passes[0][:4]
+
+
+ARRAY = np.arange(24, dtype=np.float32).reshape(8, 3)
+ENTIRE = {
+    "float32 array": ARRAY,
+    "float64 vector": np.linspace(0, 1, 8),
+    "int8 vector": np.arange(8, dtype=np.int8),
+    "bool vector": np.arange(8) % 3 == 0,
+    "big-endian array": ARRAY.astype(">f4"),
+    "strided array": np.arange(48, dtype=np.int64).reshape(8, 6)[:, ::2],
+    "tensor": torch.arange(16).reshape(8, 2),
+    "half vector": torch.arange(8, dtype=torch.float16),
+    "bfloat16 tensor": torch.arange(8, dtype=torch.bfloat16).reshape(8, 1),
+    "TensorDataset": TensorDataset(torch.from_numpy(ARRAY), torch.arange(8)),
+    "TupleDataset": TupleDataset(ARRAY, torch.arange(8), np.arange(8, dtype=np.int32)),
+    "TupleDataset in itself": TupleDataset(TupleDataset(ARRAY), np.arange(8)),
+    "SubDataset": SubDataset(TupleDataset(np.arange(20), torch.arange(20.0)), 5, 13),
+    "ordered SubDataset": SubDataset(np.arange(10), 1, 9, [9, 0, 8, 1, 7, 2, 6, 3, -6, -5]),
+    "SubDataset of TensorDataset": SubDataset(TensorDataset(torch.arange(9)), 1, 9),
+}
+
+
+@pytest.mark.parametrize("name", ENTIRE)
+def test_gathered_columns_equal_examples_asked_one_by_one(name):
+    """Bit for bit, in values, dtypes, shapes and structure."""
+    dataset = ENTIRE[name]
+    batch = SerialIterator(dataset, 5, seed=1).next()
+    assert batch.columns is not None
+    asked = concat_examples([dataset[i] for i in epoch_order(1, 0, 8).tolist()[:5]])
+    gathered = concat_examples(batch)
+    pairs = [(gathered, asked)]
+    while pairs:
+        one, other = pairs.pop()
+        assert type(one) is type(other)
+        if isinstance(one, tuple):
+            pairs += zip(one, other, strict=True)
+        else:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+class Doubled(TupleDataset):
+    def get_example(self, i):
+        x, t = super().get_example(i)
+        return 2 * x, t
+
+
+class Indexed(TupleDataset):
+    def __getitem__(self, index):
+        return 2 * self.datasets[0][index], 0
+
+
+class Shifted(SubDataset):
+    def get_example(self, i):
+        return super().get_example(i)[0] * 2, 0
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        return 2 * self.tensors[0][index], 0
+
+
+class Wrapper:
+    """Passes on what it does not know, as wrappers often do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, i):
+        return 2 * self.inner[i][0], 0
+
+
+class Twice(np.ndarray):
+    def __getitem__(self, i):
+        return 2 * int(np.asarray(self)[i]), 0
+
+
+OVERRIDDEN = {
+    "get_example of TupleDataset": Doubled(np.arange(8), np.zeros(8)),
+    "__getitem__ of TupleDataset": Indexed(np.arange(8)),
+    "get_example of SubDataset": Shifted(TupleDataset(np.arange(8)), 0, 8),
+    "__getitem__ of TensorDataset": Augmented(torch.arange(8)),
+    "a wrapper that delegates attributes": Wrapper(TupleDataset(np.arange(8))),
+    "a subclass of ndarray": np.arange(8).view(Twice),
+    "a part of an overridden one": SubDataset(Doubled(np.arange(8), np.zeros(8)), 0, 8),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_an_overridden_example_is_never_passed_by(name):
+    """A dataset that computes its examples is asked for each, even where arrays lie underneath."""
+    batch = SerialIterator(OVERRIDDEN[name], 8, shuffle=False).next()
+    assert batch.columns is None
+    assert [int(example[0]) for example in batch] == [2 * i for i in range(8)]
+
+
+class Asked(DatasetMixin):
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 4
+
+    def get_example(self, i):
+        self.asked.append(i)
+        return float(i)
+
+
+def test_a_users_dataset_is_asked_for_exactly_the_examples_of_the_batch():
+    """Once each, with plain integers, in the order of the epoch."""
+    dataset = Asked()
+    SerialIterator(dataset, 3, seed=1).next()
+    assert dataset.asked == epoch_order(1, 0, 4).tolist()[:3]
+    assert all(type(i) is int for i in dataset.asked)
+
+
+@pytest.mark.parametrize("array", [np.array(["a", "b"]), np.array([None, 1]), np.array(["2020-01-01"], "M8[D]")])
+def test_arrays_of_other_things_than_numbers_are_asked_one_by_one(array):
+    """So that a converter says what is wrong with an example."""
+    batch = SerialIterator(array, 1, shuffle=False).next()
+    assert batch.columns is None
+    with pytest.raises(TypeError, match=r"example 0|dtype"):
+        concat_examples(batch)

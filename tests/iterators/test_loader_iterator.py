@@ -1,0 +1,194 @@
+"""LoaderIterator: what makes batches already."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from chainring.datasets import TupleDataset
+from chainring.iterators import LoaderIterator, SerialIterator, as_iterator
+
+DATA = TensorDataset(torch.arange(10), torch.arange(10) * 0.5)
+
+
+def firsts(iterator, number):
+    return [next(iterator).columns[0].tolist() for _ in range(number)]
+
+
+def test_batches_are_passed_on_as_they_are():
+    """The very tensors; a list counts as a tuple, a mapping stays one."""
+    x, t = torch.zeros(3, 2), torch.zeros(3)
+    batches = LoaderIterator([[x, t], {"x": x}, x])
+    columns = [next(batches).columns for _ in range(3)]
+    assert type(columns[0]) is tuple
+    assert columns[0][0] is columns[1]["x"] is columns[2] is x
+
+
+def test_the_number_of_examples_is_the_first_dimension_of_the_first_tensor():
+    """Also of a short last batch."""
+    iterator = LoaderIterator(DataLoader(DATA, 4))
+    assert [len(next(iterator)) for _ in range(4)] == [4, 4, 2, 4]
+
+
+def test_an_epoch_is_one_pass():
+    """Counters are exact where the loader has a length."""
+    iterator = LoaderIterator(DataLoader(DATA, 5))
+    rows = []
+    for _ in range(4):
+        next(iterator)
+        rows.append((iterator.epoch, iterator.epoch_detail, iterator.previous_epoch_detail, iterator.is_new_epoch))
+    assert rows == [(0, 0.5, 0.0, False), (1, 1.0, 0.5, True), (1, 1.5, 1.0, False), (2, 2.0, 1.5, True)]
+
+
+def test_epoch_length_counts_batches_over_passes():
+    """Three batches in a pass, epochs of two."""
+    iterator = LoaderIterator([torch.tensor([k]) for k in range(3)], epoch_length=2)
+    rows = [(next(iterator).columns.item(), iterator.epoch_detail, iterator.is_new_epoch) for _ in range(4)]
+    assert rows == [(0, 0.5, False), (1, 1.0, True), (2, 1.5, False), (0, 2.0, True)]
+
+
+def test_without_a_length_an_epoch_ends_when_the_next_begins():
+    """Whole epochs only; progress has no size."""
+    iterator = LoaderIterator(lambda: (torch.tensor([k]) for k in range(2)))
+    rows = [(next(iterator).columns.item(), iterator.epoch_detail, iterator.is_new_epoch) for _ in range(5)]
+    assert rows == [(0, 0, False), (1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True)]
+    assert iterator.progress[2] is None
+
+
+def test_a_generator_gives_one_pass_and_the_data_end_with_it():
+    """StopIteration, again and again, though repeat is true."""
+    iterator = LoaderIterator(torch.tensor([k]) for k in range(2))
+    assert [batch.columns.item() for batch in iterator] == [0, 1]
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("again", ["reset", "rewind"])
+def test_a_generator_that_was_begun_cannot_begin_again(again):
+    """A second evaluation over a spent generator is no evaluation of nothing, but an error with the remedy."""
+    iterator = LoaderIterator((torch.tensor([k]) for k in range(2)), repeat=False)
+    getattr(iterator, again)()
+    assert len(list(iterator)) == 2
+    with pytest.raises(ValueError, match=r"gives one pass.*function that returns a fresh one"):
+        getattr(iterator, again)()
+
+
+def test_a_loader_without_batches_cannot_be_repeated():
+    """Where it tells, it is refused at construction (Q7)."""
+    with pytest.raises(ValueError, match="at least one batch, and list has none"):
+        LoaderIterator([])
+    assert list(LoaderIterator([], repeat=False)) == []
+
+
+def test_a_pass_without_batches_is_an_error():
+    """A function that keeps returning the same spent generator neither loops for ever nor ends the run in silence."""
+    spent = (torch.tensor([k]) for k in range(2))
+    iterator = LoaderIterator(lambda: spent)
+    assert len([next(iterator), next(iterator)]) == 2
+    with pytest.raises(ValueError, match=r"no batch in a whole pass; a function must return a fresh iterable"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("loader", [5, "abc", b"abc", None, {"x": 1}])
+def test_what_gives_no_batches_is_refused(loader):
+    """With the kind that it is."""
+    with pytest.raises(TypeError, match=f"got {type(loader).__name__}"):
+        LoaderIterator(loader)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.0, True])
+def test_epoch_length_is_an_integer_of_at_least_one(length):
+    """Refused at construction, with the value."""
+    with pytest.raises(ValueError, match=f"at least 1, got {length}"):
+        LoaderIterator([1], epoch_length=length)
+
+
+def test_set_epoch_is_called_for_every_pass():
+    """Of the loader, its sampler and its dataset, before the pass."""
+    sampler = DistributedSampler(DATA, num_replicas=1, rank=0, shuffle=True, seed=1)
+    iterator = LoaderIterator(DataLoader(DATA, 10, sampler=sampler))
+    orders = firsts(iterator, 2)
+    for epoch, order in enumerate(orders):
+        sampler.set_epoch(epoch)
+        assert order == list(sampler)
+
+
+def test_a_sampler_that_already_splits_by_rank_is_refused_for_several():
+    """Otherwise each rank would see a part of its part."""
+    sampler = DistributedSampler(DATA, num_replicas=2, rank=0)
+    iterator = LoaderIterator(DataLoader(DATA, 4, sampler=sampler))
+    with pytest.raises(ValueError, match="DistributedSampler has already split the data: leave the sampler out"):
+        iterator.share(0, 2)
+
+
+def test_an_empty_share_repeats_one_example_that_does_not_count():
+    """A last batch of two over three ranks."""
+    iterator = LoaderIterator(DataLoader(DATA, 4))
+    iterator.share(2, 3)
+    batches = [next(iterator) for _ in range(3)]
+    assert [batch.columns[0].tolist() for batch in batches] == [[2], [6], [8]]
+    assert [batch.weight for batch in batches] == [1, 1, 0]
+
+
+class TestTheDoor:
+    """as_iterator, where an iterator is expected."""
+
+    def test_an_iterator_stays_itself(self):
+        """Ours, and a user's that counts epochs."""
+
+        class Own:
+            epoch_detail = 0.0
+
+            def __next__(self):
+                return [1]
+
+        for iterator in (SerialIterator([1, 2], 1), LoaderIterator([1]), Own()):
+            assert as_iterator(iterator) is iterator
+
+    @pytest.mark.parametrize(
+        "source", [DataLoader(DATA, 2), [torch.zeros(2)], lambda: [torch.zeros(2)], iter([torch.zeros(2)])]
+    )
+    def test_what_gives_batches_is_wrapped(self, source):
+        """Loaders, lists, functions and generators."""
+        assert type(as_iterator(source)) is LoaderIterator
+        assert len(next(as_iterator(source))) == 2
+
+    @pytest.mark.parametrize("repeat", [True, False])
+    def test_repeat_is_handed_on(self, repeat):
+        """An evaluation is one pass."""
+        assert as_iterator([torch.zeros(2)], repeat=repeat).repeat is repeat
+
+    @pytest.mark.parametrize("name", ["TensorDataset", "TupleDataset", "ndarray", "Tensor", "Plain"])
+    def test_a_dataset_is_refused(self, name):
+        """Its items are examples and not batches; the remedy is SerialIterator."""
+
+        class Plain:
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, i):
+                return i
+
+        sources = (DATA, TupleDataset([1]), np.zeros((4, 2)), torch.zeros(4, 2), Plain())
+        source = {type(one).__name__: one for one in sources}[name]
+        with pytest.raises(TypeError, match=rf"got the dataset {name}.*SerialIterator\(dataset, batch_size\)"):
+            as_iterator(source)
+
+    @pytest.mark.parametrize("source", [torch.nn.Linear(1, 1), {"main": [1]}, "abc", 5, None])
+    def test_anything_else_is_refused(self, source):
+        """With its kind."""
+        with pytest.raises(TypeError, match=f"got {type(source).__name__}"):
+            as_iterator(source)
+
+
+def test_a_loader_longer_than_its_length_loses_nothing():
+    """Batches past the length are returned all the same."""
+
+    class Longer:
+        def __len__(self):
+            return 2
+
+        def __iter__(self):
+            return (torch.tensor([k]) for k in range(3))
+
+    iterator = LoaderIterator(Longer())
+    assert [next(iterator).columns.item() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]

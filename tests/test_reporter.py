@@ -1,0 +1,261 @@
+"""Reporter: who reports what under which name, in which scope, and what becomes of it later."""
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from chainring import DictSummary, Reporter, get_current_reporter, report, report_scope
+from chainring.training import StandardUpdater, Trainer
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l1 = nn.Linear(2, 1)
+
+    def forward(self, x):
+        y = self.l1(x)
+        report({"norm": y.abs().sum()}, self.l1)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.predictor = Head()
+
+    def forward(self, x):
+        loss = self.predictor(x).square().mean()
+        report({"loss": loss}, self)
+        return loss
+
+
+class Slotted:
+    """Cannot be referred to weakly."""
+
+    __slots__ = ()
+
+
+def reporter_of(**observers):
+    reporter = Reporter()
+    for name, observer in observers.items():
+        reporter.add_observer(name, observer)
+    return reporter
+
+
+def test_reporting_without_a_reporter_does_nothing():
+    """A model that reports runs outside a trainer too, registered or not (R11)."""
+    report({"loss": 1.0})
+    report({"loss": 1.0}, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("ask", [get_current_reporter, lambda: report_scope({}).__enter__()])
+def test_asking_for_a_reporter_where_none_is_current_says_how_to_get_one(ask):
+    """Rule and remedy."""
+    with pytest.raises(RuntimeError, match=r"no reporter is current.*with reporter\.scope\(\{\}\)"):
+        ask()
+
+
+def test_a_value_of_an_observer_has_its_name_before_the_key():
+    """And one without an observer just its key; the last report of a key holds (R11)."""
+    model = nn.Linear(1, 1)
+    observation = {}
+    with reporter_of(main=model).scope(observation):
+        report({"loss": 1.0, "count": 2}, model)
+        report({"loss": 3.0})
+        report({"loss": 4.0})
+    assert observation == {"main/loss": 1.0, "main/count": 2, "loss": 4.0}
+
+
+def test_an_unregistered_observer_is_refused_with_the_known_names():
+    """The error names its kind, what is registered, and what to call."""
+    model = nn.Linear(1, 1)
+    with reporter_of(main=model).scope({}), pytest.raises(KeyError) as caught:
+        report({"loss": 1.0}, nn.ReLU())
+    assert [w for w in ("ReLU", "['main']", "reporter.add_observer(name, it)") if w not in str(caught.value)] == []
+
+
+def test_what_is_no_mapping_is_refused():
+    """report(loss) is a likely slip."""
+    with Reporter().scope({}), pytest.raises(TypeError, match=r'takes a mapping, such as \{"loss": loss\}; got Tensor'):
+        report(torch.ones(()))
+
+
+def test_submodules_are_named_with_slashes():
+    """main, main/predictor, main/predictor/l1: no separator is lost."""
+    model, reporter, observation = Model(), Reporter(), {}
+    reporter.add_observers("main", model.named_modules())
+    with reporter.scope(observation):
+        model(torch.ones(1, 2))
+        report({"seen": 1}, model.predictor)
+    assert list(observation) == ["main/predictor/l1/norm", "main/loss", "main/predictor/seen"]
+
+
+def test_the_trainers_reporter_knows_every_submodule(tmp_path):
+    """Nothing has to be registered by hand."""
+    model = Model()
+    updater = StandardUpdater([torch.ones(1, 2)], torch.optim.SGD(model.parameters(), lr=0.1), model)
+    trainer = Trainer(updater, (1, "iteration"), tmp_path)
+    trainer.run()
+    assert list(trainer.observation) == ["main/predictor/l1/norm", "main/loss"]
+
+
+def test_reporting_inside_a_compiled_model_has_the_same_keys_and_values(tmp_path):
+    """The wrapper's prefix shows nowhere."""
+    observations = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        given = torch.compile(model, backend="eager") if compiled else model
+        updater = StandardUpdater([torch.ones(1, 2)], torch.optim.SGD(model.parameters(), lr=0.1), given)
+        trainer = Trainer(updater, (2, "iteration"), tmp_path)
+        trainer.run()
+        observations.append(trainer.observation)
+    torch.testing.assert_close(observations[1], observations[0])
+    assert all(not value.requires_grad for value in observations[1].values())
+
+
+def test_scopes_nest_and_each_gets_its_own():
+    """Reporters form a stack; after a scope the one before is current again (R11)."""
+    outer, inner = Reporter(), Reporter()
+    first, second, third = {}, {}, {}
+    with outer.scope(first):
+        with inner.scope(second):
+            report({"a": 1})
+            assert get_current_reporter() is inner
+        with outer.scope(third):
+            report({"b": 2})
+        report({"c": 3})
+        assert get_current_reporter() is outer
+    assert (first, second, third) == ({"c": 3}, {"a": 1}, {"b": 2})
+
+
+def fail_after_reporting():
+    report({"a": 1})
+    return 1 / 0
+
+
+@pytest.mark.parametrize("scope", [report_scope, lambda observation: get_current_reporter().scope(observation)])
+def test_a_scope_is_left_when_an_error_passes_through(scope):
+    """Later reports do not leak into the inner observation (T22)."""
+    outer, inner = {}, {}
+    with Reporter().scope(outer):
+        with pytest.raises(ZeroDivisionError), scope(inner):
+            fail_after_reporting()
+        report({"b": 2})
+    assert (outer, inner) == ({"b": 2}, {"a": 1})
+
+
+def test_an_error_inside_the_only_scope_leaves_no_reporter_behind():
+    """And the reporter's own observation is the one it had."""
+    reporter = Reporter()
+    before = reporter.observation
+    with pytest.raises(ZeroDivisionError), reporter.scope({}):
+        1 / 0  # noqa: B018
+    assert reporter.observation is before
+    with pytest.raises(RuntimeError):
+        get_current_reporter()
+
+
+def test_a_reporter_is_current_only_in_its_own_thread():
+    """Two threads report at once, each into its own; a third without a reporter does nothing (R11)."""
+    observations, barrier = [{}, {}, {}], threading.Barrier(3, timeout=20)
+
+    def work(number):
+        if number == 2:
+            barrier.wait()
+            report({"value": number})
+            barrier.wait()
+            return
+        with Reporter().scope(observations[number]):
+            barrier.wait()
+            report({"value": number})
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert observations == [{"value": 0}, {"value": 1}, {}]
+
+
+def test_a_reported_tensor_is_detached():
+    """No graph is kept alive, and the reported one can still be differentiated."""
+    parameter = torch.ones((), requires_grad=True)
+    loss = parameter * 2
+    observation = {}
+    with Reporter().scope(observation):
+        report({"loss": loss, "pair": (loss, 3)})
+    assert not observation["loss"].requires_grad
+    assert not observation["pair"][0].requires_grad
+    loss.backward()
+    assert parameter.grad == 2
+
+
+@pytest.mark.parametrize("make", [lambda: torch.ones(()) * 2, lambda: np.array(2.0)])
+def test_a_change_in_place_after_the_report_does_not_reach_it(make):
+    """By loss /= k, or a replayed graph; also of a value that brings its weight."""
+    value, observation = make(), {}
+    with Reporter().scope(observation):
+        report({"loss": value, "pair": (value, 1)})
+    value /= 2
+    assert (float(observation["loss"]), float(observation["pair"][0])) == (2.0, 2.0)
+
+
+def test_strings_and_arrays_stay_in_the_observation_and_out_of_means():
+    """A reported string does not end the training (T21)."""
+    array, observation, summary = np.ones(3), {}, DictSummary()
+    with Reporter().scope(observation):
+        report({"name": "abc", "array": array, "rows": torch.ones(2), "nothing": None, "loss": 1.0})
+    summary.add(observation)
+    assert observation["array"] is array
+    assert observation["name"] == "abc"
+    assert summary.compute_mean() == {"loss": 1.0}
+
+
+def test_observers_are_held_weakly():
+    """Registering a model does not keep it alive."""
+    model = nn.Linear(1, 1)
+    reporter = reporter_of(main=model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert reporter.observation == {}
+
+
+def test_a_new_object_never_inherits_the_name_of_one_that_is_gone():
+    """Names are not keyed by an id that is given out again (T23)."""
+    reporter = Reporter()
+    for _ in range(50):
+        reporter.add_observer("old", nn.Linear(1, 1))
+        with reporter.scope({}), pytest.raises(KeyError):
+            report({"loss": 1.0}, nn.Linear(1, 1))
+
+
+def test_an_object_without_weak_references_can_observe_too():
+    """It is kept alive, so its id stays its own (T23)."""
+    reporter, observation = reporter_of(slotted=Slotted()), {}
+    with reporter.scope(observation), pytest.raises(KeyError):
+        report({"a": 1}, Slotted())
+    known = Slotted()
+    reporter.add_observer("known", known)
+    with reporter.scope(observation):
+        report({"a": 1}, known)
+    assert observation == {"known/a": 1}
+
+
+def test_an_observer_that_is_registered_again_has_its_new_name():
+    """The last name holds."""
+    model, observation = nn.Linear(1, 1), {}
+    reporter = reporter_of(old=model)
+    reporter.add_observer("new", model)
+    with reporter.scope(observation):
+        report({"a": 1}, model)
+    assert observation == {"new/a": 1}

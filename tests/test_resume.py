@@ -1,0 +1,49 @@
+"""A run that is stopped anywhere and continued in a fresh process is bit for bit the run that was never stopped."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import resume_program
+
+
+@pytest.fixture(scope="module")
+def in_fresh_process():
+    """Calls a function of the program in a process of its own, which knows nothing of those before it."""
+    context = multiprocessing.get_context("forkserver")  # forked from a server that has imported torch and done no more
+    context.set_forkserver_preload(["resume_program"])
+    with pytest.MonkeyPatch.context() as patch:
+        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, here)))
+        with context.Pool(1, maxtasksperchild=1) as pool:
+            yield lambda function, *arguments: pool.apply_async(function, arguments).get(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def reference(in_fresh_process, tmp_path_factory):
+    """The outcome of the uninterrupted run, by the number of accumulated parts."""
+    return {
+        k: in_fresh_process(resume_program.uninterrupted, str(tmp_path_factory.mktemp("whole")), k) for k in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(("accumulate", "k"), [(1, k) for k in range(11)] + [(2, k) for k in range(6)])
+def test_a_run_stopped_at_any_iteration_continues_bit_for_bit(in_fresh_process, reference, tmp_path, accumulate, k):
+    """Parameters, Adam's state, log rows, consumed indices, fires and generators equal those of the uninterrupted run."""
+    whole = reference[accumulate]
+    state, consumed, fired = in_fresh_process(resume_program.first_part, str(tmp_path), k, accumulate)
+    resumed = in_fresh_process(resume_program.second_part, str(tmp_path), state, accumulate)
+    resumed["consumed"] = consumed + resumed["consumed"]
+    resumed["fired"] = fired + resumed["fired"]
+    for part, value in whole.items():
+        assert resumed[part] == value, f"{part} differs"
+
+
+def test_the_program_covers_what_it_is_for(reference):
+    """The reference run ends by its stop trigger, after two epochs and with evaluations, rows and fires of every kind."""
+    whole = reference[1]
+    assert whole["iteration"] >= 9
+    assert {name for name, _ in whole["fired"]} == {"fraction", "schedule", "once"}
+    assert all(len(log) >= 3 for log in whole["log"])
+    assert any("validation/main/loss" in row for row in whole["log"][0])

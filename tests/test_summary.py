@@ -1,0 +1,279 @@
+"""Summary and DictSummary: weighted means and deviations that depend on the values alone."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from chainring import DictSummary, Summary
+from chainring.serializers import DictionaryDeserializer, DictionarySerializer
+
+
+def summary_of(values, weights=None):
+    summary = Summary()
+    for number, value in enumerate(values):
+        summary.add(value, 1 if weights is None else weights[number])
+    return summary
+
+
+def saved_and_loaded(summary):
+    fresh = type(summary)()
+    fresh.load_state_dict(summary.state_dict())
+    return fresh
+
+
+def weighted(values, weights):
+    """Mean and population deviation, by NumPy."""
+    mean = np.average(values, weights=weights)
+    return mean, math.sqrt(np.average((np.asarray(values) - mean) ** 2, weights=weights))
+
+
+DRAWN = np.random.default_rng(3).normal(5, 2, 200)
+WEIGHTS = np.random.default_rng(4).integers(1, 9, 200)
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 65, 200])
+@pytest.mark.parametrize("of", [float, np.float64, np.asarray, torch.tensor])
+def test_mean_and_deviation_are_those_of_numpy(count, of):
+    """For any kind of scalar and any number of them; the deviation is the population's (R11)."""
+    mean, deviation = summary_of([of(value) for value in DRAWN[:count]]).make_statistics()
+    assert mean == pytest.approx(DRAWN[:count].mean(), rel=1e-6)
+    assert deviation == pytest.approx(DRAWN[:count].std(), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("of", [int, float, np.int64, torch.tensor])
+def test_means_and_deviations_are_weighted(of):
+    """A weight is how often a value counts; tensors will do (R11)."""
+    statistics = summary_of(DRAWN, [of(weight) for weight in WEIGHTS]).make_statistics()
+    assert statistics == pytest.approx(weighted(DRAWN, WEIGHTS), rel=1e-12)
+
+
+@pytest.mark.parametrize("of", [float, lambda value: torch.tensor(value, dtype=torch.float64)])
+def test_equal_large_values_have_no_deviation(of):
+    """Three times 1e8 + 0.1; as mean of squares less square of mean it came out 1.41 (T24)."""
+    mean, deviation = summary_of([of(1e8 + 0.1)] * 3).make_statistics()
+    assert mean == pytest.approx(1e8 + 0.1, rel=1e-15)
+    assert deviation < 1e-7
+
+
+def test_small_deviations_of_large_values_are_kept():
+    """Neither negative under the root nor lost (T24)."""
+    values = [1e9, 1e9 + 1, 1e9 + 2]
+    assert summary_of(values).make_statistics()[1] == pytest.approx(math.sqrt(2 / 3), rel=1e-12)
+
+
+def test_long_sums_of_float32_lose_nothing():
+    """20,000 tensors of 0.1 have the mean of one, to the last bit (T24)."""
+    tenth = torch.tensor(0.1)
+    assert summary_of([tenth] * 20000).compute_mean() == float(tenth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool])
+def test_few_bits_or_integers_do_not_overflow(dtype):
+    """Values are taken as float64 before they are added."""
+    value = torch.tensor(60000).to(dtype)
+    assert summary_of([value] * 100, [1000] * 100).compute_mean() == float(value)
+
+
+def test_huge_values_have_an_infinite_deviation_and_no_error():
+    """The square of 1e200 is past the largest float."""
+    assert summary_of([1e200, -1e200]).make_statistics() == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([1.0, math.nan], math.nan),
+        ([1.0, math.inf], math.inf),
+        ([1.0, -math.inf], -math.inf),
+        ([math.inf, -math.inf], math.nan),
+        ([1e308, 1e308, 1e308], math.inf),
+        ([], math.nan),
+    ],
+)
+@pytest.mark.parametrize("of", [float, lambda value: torch.tensor(value, dtype=torch.float64)])
+def test_nan_and_infinity_come_out_as_they_do_in_ieee_arithmetic(values, mean, of):
+    """A diverged loss is seen, and raises nothing."""
+    summary = summary_of([of(value) for value in values])
+    assert summary.compute_mean() == pytest.approx(mean, nan_ok=True)
+    assert len(summary.make_statistics()) == 2
+
+
+def test_weights_that_are_all_zero_have_no_mean():
+    """NaN, not a division by zero."""
+    assert math.isnan(summary_of([1.0, 2.0], [0, 0]).compute_mean())
+
+
+@pytest.mark.parametrize("value", ["abc", np.ones(2), torch.ones(1), None, torch.tensor(1j), Decimal(1)])
+def test_what_is_no_single_real_number_is_refused(value):
+    """With the remedy."""
+    with pytest.raises(TypeError, match=r"takes single numbers.*\.mean\(\)"):
+        Summary().add(value)
+
+
+@pytest.mark.parametrize("weight", [np.ones(2), torch.ones(2), "1"])
+def test_a_weight_that_is_no_single_number_is_refused(weight):
+    """By both summaries (R11)."""
+    for summary, value in ((Summary(), 1.0), (DictSummary(), {"a": 1.0})):
+        with pytest.raises(ValueError, match="a weight is a single number"):
+            summary.add(value, weight)
+
+
+def test_a_weight_that_a_value_brings_must_be_one_number_too():
+    """Found at the latest when the mean is asked for (R11)."""
+    summary = DictSummary()
+    summary.add({"a": (1.0, np.ones(2))})
+    with pytest.raises(ValueError, match="a weight is a single number"):
+        summary.compute_mean()
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), Fraction(1, 1), np.int8(1), 1])
+def test_any_real_number_is_a_value(value):
+    """Also after many have been gathered."""
+    summary = DictSummary()
+    for _ in range(40):
+        summary.add({"a": value})
+    assert summary.compute_mean() == {"a": 1.0}
+
+
+def test_a_tensor_that_changes_afterwards_counts_as_it_was():
+    """It is copied, out of its graph; its weight too."""
+    value, weight, summary = torch.ones((), requires_grad=True) * 1, torch.tensor(2.0), Summary()
+    summary.add(value, weight)
+    with torch.no_grad():
+        value += 5
+    weight *= 0
+    assert summary.compute_mean() == 1.0
+
+
+@pytest.mark.parametrize("stops", [[], [1], [31], [32], [33], [5, 6, 40, 64, 120], list(range(200))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
+def test_a_mean_does_not_depend_on_where_state_was_saved(stops, dtype):
+    """Bit for bit, for a run that was saved and restored at any places (R9)."""
+
+    def scalar(value):
+        return float(value) if dtype is None else torch.tensor(value, dtype=dtype)
+
+    whole, cut = DictSummary(), DictSummary()
+    for number, (value, weight) in enumerate(zip(DRAWN, WEIGHTS.tolist(), strict=True)):
+        row = {"a": scalar(value), "b": value, "sometimes" if number % 3 else "else": scalar(value)}
+        whole.add(row, weight)
+        if number in stops:
+            cut = saved_and_loaded(cut)
+        cut.add(row, weight)
+    assert cut.compute_mean() == whole.compute_mean()
+    assert cut.make_statistics() == whole.make_statistics()
+
+
+def test_a_mean_does_not_depend_on_the_order_of_the_values():
+    """The sum is the correctly rounded one (T24)."""
+    values = [1e16, 1.0, -1e16, 1.0]
+    assert {summary_of(np.roll(values, shift).tolist()).compute_mean() for shift in range(4)} == {0.5}
+
+
+def test_asking_for_a_mean_changes_nothing():
+    """More can be added, and the mean asked for again."""
+    summary = summary_of([1.0, 2.0])
+    assert (summary.compute_mean(), summary.compute_mean()) == (1.5, 1.5)
+    summary.add(6.0)
+    assert summary.compute_mean() == 3.0
+
+
+def test_a_key_that_an_observation_lacks_does_not_count_as_zero():
+    """A key that was reported once is its own mean; keys come in the order in which they were first seen (R9)."""
+    summary = DictSummary()
+    for row in ({"a": 1.0}, {"a": 2.0, "b": 10}, {"c": 5.0, "a": 6.0}):
+        summary.add(row)
+    assert list(summary.compute_mean().items()) == [("a", 3.0), ("b", 10.0), ("c", 5.0)]
+
+
+def test_a_value_may_bring_its_own_weight():
+    """(value, weight) goes before the weight of the observation (R11)."""
+    summary = DictSummary()
+    summary.add({"a": (1.0, 3), "b": 1.0}, 1)
+    summary.add({"a": (5.0, torch.tensor(1)), "b": 5.0}, 3)
+    assert summary.compute_mean() == {"a": 2.0, "b": 4.0}
+
+
+def test_a_key_may_hold_now_a_number_and_now_something_else():
+    """Only the numbers count (T21)."""
+    summary = DictSummary()
+    for value in (1.0, "abc", torch.ones(2), torch.tensor(3.0), None, ("a", "b"), (1, 2, 3), torch.tensor(1j)):
+        summary.add({"a": value})
+    assert summary.compute_mean() == {"a": 2.0}
+
+
+def test_statistics_have_a_mean_and_a_deviation_for_each_key():
+    """Under the key and under key.std, weighted (R11)."""
+    summary = DictSummary()
+    for value, weight in zip(DRAWN, WEIGHTS, strict=True):
+        summary.add({"a": value}, weight)
+    mean, deviation = weighted(DRAWN, WEIGHTS)
+    assert summary.make_statistics() == {"a": pytest.approx(mean), "a.std": pytest.approx(deviation)}
+
+
+def test_names_that_differ_in_slashes_are_saved_apart():
+    """a/b, /a/b and a/b/ (R11)."""
+    names, summary = ["a/b", "/a/b", "a/b/", "a//b", ""], DictSummary()
+    for number, name in enumerate(names):
+        summary.add({name: float(number)})
+    assert saved_and_loaded(summary).compute_mean() == {name: float(number) for number, name in enumerate(names)}
+
+
+def test_loading_replaces_what_was_there():
+    """Other names and values are gone, also those not yet folded."""
+    saved, target = DictSummary(), DictSummary()
+    saved.add({"a": 1.0})
+    target.add({"b": 2.0, "a": 7.0})
+    state = DictionarySerializer()
+    saved.serialize(state)
+    target.serialize(DictionaryDeserializer(state.target))
+    assert target.compute_mean() == {"a": 1.0}
+
+
+def test_a_summary_of_nothing_goes_round():
+    """Saved before the first value."""
+    assert saved_and_loaded(DictSummary()).compute_mean() == {}
+    assert math.isnan(saved_and_loaded(Summary()).compute_mean())
+
+
+class Share:
+    """A metric as torchmetrics has them."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right, self.all = 0, 0
+
+    def update(self, right, number):
+        self.right, self.all = self.right + right, self.all + number
+
+    def compute(self):
+        return torch.tensor(self.right / self.all)
+
+
+def test_a_metric_is_computed_at_the_end_of_the_interval_and_starts_anew():
+    """Whatever has compute() and reset() is reported as it is and read once."""
+    metric, summary = Share(), DictSummary()
+    for right, number in ((1, 2), (5, 6)):
+        metric.update(right, number)
+        summary.add({"share": metric, "loss": 1.0})
+    assert summary.compute_mean() == {"loss": 1.0, "share": 0.75}
+    assert summary.compute_mean() == {"loss": 1.0, "share": 0.75}
+    assert metric.all == 0
+
+
+def test_a_metric_that_gives_no_single_number_is_passed_over():
+    """As any other value that is none."""
+
+    class Confusion(Share):
+        def compute(self):
+            return torch.ones(2, 2)
+
+    summary = DictSummary()
+    summary.add({"confusion": Confusion()})
+    assert summary.compute_mean() == {}

@@ -1,0 +1,178 @@
+"""What a person sees of the example: in a real terminal (a pseudo-terminal, its escape codes interpreted) and in a pipe."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "mnist" / "train_mnist.py"
+ENTRIES = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]
+EPOCHS = 4
+BAR = re.compile(r" *\d+%\|.+\| epoch \d\.\d\d/4, iteration \d+ \[\d\d:\d\d<[\d:?]+, +[\d.?]+(epoch/s|s/epoch)\]")
+
+
+class Screen:
+    """A terminal of some width: printing, wrapping, carriage return, line feed, cursor up, erase in line.
+
+    Attributes:
+        lines: what stands there.
+        drawn: the content of a line each time that the cursor left it or went back to its beginning.
+    """
+
+    def __init__(self, columns):
+        self.columns = columns
+        self.lines = [""]
+        self.row = self.column = 0
+        self.drawn = []
+
+    def feed(self, text):
+        for code, argument, sign in re.findall(r"(\x1b\[(\d*)[A-Za-z])|([\s\S])", text):
+            self._control(code[-1], int(argument or 1)) if code else self._put(sign)
+        return self
+
+    def _control(self, letter, number):
+        assert letter in "AK", f"an escape code that this terminal does not know: {letter}"
+        if letter == "A":
+            self.row -= number
+        else:
+            self.lines[self.row] = self.lines[self.row][: self.column]
+
+    def _put(self, sign):
+        assert sign.isprintable() or sign in "\r\n", repr(sign)
+        if sign in "\r\n":
+            self.drawn.append(self.lines[self.row].rstrip())
+            self.column = 0 if sign == "\r" else self.column
+            self.row += sign == "\n"
+        else:
+            if self.column == self.columns:
+                self.row, self.column = self.row + 1, 0
+            self._extend()
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + sign + line[self.column + 1 :]
+            self.column += 1
+        self._extend()
+
+    def _extend(self):
+        while len(self.lines) <= self.row:
+            self.lines.append("")
+
+    def text(self):
+        """The lines, without what is blank at their ends."""
+        return [line.rstrip() for line in self.lines]
+
+
+class Seen(NamedTuple):
+    """A run of the example: the screen at its end, and the log that it wrote."""
+
+    screen: Screen
+    log: list
+
+
+def command(out):
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    arguments = [sys.executable, str(EXAMPLE), "--epoch", str(EPOCHS), "--batchsize", "5", "--out", str(out)]
+    return arguments, environment | {"OMP_NUM_THREADS": "1"}
+
+
+def run_in_terminal(columns, out):
+    """The example with its output and errors on a pseudo-terminal of that width."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    arguments, environment = command(out)
+    with subprocess.Popen(arguments, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        received = b""
+        while chunk := _read(master):
+            received += chunk
+    os.close(master)
+    assert process.returncode == 0, received.decode()
+    return Seen(Screen(columns).feed(received.decode()), json.loads((out / "log").read_text()))
+
+
+def _read(master):
+    try:
+        return os.read(master, 65536)
+    except OSError:  # how Linux says that nobody holds the other end any more
+        return b""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return run_in_terminal(200, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    return run_in_terminal(80, tmp_path_factory.mktemp("narrow"))
+
+
+@pytest.fixture(scope="module", params=["wide", "narrow"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
+def table_of(log):
+    """The header and the rows as one line each, written here once more."""
+    widths = [max(10, len(entry)) for entry in ENTRIES]
+    cells = [ENTRIES, *[[f"{row[entry]:g}" for entry in ENTRIES] for row in log]]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def folded(table):
+    """The same in 80 columns: broken before the fifth column, whose rest stands under the second."""
+    return [part for line in table for part in (line[:59].rstrip(), " " * 12 + line[61:])]
+
+
+def test_a_wide_terminal_shows_the_table_and_nothing_else_at_the_end(wide):
+    """A header, a row an epoch, columns aligned; the bar is gone and the cursor at the start of a clean line."""
+    assert len(wide.log) == EPOCHS
+    assert wide.screen.text() == [*table_of(wide.log), ""]
+    assert wide.screen.column == 0
+
+
+def test_80_columns_break_rows_between_columns_and_never_inside(narrow):
+    """Header and rows are broken at the same place."""
+    assert narrow.screen.text() == [*folded(table_of(narrow.log)), ""]
+
+
+def test_the_bar_is_seen_and_fits_into_one_line(either):
+    """It stands below the table and is drawn over itself: a line of it is never wrapped, never left behind."""
+    bars = [line for line in either.screen.drawn if "%|" in line]
+    assert len(bars) > EPOCHS
+    assert all(BAR.fullmatch(line) for line in bars)
+    assert max(map(len, bars)) < either.screen.columns
+
+
+def test_the_bar_is_of_its_full_length_where_there_is_room(wide):
+    """50 characters, and no more, however wide the terminal is."""
+    bars = [line for line in wide.screen.drawn if "%|" in line]
+    assert {len(line.split("|")[1]) for line in bars} == {50}
+
+
+def test_table_and_bar_do_not_tear_each_other(either):
+    """Whenever a line is left or begun again it is blank, all bar, or all table."""
+    table = table_of(either.log) if either.screen.columns == 200 else folded(table_of(either.log))
+    torn = [line for line in either.screen.drawn if line and line not in table and not BAR.fullmatch(line)]
+    assert torn == []
+
+
+def test_nothing_but_lines_goes_to_a_pipe(tmp_path):
+    """The table as it is, the progress as plain lines: no carriage return, no escape code, nothing on stderr."""
+    arguments, environment = command(tmp_path)
+    done = subprocess.run(arguments, env=environment, capture_output=True, check=True)
+    assert done.stderr == b""
+    assert not set(done.stdout) - set(range(32, 127)) - {ord("\n")}
+    text = done.stdout.decode().splitlines()
+    progress = [line for line in text if "%|" in line]
+    assert [line for line in text if line not in progress] == table_of(json.loads((tmp_path / "log").read_text()))
+    assert all(BAR.fullmatch(line) for line in progress)
+    assert text[-1].startswith("100%|" + "#" * 50 + "| epoch 4.00/4, iteration 1150 [")

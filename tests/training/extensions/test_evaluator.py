@@ -1,0 +1,299 @@
+"""The Evaluator: what it reports, and that it leaves everything as it was."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from counting import Counting, run
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from chainring import Reporter, datasets, iterators, report, training
+from chainring import nn as cnn
+from chainring.training.extensions import Evaluator
+
+
+class Mean(nn.Module):
+    """Reports the mean of its batch as the loss."""
+
+    def forward(self, x):
+        loss = x.float().mean()
+        report({"loss": loss}, self)
+        return loss
+
+
+class Drawing(nn.Module):
+    """Draws from every generator of the host, whatever its mode."""
+
+    def forward(self, x):
+        report({"drawn": torch.rand(()) + random.random() + np.random.rand()}, self)
+        return x.float().mean()
+
+
+class Augmented(datasets.DatasetMixin):
+    """Examples that are drawn anew each time one asks for them."""
+
+    def __len__(self):
+        return 7
+
+    def get_example(self, i):
+        return np.float32(i + np.random.rand() + random.random() + torch.rand(()).item())
+
+
+def once(data, batch_size=2, **settings):
+    return iterators.SerialIterator(data, batch_size, repeat=False, **{"shuffle": False, **settings})
+
+
+def values(*numbers):
+    return np.array(numbers, dtype=np.float32)
+
+
+class Seen(training.Extension):
+    """Keeps what each iteration reported."""
+
+    def __init__(self):
+        self.observations = []
+
+    def __call__(self, trainer):
+        self.observations.append(dict(trainer.observation))
+
+
+def reported(tmp_path, *evaluators):
+    """By one iteration of these; the reader is registered first, and comes after them by priority."""
+    seen = Seen()
+    run(Counting(), 1, tmp_path, seen, *evaluators)
+    return seen.observations
+
+
+def test_keys_begin_with_validation_and_the_second_evaluator_s_with_validation_1(tmp_path):
+    """The prefix is the name in the trainer; what was reported is there for readers of the same iteration."""
+    seen = reported(tmp_path, Evaluator(once(values(1, 3)), Mean()), Evaluator(once(values(5, 7)), Mean()))
+    assert seen == [{"validation/main/loss": 2.0, "validation_1/main/loss": 6.0}]
+
+
+def test_one_evaluator_registered_twice_reports_under_both_names(tmp_path):
+    """The name lives in the trainer's entry and not on the object (T37)."""
+    evaluator = Evaluator(once(values(1, 3)), Mean())
+    assert reported(tmp_path, evaluator, evaluator) == [{"validation/main/loss": 2.0, "validation_1/main/loss": 2.0}]
+
+
+def test_submodules_report_under_their_paths():
+    """A part of the model reports as main/<path>, with slashes."""
+    model = nn.Sequential(nn.Sequential(Mean()))
+    assert Evaluator(once(values(1, 3)), model).evaluate() == {"main/0/0/loss": 2.0, "main/loss": 2.0}
+
+
+def test_no_gradient_is_computed():
+    """The model's output needs no gradient, and parameters get none."""
+    flags = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            flags.append((torch.is_grad_enabled(), super().forward(x).requires_grad))
+            return x.mean()
+
+    Evaluator(once(np.ones((3, 1), np.float32)), Watched(1, 1)).evaluate()
+    assert flags == [(False, False)] * 2
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_every_submodule_gets_its_training_flag_back(fails):
+    """Frozen parts stay frozen, training parts go on training; also when the evaluation fails."""
+
+    class Failing(Mean):
+        def forward(self, x):
+            assert not any(part.training for part in model.modules())
+            if fails:
+                raise OSError("no data")
+            return super().forward(x)
+
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Sequential(nn.Dropout(), Failing()))
+    model[0].eval()
+    before = [part.training for part in model.modules()]
+    evaluator = Evaluator(once(np.ones((2, 1), np.float32)), model)
+    if fails:
+        with pytest.raises(OSError, match="no data"):
+            evaluator.evaluate()
+    else:
+        evaluator.evaluate()
+    assert [part.training for part in model.modules()] == before
+
+
+@pytest.mark.parametrize("source", [values(1, 2, 3), Augmented()], ids=["arrays", "augmented"])
+def test_generators_are_untouched_even_when_the_model_draws(source):
+    """What is drawn after an evaluation is what would have been drawn without it."""
+
+    def drawn_after(action):
+        torch.manual_seed(5), np.random.seed(5), random.seed(5)
+        action()
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+    evaluator = Evaluator(once(source, shuffle=True), Drawing())
+    assert drawn_after(evaluator.evaluate) == drawn_after(lambda: None)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7, 100])
+def test_means_do_not_depend_on_the_batch_size(batch_size):
+    """Batches are weighted by their examples: a short last batch counts for what it holds (T25)."""
+    data = values(0, 0, 9, 2, 4, 8, 16)
+    result = Evaluator(once(data, batch_size), Mean()).evaluate()
+    assert result["main/loss"] == pytest.approx(np.mean(data), rel=1e-6)
+
+
+def test_a_value_reported_with_a_weight_of_its_own_keeps_it():
+    """(value, weight) is a weighted value, whatever the batch holds."""
+
+    class Weighted(nn.Module):
+        def forward(self, x):
+            report({"score": (x.mean(), int(x[0]))}, self)
+            return x.mean()
+
+    result = Evaluator(once(values(1, 3), 1), Weighted()).evaluate()
+    assert result["main/score"] == (1 * 1 + 3 * 3) / 4
+
+
+@pytest.mark.parametrize("collate", [DataLoader, list], ids=["DataLoader", "list of batches"])
+def test_a_loader_is_accepted_where_an_iterator_is(collate):
+    """Its batches are weighted by their examples and it can be evaluated again."""
+    loader = DataLoader(TensorDataset(torch.tensor([0.0, 0.0, 9.0])), batch_size=2)
+    evaluator = Evaluator(loader if collate is DataLoader else list(loader), Mean())
+    assert [evaluator.evaluate(), evaluator.evaluate()] == [{"main/loss": 3.0}] * 2
+
+
+def test_a_repeating_iterator_is_refused():
+    """It would never end; the error names the iterator and the remedy (T26, T27)."""
+    with pytest.raises(ValueError, match=r"'main' \(SerialIterator\) repeats .*repeat=False"):
+        Evaluator(iterators.SerialIterator(values(1, 2), 1), Mean())
+
+
+@pytest.mark.parametrize("source", [np.arange(7.0), Augmented()], ids=["shuffled", "augmented"])
+def test_every_evaluation_of_a_model_gives_the_same_result(source):
+    """A shuffled or augmenting iterator begins the same order and the same draws again."""
+    seen = []
+
+    class Seeing(Mean):
+        def forward(self, x):
+            seen.extend(x.tolist())
+            return super().forward(x)
+
+    evaluator = Evaluator(once(source, 3, shuffle=True), Seeing())
+    results = [evaluator.evaluate() for _ in range(3)]
+    assert results[0] == results[1] == results[2]
+    assert seen[:7] == seen[7:14] == seen[14:]
+
+
+def test_a_shuffling_loader_gives_the_same_batches_at_every_evaluation():
+    """The loader's draws are a function of the pass, which begins anew."""
+    data = TensorDataset(torch.arange(7.0))
+
+    class First(nn.Module):
+        def forward(self, x):
+            report({"first": x[0] * len(x)}, self)
+            return x.mean()
+
+    evaluator = Evaluator(DataLoader(data, batch_size=3, shuffle=True), First())
+    assert evaluator.evaluate() == evaluator.evaluate()
+
+
+def test_it_can_be_called_without_a_trainer():
+    """Then the keys have no prefix, and they go to the reporter that is current."""
+    evaluator = Evaluator(once(values(1, 3)), Mean())
+    observation = {}
+    with Reporter().scope(observation):
+        result = evaluator()
+    assert result == observation == {"main/loss": 2.0}
+
+
+def test_evaluate_reports_nothing_to_the_reporter_outside():
+    """Only the call reports; what the model reports during an evaluation stays inside."""
+    observation = {}
+    with Reporter().scope(observation):
+        Evaluator(once(values(1, 3)), Mean()).evaluate()
+    assert observation == {}
+
+
+def test_eval_hook_is_called_with_the_evaluator_before_each_evaluation():
+    """Once for each evaluation."""
+    seen = []
+    evaluator = Evaluator(once(values(1)), Mean(), eval_hook=seen.append)
+    evaluator.evaluate()
+    evaluator.evaluate()
+    assert seen == [evaluator, evaluator]
+
+
+def test_eval_func_takes_the_place_of_the_model():
+    """With it there need be no target at all, and the loss that it returns is the main one."""
+    evaluator = Evaluator(once(values(1, 2, 6), 2), {}, eval_func=lambda x: x.mean())
+    assert evaluator.evaluate() == {"main/loss": 3.0}
+
+
+def test_a_loss_that_is_only_returned_is_the_main_loss():
+    """As in training, a model need not report."""
+    assert Evaluator(once(values(1, 2, 6), 2), nn.Identity(), lambda b, _: (torch.tensor(b).mean(),)).evaluate() == {
+        "main/loss": 3.0
+    }
+
+
+def test_a_mapping_that_is_returned_is_reported_by_its_weight():
+    """Scalars of the mapping become keys; "weight" says how much the batch counts."""
+
+    def evaluate(x):
+        return {"loss": x.mean(), "largest": x.max(), "weight": x.sum(), "all": x}
+
+    result = Evaluator(once(values(1, 3), 1), {}, eval_func=evaluate).evaluate()
+    assert result["main/loss"] == result["main/largest"] == (1 * 1 + 3 * 3) / 4
+    assert "main/all" not in result
+
+
+@pytest.mark.parametrize("examples", [[(1.0, 2.0), (3.0, 4.0)], [{"t": 2.0, "x": 1.0}, {"t": 4.0, "x": 3.0}]])
+def test_a_tuple_is_passed_by_position_and_a_mapping_by_keyword(examples):
+    """Of the converted batch."""
+    assert Evaluator(once(examples), {}, eval_func=lambda x, t: (t * 10 + x).mean()).evaluate() == {"main/loss": 32.0}
+
+
+def test_the_converter_gets_the_batch_and_the_device():
+    """What it returns is what the model is called with."""
+    seen = []
+
+    def converter(batch, device):
+        seen.append((list(batch), device))
+        return torch.tensor(float(len(batch)))
+
+    assert Evaluator(once([5, 6, 7]), Mean(), converter, device="cpu").evaluate() == {"main/loss": (2 * 2 + 1) / 3}
+    assert seen == [([5, 6], torch.device("cpu")), ([7], torch.device("cpu"))]
+
+
+def test_the_classifier_s_accuracy_is_that_of_all_examples():
+    """Compared with plain torch over the whole data at once."""
+    x, t = torch.randn(23, 4), torch.randint(0, 3, (23,))
+    model = cnn.Classifier(nn.Linear(4, 3))
+    result = Evaluator(once(datasets.TupleDataset(x, t), 5), model).evaluate()
+    scores = model.predictor(x)
+    assert result["main/accuracy"] == pytest.approx((scores.argmax(1) == t).float().mean().item())
+    assert result["main/loss"] == pytest.approx(nn.functional.cross_entropy(scores, t).item(), rel=1e-6)
+
+
+def test_a_dataset_in_the_iterator_s_place_is_refused():
+    """The error says what to wrap it in."""
+    with pytest.raises(TypeError, match="SerialIterator"):
+        Evaluator(Augmented(), Mean())
+
+
+def test_a_function_in_the_model_s_place_is_refused():
+    """The error says that a module belongs there."""
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        Evaluator(once(values(1)), lambda x: x)
+
+
+def test_finalize_finalizes_the_iterator(tmp_path):
+    """A run that ends lets go of the validation data too."""
+    ended = []
+
+    class Ending(iterators.SerialIterator):
+        def finalize(self):
+            ended.append(True)
+
+    reported(tmp_path, Evaluator(Ending(values(1), 1, repeat=False, shuffle=False), Mean()))
+    assert ended

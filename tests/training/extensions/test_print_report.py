@@ -1,0 +1,175 @@
+"""The PrintReport: a table of the log's rows, each printed once."""
+
+import contextlib
+import io
+
+import pytest
+from counting import Counting, StateAt, run, trainer_of
+
+from chainring.training.extensions import LogReport, PrintReport
+
+
+def losses(*numbers):
+    return [{"main/loss": number} for number in numbers]
+
+
+def printed(tmp_path, observations, *, every=1, **settings):
+    """The lines of the table."""
+    out = io.StringIO()
+    run(
+        Counting(observations),
+        len(observations),
+        tmp_path,
+        LogReport(trigger=(every, "iteration"), filename=None),
+        PrintReport(out=out, **settings),
+    )
+    return out.getvalue().splitlines()
+
+
+def test_the_table_is_a_header_and_a_row_for_each_row_of_the_log(tmp_path):
+    """The header comes once; a row comes when it is new, and no other iteration prints (R16)."""
+    table = printed(tmp_path, losses(1, 2, 3, 4), every=2, entries=["iteration", "main/loss"])
+    assert table == ["iteration   main/loss", "2           1.5", "4           3.5"]
+
+
+def test_columns_are_as_wide_as_their_names_and_at_least_10(tmp_path):
+    """Two spaces apart, six digits, aligned on the left (R16)."""
+    row = {"main/loss": 1 / 3, "validation/main/loss": 1e-7, "n": 12345678}
+    table = printed(tmp_path, [row], entries=["n", "validation/main/loss", "main/loss"])
+    assert table == ["n           validation/main/loss  main/loss", "1.23457e+07  1e-07                 0.333333"]
+
+
+def test_a_missing_key_is_a_blank(tmp_path):
+    """The columns after it stay where they are."""
+    observations = [{"a": 1.0, "b": 2.0}, {"b": 3.0}]
+    table = printed(tmp_path, observations, entries=["a", "b", "never"])
+    assert table == ["a           b           never", "1           2", "            3"]
+
+
+def test_entries_none_takes_the_keys_of_the_first_row(tmp_path):
+    """In their order."""
+    header, _ = printed(tmp_path, [{"b": 1.0, "a": 2.0}])
+    assert header.split() == ["b", "a", "epoch", "iteration", "elapsed_time"]
+
+
+def test_no_rows_print_nothing(tmp_path):
+    """Not even a header."""
+    assert printed(tmp_path, losses(1), every=2) == []
+
+
+def test_nan_and_text_are_shown_as_they_are(tmp_path):
+    """What postprocess put into a row is a cell like another."""
+    out = io.StringIO()
+    log = LogReport(trigger=(1, "iteration"), filename=None, postprocess=lambda row: row.update(note="halved"))
+    run(Counting(losses(float("nan"))), 1, tmp_path, log, PrintReport(["main/loss", "note"], out=out))
+    assert out.getvalue().splitlines()[1] == "nan         halved"
+
+
+def test_a_row_is_printed_in_the_iteration_in_which_it_is_written(tmp_path):
+    """Not at the end of the run."""
+    out, seen = io.StringIO(), []
+    log = LogReport(trigger=(2, "iteration"), filename=None)
+    look = lambda trainer: seen.append(out.getvalue().count("\n"))  # noqa: E731
+    run(Counting(losses(1, 2, 3, 4)), 4, tmp_path, log, PrintReport(["main/loss"], out=out), look)
+    assert seen == [0, 2, 2, 3]
+
+
+def test_registered_before_the_log_it_prints_the_last_row_at_the_end(tmp_path):
+    """A table of another order lacks no row."""
+    out = io.StringIO()
+    log = LogReport(trigger=(2, "iteration"), filename=None)
+    run(Counting(losses(1, 2)), 2, tmp_path, PrintReport(["iteration"], out=out), log)
+    assert out.getvalue().split() == ["iteration", "2"]
+
+
+def test_a_resumed_run_prints_the_restored_rows_first(tmp_path):
+    """Then its own, under one header; none of them twice."""
+    kept = StateAt(3)
+    parts = lambda out: (LogReport(trigger=(2, "iteration")), PrintReport(["iteration", "main/loss"], out=out))  # noqa: E731
+    observations = losses(1, 2, 3, 4, 5, 6)
+    full, again = io.StringIO(), io.StringIO()
+    run(Counting(observations), 6, tmp_path, *parts(full), kept)
+    started = []
+    trainer = trainer_of(Counting(observations), 6, tmp_path, *parts(again), StateAt(3), state=kept.state)
+    trainer.stop_trigger = lambda trainer: started.append(again.getvalue()) or trainer.updater.iteration == 6
+    trainer.run()
+    assert again.getvalue() == full.getvalue()
+    assert started[0] == "".join(full.getvalue().splitlines(keepends=True)[:2])
+
+
+def test_out_none_is_the_stdout_of_the_moment(tmp_path, capsys):
+    """It is looked up when a row is printed, so redirect_stdout and capsys see it (T39)."""
+    report = PrintReport(["main/loss"])
+    trainer = trainer_of(Counting(losses(1)), 1, tmp_path, LogReport(trigger=(1, "iteration")), report)
+    with contextlib.redirect_stdout(io.StringIO()) as redirected:
+        trainer.run()
+    assert redirected.getvalue() == "main/loss\n1\n"
+    run(Counting(losses(2)), 1, tmp_path, LogReport(trigger=(1, "iteration")), PrintReport(["main/loss"]))
+    assert capsys.readouterr().out == "main/loss\n2\n"
+
+
+def test_a_stream_without_flush_will_do(tmp_path):
+    """Anything with write is a place to print."""
+
+    class Stream:
+        text = ""
+
+        def write(self, text):
+            self.text += text
+
+    stream = Stream()
+    run(Counting(losses(1)), 1, tmp_path, LogReport(trigger=(1, "iteration")), PrintReport(["main/loss"], out=stream))
+    assert stream.text == "main/loss\n1\n"
+
+
+def test_each_row_is_flushed(tmp_path):
+    """It is seen at once through a pipe."""
+
+    class Stream(io.StringIO):
+        flushed = ""
+
+        def flush(self):
+            self.flushed = self.getvalue()
+
+    stream, seen = Stream(), []
+    report = PrintReport(["main/loss"], out=stream)
+    look = lambda trainer: seen.append(stream.flushed == stream.getvalue() != "")  # noqa: E731
+    run(Counting(losses(1, 2)), 2, tmp_path, LogReport(trigger=(1, "iteration")), report, look)
+    assert seen == [True, True]
+
+
+def test_log_report_names_the_log_to_show(tmp_path):
+    """By the name that it has in the trainer."""
+    out = io.StringIO()
+    trainer = trainer_of(Counting(losses(1, 2)), 2, tmp_path)
+    trainer.extend(LogReport(trigger=(1, "iteration")))
+    trainer.extend(LogReport(trigger=(2, "iteration"), filename="slow"), name="slow")
+    trainer.extend(PrintReport(["iteration"], log_report="slow", out=out))
+    trainer.run()
+    assert out.getvalue().split() == ["iteration", "2"]
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
+    """Before the first update."""
+    trainer = trainer_of(Counting(losses(1)), 1, tmp_path, LogReport(), PrintReport(log_report="Log"))
+    with pytest.raises(KeyError, match=r"'Log'.*'LogReport'"):
+        trainer.run()
+    assert trainer.updater.iteration == 0
+
+
+def test_an_extension_without_a_log_is_refused(tmp_path):
+    """The error names it."""
+    trainer = trainer_of(Counting(losses(1)), 1, tmp_path, PrintReport(log_report="PrintReport"))
+    with pytest.raises(TypeError, match="'PrintReport' has no log"):
+        trainer.run()
+
+
+def test_entries_given_as_one_string_is_refused():
+    """It would be taken for its letters."""
+    with pytest.raises(TypeError, match=r"write \['epoch'\]"):
+        PrintReport("epoch")
+
+
+def test_without_entries_there_is_nothing_but_empty_lines_never_an_error(tmp_path):
+    """An empty list of columns prints an empty header once."""
+    assert printed(tmp_path, losses(1, 2), entries=[]) == ["", "", ""]

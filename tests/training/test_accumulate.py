@@ -1,0 +1,184 @@
+"""accumulate=k is one batch k times as large: parameters, reports, epochs."""
+
+import pytest
+import torch
+from toys import Regression, assert_close, observed_update, parameters_of, regression_data, updater_of
+
+from chainring import DictSummary, report
+from chainring.iterators import SerialIterator
+from chainring.training import StandardUpdater, UpdateCallbacks
+
+
+def pair(small, accumulate, **settings):
+    """An updater of accumulated parts, and one of whole batches."""
+    return updater_of(small, accumulate=accumulate, **settings), updater_of(small * accumulate, **settings)
+
+
+@pytest.mark.parametrize(("small", "accumulate"), [(1, 12), (2, 2), (4, 3), (6, 2), (5, 3)])
+def test_accumulated_parts_equal_one_large_batch(small, accumulate):
+    """Not k gradients added up: the mean over all examples, over several updates with momentum (N3)."""
+    ours, whole = pair(small, accumulate)
+    for _ in range(4):
+        assert_close(observed_update(ours), observed_update(whole))
+    assert_close(parameters_of(ours), parameters_of(whole))
+
+
+def masked_data():
+    """Twelve sequences of four tokens of which unequal numbers count."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(12, 4, 3, generator=generator, dtype=torch.float64)
+    mask = torch.arange(4) < torch.tensor([4, 4, 3, 4, 1, 1, 1, 2, 1, 1, 4, 1])[:, None]
+    return torch.utils.data.TensorDataset(x, x.sum(2), mask)
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_a_token_weighted_loss_with_uneven_parts_equals_the_whole_batch(as_number):
+    """The loss returns how many tokens its mean counts, as "weight"; by examples the result would differ (N3)."""
+
+    def loss_func(model, x, t, mask):
+        errors = (model.predictor(x).squeeze(2) - t).square() * mask
+        weight = mask.sum()
+        return {"loss": errors.sum() / weight, "weight": weight.item() if as_number else weight}
+
+    ours, whole = pair(4, 3, data=masked_data(), loss_func=loss_func)
+    for _ in range(3):
+        seen, expected = observed_update(ours), observed_update(whole)
+        assert_close(torch.as_tensor(seen["main/loss"]), torch.as_tensor(expected["main/loss"]))
+        assert float(ours.weight) == float(whole.weight) == 27
+    assert_close(parameters_of(ours), parameters_of(whole))
+
+
+def test_a_loss_that_is_divided_in_place_after_the_report_does_not_change_the_log():
+    """A loss /= k inside the model, a habit from hand-written accumulation, does not reach what was reported (R11)."""
+
+    class Dividing(Regression):
+        def forward(self, x, t):
+            loss = super().forward(x, t)
+            loss /= 2
+            return loss
+
+    torch.manual_seed(3)
+    ours, plain = updater_of(4, model=Dividing(), accumulate=2), updater_of(8)
+    assert_close(observed_update(ours), observed_update(plain))
+
+
+def test_data_that_end_inside_an_accumulation_make_an_update_of_what_there_is():
+    """Parts of 5, 5 and 2 with accumulate=2: the second update is the mean over the 2, and then the data end."""
+    ours, whole = updater_of(5, accumulate=2, repeat=False), updater_of(10, repeat=False)
+    for _ in range(2):
+        assert_close(observed_update(ours), observed_update(whole))
+        assert ours.weight == whole.weight
+    assert_close(parameters_of(ours), parameters_of(whole))
+    with pytest.raises(StopIteration):
+        ours.update()
+    assert ours.iteration == 2
+
+
+def test_an_uneven_last_part_is_weighted_by_its_length():
+    """Parts of 8 and 4 with accumulate=2 are one batch of 12."""
+    ours, whole = updater_of(8, accumulate=2, repeat=False), updater_of(12)
+    assert_close(observed_update(ours), observed_update(whole))
+    assert_close(parameters_of(ours), parameters_of(whole))
+
+
+def test_callbacks_of_an_update_that_the_end_of_the_data_cuts_short_see_its_last_part():
+    """Not the part that never came."""
+    seen = []
+    callbacks = UpdateCallbacks(update_on_start=lambda c: seen.append((c.micro_step, len(c.batch[0]), c.loss is None)))
+    updater_of(8, accumulate=3, repeat=False, callbacks=callbacks).update()
+    assert seen == [(1, 4, False)]
+
+
+def test_epoch_attributes_speak_of_the_whole_update():
+    """An epoch that ends in the first part of an update is new for that update; previous is where the update began."""
+    updater = updater_of(3, data=regression_data(9), accumulate=2)
+    seen = []
+    for _ in range(4):
+        updater.update()
+        seen.append((updater.epoch, round(updater.previous_epoch_detail * 3), updater.is_new_epoch))
+    assert seen == [(0, 0, False), (1, 2, True), (2, 4, True), (2, 6, False)]
+
+
+def test_epoch_attributes_of_the_whole_update_are_saved():
+    """A resumed run knows them before its first update."""
+    updater, fresh = (updater_of(3, data=regression_data(9), accumulate=2) for _ in range(2))
+    updater.update()
+    updater.update()
+    fresh.load_state_dict(updater.state_dict())
+    assert (fresh.previous_epoch_detail, fresh.is_new_epoch) == (updater.previous_epoch_detail, True)
+
+
+def test_other_reports_are_averaged_by_weight_and_of_the_rest_the_last_holds():
+    """Numbers, pairs of value and weight, tensors of few bits; strings and arrays; keys that a part lacks."""
+    calls = iter(range(2))
+
+    def loss_func(model, x, t):
+        part = next(calls)
+        report({"number": float(part), "own": (float(part), 1 + 2 * part), "name": "ab"[part], "rows": x})
+        report({"half": torch.tensor(60000.0 - part, dtype=torch.float16), f"only {part}": 7})
+        return model(x, t)
+
+    seen = observed_update(updater_of(8, accumulate=2, repeat=False, loss_func=loss_func))
+    assert seen["number"] == pytest.approx(4 / 12)
+    assert seen["own"] == (pytest.approx(3 / 4), 4)
+    assert seen["half"].item() == pytest.approx((60000 * 8 + 59968 * 4) / 12, rel=1e-3)
+    assert (seen["name"], len(seen["rows"]), seen["only 0"], seen["only 1"]) == ("b", 4, 7, 7)
+
+
+def test_a_mean_over_updates_does_not_depend_on_accumulation():
+    """The weight of an update is the sum over its parts, so a log row is the mean over all examples."""
+    means = []
+    for updater in (updater_of(5, accumulate=2, repeat=False, lr=0.0), updater_of(12, lr=0.0)):
+        summary = DictSummary()
+        for _ in range(2 if updater.accumulate == 2 else 1):
+            summary.add(observed_update(updater), updater.weight)
+        means.append(summary.compute_mean())
+    assert means[0] == pytest.approx(means[1], rel=1e-14)
+
+
+def test_step_after_a_backward_past_the_updater_is_refused_where_parts_are_weighed():
+    """loss.backward() would count every part in full (N3)."""
+
+    class Past(StandardUpdater):
+        def update_core(self):
+            self.get_model("main")(*self.next_batch()).backward()
+            self.step()
+
+    with pytest.raises(RuntimeError, match=r"write self\.backward\(loss\) in update_core, not loss\.backward\(\)"):
+        updater_of(kind=Past, accumulate=2).update()
+
+
+def test_a_chainer_like_update_core_keeps_its_epochs():
+    """One that takes the batch from the iterator itself still says when an epoch ended."""
+
+    class Chainer(StandardUpdater):
+        def update_core(self):
+            batch = self.get_iterator("main").next()
+            loss = self.get_model("main")(*self.converter(batch, self.device))
+            loss.backward()
+            self.get_optimizer("main").step()
+
+    updater, plain = updater_of(6, kind=Chainer), updater_of(6)
+    for is_new in (False, True, False):
+        updater.update()
+        plain.update()
+        assert updater.is_new_epoch is is_new
+    assert_close(parameters_of(updater), parameters_of(plain))
+
+
+def test_one_iterable_of_batches_accumulates_as_the_iterator_does():
+    """A list of batches at the door counts examples by the first dimension."""
+    x, t = regression_data().tensors
+    model = updater_of(6).get_model("main")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ours = StandardUpdater([(x[:8], t[:8]), (x[8:], t[8:])], optimizer, model, accumulate=2)
+    whole = StandardUpdater(SerialIterator(regression_data(), 12, shuffle=False), *_fresh())
+    for _ in range(3):
+        ours.update()
+        whole.update()
+    assert_close(parameters_of(ours), parameters_of(whole))
+
+
+def _fresh():
+    twin = updater_of(6)
+    return twin.get_optimizer("main"), twin.get_model("main")

@@ -1,0 +1,111 @@
+"""What comes before the first update: calls before training, what a resume finds changed, and the directory."""
+
+import re
+
+import pytest
+from counting import CountingUpdater, Fires, a_trainer
+
+from chainring import report, training
+
+
+def resumed_from(saved, out, stop=(4, "iteration")):
+    """A trainer without extensions that goes on with another's state."""
+    trainer = a_trainer(out, stop=stop)
+    trainer.load_state_dict(saved.state_dict())
+    return trainer
+
+
+def early(seen):
+    """An extension that is also called before training, and says when."""
+
+    @training.make_extension(default_name="early", invoke_before_training=True, trigger=(3, "iteration"))
+    def early(trainer):
+        seen.append((trainer.updater.iteration, trainer.is_before_training, trainer.extension_name))
+        report({"early": trainer.updater.iteration})
+
+    return early
+
+
+def test_before_training_an_extension_is_called_once_inside_the_reporter(tmp_path):
+    """At iteration 0, where `is_before_training` is true; what it reports is seen by the stop trigger at the head."""
+    seen, heads = [], []
+    trainer = a_trainer(tmp_path, stop=lambda trainer: heads.append(dict(trainer.observation)) or len(heads) > 4)
+    trainer.extend(early(seen))
+    trainer.extend(Fires(), "reader")
+    trainer.run()
+    assert seen == [(0, True, "early"), (3, False, "early")]
+    assert heads == [{"early": 0}, {}, {}, {"early": 3}, {}]
+
+
+def test_on_resume_it_is_called_again_and_its_report_thrown_away(tmp_path):
+    """The stop trigger at the head sees the saved observation, as in the uninterrupted run."""
+    saved, seen, heads = a_trainer(tmp_path, stop=(2, "iteration")), [], []
+    saved.extend(lambda trainer: report({"loss": 0.5}), "loss")
+    saved.extend(early([]))
+    saved.run()
+    resumed = resumed_from(saved, tmp_path, lambda trainer: not heads.append(dict(trainer.observation)))
+    resumed.extend(lambda trainer: report({"loss": 0.25}), "loss")
+    resumed.extend(early(seen))
+    resumed.run()
+    assert (seen, heads) == ([(2, False, "early")], [{"loss": 0.5}])
+
+
+def test_an_extension_may_skip_the_call_on_resume(tmp_path):
+    """`skip_on_resume` leaves it out in a run that goes on with an earlier one, and only there."""
+    seen = []
+    for is_resumed in (False, True):
+        trainer, extension = a_trainer(tmp_path, stop=(0, "iteration")), early(seen)
+        extension.skip_on_resume = True
+        trainer.extend(extension)
+        if is_resumed:
+            trainer.load_state_dict(trainer.state_dict())
+        trainer.run()
+    assert seen == [(0, True, "early")]
+
+
+def test_extend_says_whether_an_extension_is_called_before_training(tmp_path):
+    """The argument wins over what the extension brings."""
+    trainer, seen, fires = a_trainer(tmp_path, stop=(0, "iteration")), [], Fires()
+    trainer.extend(early(seen), invoke_before_training=False)
+    trainer.extend(fires, invoke_before_training=True)
+    trainer.run()
+    assert (seen, fires.iterations) == ([], [0])
+
+
+def test_extensions_that_differ_on_resume_are_named_in_a_warning(tmp_path):
+    """Those only there and those only here, once, when the run starts."""
+    saved = a_trainer(tmp_path, stop=(2, "iteration"))
+    for name in ("kept", "gone"):
+        saved.extend(Fires(), name)
+    saved.run()
+    resumed, kept = resumed_from(saved, tmp_path), Fires()
+    resumed.extend(kept, "kept")
+    resumed.extend(Fires(), "new")
+    with pytest.warns(UserWarning, match=r"only there \['gone'\], only here \['new'\]"):
+        resumed.run()
+    assert kept.iterations == [3, 4]
+
+
+@pytest.mark.parametrize("below", ["", "below", "below/further"])
+def test_an_out_that_is_or_lies_below_a_file_is_refused_at_construction(tmp_path, below):
+    """The error names the file in the way and the remedy; upstream swallows it (T38)."""
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        NotADirectoryError, match=rf"out must be a directory, and {re.escape(str(tmp_path))}/file.*another out"
+    ):
+        a_trainer(tmp_path / "file" / below)
+
+
+@pytest.mark.parametrize("out", [None, 5, b"result"])
+def test_an_out_that_is_no_path_is_refused(out):
+    """The error shows what an out is and what this is."""
+    with pytest.raises(TypeError, match=f'out is the path of a directory, such as "result"; got .*{type(out).__name__}'):
+        training.Trainer(CountingUpdater(), None, out)
+
+
+def test_construction_makes_no_directory_and_a_run_makes_it_with_its_parents(tmp_path):
+    """A script that fails early leaves nothing behind."""
+    trainer = a_trainer(tmp_path / "a" / "b", stop=(1, "iteration"))
+    before = (tmp_path / "a").exists()
+    trainer.run()
+    assert (before, list((tmp_path / "a" / "b").iterdir())) == (False, [])
