@@ -1,5 +1,6 @@
 """The program that the resume tests stop and continue: everything that draws, counts or remembers, in a few seconds."""
 
+import pickle
 import random
 
 import numpy as np
@@ -113,7 +114,8 @@ def first_part(out, k, accumulate):
     """Runs k iterations; returns the state and what happened so far."""
     trainer, data, fired = build(out, stop=_Either(k), accumulate=accumulate)
     trainer.run()
-    return trainer.state_dict(), list(data.consumed), list(fired)
+    # As bytes: between processes, torch would share the tensors' memory with a process that has ended.
+    return pickle.dumps(trainer.state_dict()), list(data.consumed), list(fired)
 
 
 class _Either(StopsWhenWorse):
@@ -133,7 +135,7 @@ _Either.__name__ = StopsWhenWorse.__name__  # the state is for a trigger of the 
 def second_part(out, state, accumulate):
     """Continues from a state in fresh objects, made with another seed, and returns the outcome of this part."""
     trainer, data, fired = build(out, seed=12345, accumulate=accumulate)
-    trainer.load_state_dict(state)
+    trainer.load_state_dict(pickle.loads(state))
     torch.rand(7), np.random.rand(3), random.random()  # a script may draw between load and run
     trainer.run()
     return outcome(trainer, data, fired)

@@ -18,9 +18,7 @@ class MLP(nn.Sequential):
     """Two hidden layers, from pixels to the scores of the classes."""
 
     def __init__(self, units: int, classes: int) -> None:
-        super().__init__(
-            nn.Linear(64, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes)
-        )
+        super().__init__(nn.Linear(64, units), nn.ReLU(), nn.Linear(units, units), nn.ReLU(), nn.Linear(units, classes))
 
 
 def main() -> None:

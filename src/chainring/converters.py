@@ -47,6 +47,8 @@ def to_device(device: Device, x: Any) -> Any:
 
 
 def _moved(device: torch.device | None, x: Any) -> Any:
+    if device is None and type(x) is tuple:  # a batch of columns, nearly always: without a call for each
+        return tuple([_tensor(c) if type(c) is np.ndarray and c.dtype.kind in "fiub" else _moved(None, c) for c in x])
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = _tensor(x)
     if isinstance(x, Tensor):

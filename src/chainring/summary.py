@@ -173,18 +173,23 @@ class DictSummary(Stateful):
         rows, self._rows = self._rows, []
         if not rows:
             return
-        weights = [weight for _, weight in rows]
-        shared = _column(weights)
+        weights = _column([weight for _, weight in rows])
+        keys = rows[0][0].keys()
+        if weights is not None and all(values.keys() == keys for values, _ in rows):  # nearly always: whole columns
+            for key in keys:
+                column = [values[key] for values, _ in rows]
+                block = _column(column)
+                if block is None:
+                    self._add_each(key, rows)
+                else:
+                    self._of(key).add_block(block, weights)
+            return
         for key in dict.fromkeys(key for values, _ in rows for key in values):
-            column = [values[key] for values, _ in rows if key in values]
-            block = _column(column)
-            if block is not None and shared is not None and len(column) == len(rows):
-                self._of(key).add_block(block, shared)
-            else:
-                self._add_each(key, column, [weight for values, weight in rows if key in values])
+            self._add_each(key, [row for row in rows if key in row[0]])
 
-    def _add_each(self, key: str, column: list[Any], weights: list[Any]) -> None:
-        for value, weight in zip(column, weights, strict=True):
+    def _add_each(self, key: str, rows: list[tuple[Mapping[str, Any], Any]]) -> None:
+        for values, weight in rows:
+            value = values[key]
             if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
                 self._of(key).add(*value)
             elif is_scalar(value):
@@ -231,12 +236,17 @@ class DictSummary(Stateful):
 
 def _column(values: list[Any]) -> Tensor | None:
     """One dimension of scalars, made at once where all of them are tensors or all are numbers; else ``None``."""
-    kinds = set(map(type, values))
+    first, kinds = values[0], set(map(type, values))
     if kinds <= {float, int}:
+        if values.count(first) == len(values):  # weights, nearly always
+            return torch.full((len(values),), float(first), dtype=torch.float64)
         return torch.tensor(values, dtype=torch.float64)
-    if kinds == {Tensor} and len({(value.ndim, value.dtype, value.device) for value in values}) == 1:
-        return torch.stack(values) if is_scalar(values[0]) else None
-    return None
+    if kinds != {Tensor} or not is_scalar(first) or len({value.dtype for value in values}) > 1:
+        return None
+    try:
+        return torch.stack(values)
+    except RuntimeError:  # some have dimensions, or lie on another device
+        return None
 
 
 def weighted_means(parts: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:

@@ -158,19 +158,19 @@ def test_an_on_error_that_raises_the_same_error_adds_no_note(tmp_path):
     """A handler that only raises what it was given says nothing new."""
     error = ValueError("first")
     trainer, _ = witnessed(tmp_path, error, a={"on_error": error})
-    assert raised_by(trainer).__notes__ == ["raised in iteration 3"]
+    assert raised_by(trainer).__notes__ == ["raised after iteration 2"]
 
 
 def test_the_error_says_in_which_iteration_it_was_raised(tmp_path):
     """An update that fails after two completed ones is the third iteration's."""
     trainer, _ = witnessed(tmp_path, ValueError("first"))
-    assert raised_by(trainer).__notes__ == ["raised in iteration 3"]
+    assert raised_by(trainer).__notes__ == ["raised after iteration 2"]
 
 
 def test_the_error_of_an_extension_says_whose_it_is(tmp_path):
     """By the name that it has in the trainer, and in which iteration."""
     trainer, _ = witnessed(tmp_path, a={"call": ValueError("first")})
-    assert raised_by(trainer).__notes__ == ["raised in extension 'a', iteration 1"]
+    assert raised_by(trainer).__notes__ == ["raised in extension 'a' after iteration 1"]
 
 
 def test_the_error_is_logged_before_anything_is_finalized(tmp_path, caplog):
@@ -180,7 +180,7 @@ def test_the_error_is_logged_before_anything_is_finalized(tmp_path, caplog):
     trainer.extend(training.make_extension(finalizer=lambda: seen.extend(caplog.messages))(lambda trainer: None))
     with caplog.at_level(logging.ERROR):
         raised_by(trainer)
-    assert seen == ["training stops in iteration 3: ValueError: first"]
+    assert seen == ["training stops after iteration 2: ValueError: first"]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("first")], ids=["after success", "after failure"])
@@ -220,3 +220,25 @@ def test_an_out_that_goes_bad_before_the_run_finalizes_all(tmp_path):
     (tmp_path / "out").touch()
     assert any("must be a directory" in note for note in raised_by(trainer).__notes__)
     assert events == ENDED
+
+
+def test_an_error_in_a_trigger_is_not_blamed_on_the_extension_before(tmp_path):
+    """Which extension failed is said only while one is called."""
+    trainer = a_trainer(tmp_path, stop=(1, "iteration"))
+
+    def boom(_):
+        raise ValueError("first")
+
+    trainer.extend(lambda _: None, name="before")
+    trainer.extend(lambda _: None, name="after", trigger=boom)
+    with pytest.raises(ValueError, match="first") as caught:
+        trainer.run()
+    assert caught.value.__notes__ == ["raised after iteration 1"]
+
+
+def test_an_extension_registered_while_the_run_goes_on_is_refused(tmp_path):
+    """It would not be called, so it is no silent loss."""
+    trainer = a_trainer(tmp_path, stop=(1, "iteration"))
+    trainer.extend(lambda t: t.extend(lambda _: None))
+    with pytest.raises(RuntimeError, match="before run"):
+        trainer.run()

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("chainring")
 
+Step = tuple[str, Any, tuple[Any, ...]]
+"""What is called, the call, and its arguments."""
+
 
 @contextmanager
 def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
@@ -43,7 +46,7 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
         yield [entry for entry in entries if not entry.is_snapshot], [entry for entry in entries if entry.is_snapshot]
     except BaseException as error:
         failure = error
-        _report(trainer, error)
+        error.add_note(f"raised {_where(trainer)}")
     failure = _end(trainer, entries, started, failure)
     trainer._total_time = trainer.elapsed_time
     if failure is not None:
@@ -91,25 +94,30 @@ def _restore_generators(trainer: Trainer) -> None:
         restored.generators = None
 
 
-def _report(trainer: Trainer, error: BaseException) -> None:
-    """Says at once what went wrong, because finalizing may take long or hang; and where, as a note of the error."""
-    where = f"in iteration {trainer.updater.iteration + 1}"
-    if trainer.extension_name is not None:
-        where = f"in extension {trainer.extension_name!r}, iteration {trainer.updater.iteration}"
-    if isinstance(error, Exception):
-        logger.error("training stops %s: %s: %s", where, type(error).__name__, error)
-    error.add_note(f"raised {where}")
+def _where(trainer: Trainer) -> str:
+    where = "" if trainer.extension_name is None else f"in extension {trainer.extension_name!r} "
+    return f"{where}after iteration {trainer.updater.iteration}"
 
 
 def _end(
     trainer: Trainer, entries: list[Entry], started: list[Entry], failure: BaseException | None
 ) -> BaseException | None:
     """Calls every ``on_error`` and every ``finalize``; returns the first error, with the later ones as its notes."""
-    steps: list[tuple[str, Any, tuple[Any, ...]]] = []
+    where = _where(trainer)
     if failure is not None:
-        steps += [(f"on_error of {entry.name!r}", entry.method("on_error"), (trainer, failure)) for entry in started]
-    steps += [(f"finalize of {entry.name!r}", entry.method("finalize"), ()) for entry in entries]
-    steps.append(("finalize of the updater", getattr(trainer.updater, "finalize", lambda: None), ()))
+        told = [(f"on_error of {entry.name!r}", entry.method("on_error"), (trainer, failure)) for entry in started]
+        failure = _call_all(told, failure)
+    if isinstance(failure, Exception):  # said now, because finalizing may take long or hang
+        logger.error("training stops %s: %s: %s", where, type(failure).__name__, failure)
+    ended: list[Step] = [(f"finalize of {entry.name!r}", entry.method("finalize"), ()) for entry in entries]
+    ended.append(("finalize of the updater", getattr(trainer.updater, "finalize", lambda: None), ()))
+    failure = _call_all(ended, failure)
+    trainer.extension_name = None
+    return failure
+
+
+def _call_all(steps: list[Step], failure: BaseException | None) -> BaseException | None:
+    """Calls each come what may; the first error is returned, those after it become its notes."""
     for what, call, arguments in steps:
         try:
             call(*arguments)
@@ -119,7 +127,6 @@ def _end(
                 failure.add_note(f"raised in {what}")
             elif error is not failure:
                 failure.add_note(f"afterwards {what} raised {type(error).__name__}: {error}")
-    trainer.extension_name = None
     return failure
 
 

@@ -117,7 +117,10 @@ class Trainer(Stateful):
         Raises:
             TypeError: the extension is not a callable of one argument, or the trigger of another form.
             ValueError: the name is ``"training"``, or the trigger's unit or period is none.
+            RuntimeError: the run has begun.
         """
+        if self._started_at is not None:
+            raise RuntimeError("extensions are registered before run(), which has begun; call extend before it")
         _check_extension(extension)
         base = name_of(extension, name)
         if base == "training":
@@ -172,10 +175,11 @@ class Trainer(Stateful):
             if entry.trigger(self):
                 self.extension_name = entry.name
                 entry.extension(self)
+                self.extension_name = None
         for entry in [entry for entry in snapshots if entry.trigger(self)]:
             self.extension_name = entry.name
             entry.extension(self)
-        self.extension_name = None
+            self.extension_name = None
         return True
 
     def _warn_of_the_end(self) -> None:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from counting import Counting, run
+from scripted import Counting, run
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from counting import Counting, StateAt, run, trainer_of
+from scripted import Counting, StateAt, run, trainer_of
 
 from chainring import training
 from chainring.training.extensions import LogReport

@@ -4,7 +4,7 @@ import contextlib
 import io
 
 import pytest
-from counting import Counting, StateAt, run, trainer_of
+from scripted import Counting, StateAt, run, trainer_of
 
 from chainring.training.extensions import LogReport, PrintReport
 

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from counting import Counting, run, trainer_of
+from scripted import Counting, run, trainer_of
 
 from chainring.training import Trainer, Updater
 from chainring.training.extensions import ProgressBar

@@ -55,6 +55,7 @@ class LogReport(Extension):
         self._postprocess = postprocess
         self._filename = filename
         self._writers = list(writers)
+        self._working = list(self._writers)
         self._summary = DictSummary()
         self._file: LogFile | None = None
 
@@ -83,14 +84,16 @@ class LogReport(Extension):
         self.log.append(row)
         if self._file is not None:
             self._file.append(row)
-        self._write(Record(updater.epoch, updater.iteration, row.get("elapsed_time", 0.0), means))
+        own = ("epoch", "iteration", "elapsed_time")
+        values = {key: value for key, value in row.items() if key not in own}
+        self._write(Record(updater.epoch, updater.iteration, row.get("elapsed_time", 0.0), values))
 
     def _write(self, record: Record) -> None:
-        for writer in list(self._writers):
+        for writer in list(self._working):
             try:
                 writer.write(record)
             except Exception as error:
-                self._writers.remove(writer)
+                self._working.remove(writer)
                 warnings.warn(
                     f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}", stacklevel=2
                 )

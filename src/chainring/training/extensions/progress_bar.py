@@ -126,6 +126,9 @@ class ProgressBar(Extension):
         self._bar.set_description_str(self._text(), refresh=False)
         self._bar.update(self._drawn() - self._bar.n)
 
+    def on_error(self, trainer: Trainer, exception: BaseException) -> None:
+        self.finalize()  # the message that follows begins on a line of its own
+
     def finalize(self) -> None:
         if self._bar is not None:
             self._show()

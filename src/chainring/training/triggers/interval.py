@@ -40,12 +40,20 @@ class IntervalTrigger(Trigger):
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
         self._crossed: int | None = None
         self._wait: float = -math.inf
+        self._is_every = self._ratio == (1, 1) and unit == "iteration"
+
+    def __call__(self, trainer: Trainer) -> bool:
+        """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
+        updater = trainer.updater
+        iteration = updater.iteration
+        if self._is_every:
+            return iteration > 0
+        # Below _wait the next multiple is not near, and nothing has to be counted or remembered.
+        if (iteration if self.unit == "iteration" else updater.epoch_detail) < self._wait and iteration != self._asked:
+            return False
+        return super().__call__(trainer)
 
     def ask(self, trainer: Trainer) -> bool:
-        updater = trainer.updater
-        # The next multiple is not near: an integer or a float a little below it answers in a fraction of a microsecond.
-        if (updater.iteration if self.unit == "iteration" else updater.epoch_detail) < self._wait:
-            return False
         before, now = self._crossed or 0, self._multiples(trainer)
         self._count(now)
         return now != before

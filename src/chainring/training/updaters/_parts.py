@@ -111,16 +111,18 @@ class InParts(Registered):
         for optimizer in self._stepped:  # gradients of a step before this one, in an update of several
             clear(optimizer)
         self._stepped = []
-        context = self._context
+        context, callbacks = self._context, self.callbacks
         context.loss = loss
-        run(self.callbacks.backward_on_start, context)
+        if callbacks.backward_on_start:
+            run(callbacks.backward_on_start, context)
         if self._weighs:
             if isinstance(weight, Tensor):  # a count, in the digits of the loss
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference
             loss = loss if type(share) is float and share == 1.0 else loss * share
         self._precision.scale(loss).backward()  # type: ignore[no-untyped-call]
-        run(self.callbacks.backward_on_finish, context)
+        if callbacks.backward_on_finish:
+            run(callbacks.backward_on_finish, context)
 
     def step(self, name: str = "main") -> None:
         """Lets an optimizer step, in the last part of an update: communicate, unscale, callbacks, ``optimizer.step()``.
@@ -164,8 +166,10 @@ class InParts(Registered):
                 rescale(optimizer, self._reference, total)
         for optimizer in optimizers:
             self._precision.unscale(optimizer)
-        run(callbacks.update_on_start, context)
+        if callbacks.update_on_start:
+            run(callbacks.update_on_start, context)
         for optimizer in optimizers:
             self._precision.step(optimizer)
-        run(callbacks.update_on_finish, context)
+        if callbacks.update_on_finish:
+            run(callbacks.update_on_finish, context)
         self._stepped += optimizers

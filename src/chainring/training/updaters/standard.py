@@ -16,6 +16,7 @@ from chainring.training.updaters import _arguments
 from chainring.training.updaters._gradients import clear
 from chainring.training.updaters._parts import InParts
 from chainring.training.updaters._precision import get_precision
+from chainring.training.updaters._registered import NO_EPOCHS
 from chainring.training.updaters.callbacks import UpdateCallbacks, run
 
 
@@ -66,11 +67,11 @@ class StandardUpdater(InParts):
         self._optimizers = _arguments.optimizers(optimizer, self._models)
         iterators = _arguments.named(iterator, "iterator")
         self._iterators = {name: as_iterator(source) for name, source in iterators.items()}
+        self._clock = self._iterators.get("main", NO_EPOCHS)
         _arguments.check_settings(converter, accumulate, callbacks)
         if loss_func is not None:
             check_loss_func(loss_func)
-        has_own_core = _overrides(self, "update_core")
-        if not has_own_core:
+        if not _overrides(self, "update_core"):
             _arguments.require_main(self._iterators, self._models)
             _arguments.refuse_closures(self._optimizers)
         self.converter = converter
@@ -79,23 +80,31 @@ class StandardUpdater(InParts):
         self.accumulate = accumulate
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
+        self._name_and_move()
+        self._precision = get_precision(precision, _arguments.device_type(self._models))
+        self._communicates = comm is not None
+        self._checked = False
+        self._choose_path(precision)
+        self._begin_update()
+
+    def _name_and_move(self) -> None:
         for name, source in self._iterators.items():
             if isinstance(source, Iterator):
                 source.name = name
         for each in self._models.values():
             if self.device is not None:
                 each.to(self.device)
-        self._precision = get_precision(precision, _arguments.device_type(self._models))
-        self._communicates = comm is not None
-        self._weighs = accumulate > 1 or self._communicates
-        self._spans = accumulate > 1 or has_own_core
-        self._sets_aside = accumulate > 1 and has_own_core
-        self._checked = False
+
+    def _choose_path(self, precision: str) -> None:
+        """What an update has to go through, which follows from the settings."""
+        has_own_core = _overrides(self, "update_core")
+        has_own_stage = _overrides(self, "update_core", "next_batch", "autocast", "backward", "step")
+        self._weighs = self.accumulate > 1 or self._communicates
+        self._spans = self.accumulate > 1 or has_own_core
+        self._sets_aside = self.accumulate > 1 and has_own_core
         self._stepping = list(self._optimizers.values())
         self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
-        has_own_stage = _overrides(self, "update_core", "next_batch", "autocast", "backward")
         self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision != "fp32")
-        self._begin_update()
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
@@ -144,7 +153,10 @@ class StandardUpdater(InParts):
             loss, weight = self._loss(batch)
             self._context.loss = loss
         self.backward(loss, weight)
-        self._step(list(self._optimizers))
+        if len(self._optimizers) == 1:
+            self.step(*self._optimizers)
+        else:
+            self._step(list(self._optimizers))
 
     def _loss(self, batch: Any) -> tuple[Any, Any]:
         model, function = self._models["main"], self.loss_func
