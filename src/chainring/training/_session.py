@@ -30,12 +30,13 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
     When something fails, every extension that has started is told (`on_error`); in any case every extension and the
     updater are finalized. The first error is the one raised, and later ones become its notes.
     """
-    entries = sorted(trainer._entries.values(), key=lambda entry: -entry.priority)
+    entries = trainer._ordered()
     started: list[Entry] = []
     trainer._started_at = time.monotonic()
     failure: BaseException | None = None
     try:
-        _prepare(trainer, entries)
+        prepare(trainer)
+        _start_triggers(trainer, entries)
         for entry in entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)
@@ -53,8 +54,8 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
         raise failure
 
 
-def _prepare(trainer: Trainer, entries: list[Entry]) -> None:
-    """Everything that must be in place before an extension is initialized."""
+def prepare(trainer: Trainer) -> None:
+    """What must be in place before an extension is initialized: the directory, the names of models, the shares of data."""
     make_out(trainer.out)
     updater, comm = trainer.updater, trainer.comm
     for name, model in updater.get_all_models().items():
@@ -63,6 +64,9 @@ def _prepare(trainer: Trainer, entries: list[Entry]) -> None:
     for source in updater.get_all_iterators().values():
         if hasattr(source, "share"):
             source.share(comm.rank, comm.size)
+
+
+def _start_triggers(trainer: Trainer, entries: list[Entry]) -> None:
     triggers = (trainer.stop_trigger, *(entry.trigger for entry in entries))
     for trigger in {id(trigger): trigger for trigger in triggers}.values():  # one object may serve several
         if hasattr(trigger, "initialize"):

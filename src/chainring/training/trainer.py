@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer
 from chainring.serializers.stateful import Stateful
-from chainring.training import _plan, _state
+from chainring.training import _plan, _rehearsal, _state
 from chainring.training._session import check_out, session
 from chainring.training.extension import Entry, name_of
 from chainring.training.triggers import get_stop_trigger
@@ -34,6 +34,7 @@ class Trainer(Stateful):
     Attributes:
         observation: what was reported in this iteration, by the updater and by the extensions so far.
         extension_name: while an extension is initialised or called, the name under which it is registered.
+        is_rehearsing: whether `rehearse` is under way.
         earlier_time: seconds of training in the runs before a resume.
 
     Raises:
@@ -61,6 +62,7 @@ class Trainer(Stateful):
         self.reporter = Reporter()
         self.observation: dict[str, Any] = {}
         self.extension_name: str | None = None
+        self.is_rehearsing = False
         self._entries: dict[str, Entry] = {}
         self._restored = _state.Restored()
         self.earlier_time = 0.0
@@ -189,6 +191,23 @@ class Trainer(Stateful):
                 f"{self.stop_trigger} fired; an iterator with repeat=True begins a new epoch instead",
                 stacklevel=3,
             )
+
+    def rehearse(self) -> None:
+        """Tries everything in seconds: two updates and a call of every extension, then all state is put back.
+
+        So the bug in the validation shows now and not after the first epoch. What extensions write goes to a scratch
+        directory. The run that follows is bit for bit the run without a rehearsal. An extension is initialized and
+        finalized as in a run; what it remembers beside its ``serialize`` cannot be put back.
+
+        Raises:
+            RuntimeError: the run has begun, or the data end before two updates.
+        """
+        if self._started_at is not None:
+            raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
+        _rehearsal.rehearse(self, self._ordered())
+
+    def _ordered(self) -> list[Entry]:
+        return sorted(self._entries.values(), key=lambda entry: -entry.priority)
 
     def explain(self, iterations: int = 100) -> str:
         """The plan of the run as text: which extensions run, in which order, and at which of the next iterations.

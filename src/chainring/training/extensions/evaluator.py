@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from chainring import generators
 from chainring.converters import Device, as_device, concat_examples
+from chainring.iterators.base import Iterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.names import named_parts
 from chainring.reporter import Reporter, report
@@ -68,6 +69,9 @@ class Evaluator(Extension):
                 )
         if "main" not in self._iterators or (eval_func is None and "main" not in self._targets):
             raise ValueError('an Evaluator needs an iterator "main", and a target "main" or an eval_func')
+        for name, source in self._iterators.items():
+            if isinstance(source, Iterator):
+                source.name = f"validation/{name}"  # from which, beside the initial seed, a seed of None is derived
         self.converter = converter
         self.device = as_device(device)
         self.eval_hook = eval_hook
@@ -90,8 +94,7 @@ class Evaluator(Extension):
         return dict(self._targets)
 
     def initialize(self, trainer: Trainer) -> None:
-        for name, source in self._iterators.items():
-            source.name = f"{trainer.extension_name}/{name}"
+        for source in self._iterators.values():
             if hasattr(source, "share"):
                 source.share(trainer.comm.rank, trainer.comm.size)
 
@@ -153,7 +156,7 @@ def _one_pass(name: str, source: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(targets: Mapping[str, nn.Module]) -> Iterator[None]:
+def _evaluating(targets: Mapping[str, nn.Module]) -> Generator[None]:
     """Every submodule in evaluation mode, and afterwards each in the mode that it had."""
     modes = [(part, part.training) for model in targets.values() for part in model.modules()]
     try:

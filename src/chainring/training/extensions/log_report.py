@@ -55,11 +55,15 @@ class LogReport(Extension):
         self._postprocess = postprocess
         self._filename = filename
         self._writers = list(writers)
-        self._working = list(self._writers)
+        self._open: list[Any] = []
+        self._working: list[Any] = []
         self._summary = DictSummary()
         self._file: LogFile | None = None
 
     def initialize(self, trainer: Trainer) -> None:
+        # A rehearsal leaves the writers alone: what they show to others could not be put back.
+        self._open = [] if trainer.is_rehearsing else list(self._writers)
+        self._working = list(self._open)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(Path(trainer.out) / self._filename)
             self._file.open(self.log)
@@ -101,7 +105,7 @@ class LogReport(Extension):
     def finalize(self) -> None:
         if self._file is not None:
             self._file.flush()
-        for writer in self._writers:
+        for writer in self._open:
             try:
                 writer.close()
             except Exception as error:

@@ -39,6 +39,7 @@ class PrintReport(Extension):
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
+        self._printed, self._lines = 0, None
         if trainer.comm.rank == 0:
             self._log = self._find(trainer)
             self._print_new()

@@ -1,0 +1,85 @@
+"""A rehearsal shows what would fail, and leaves no trace."""
+
+import random
+
+import numpy as np
+import pytest
+import resume_program
+import torch
+
+from chainring import training
+
+
+def whole_run(out, rehearses, accumulate=1):
+    """The program of the resume tests from beginning to end."""
+    trainer, data, fired = resume_program.build(str(out), accumulate=accumulate)
+    if rehearses:
+        trainer.rehearse()
+        data.consumed.clear()
+        fired.clear()
+    trainer.run()
+    return resume_program.outcome(trainer, data, fired)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_run_after_a_rehearsal_is_bit_for_bit_the_run_without_it(tmp_path, accumulate):
+    """Parameters, Adam's state, log rows, consumed indices, fires and generators are equal."""
+    expected = whole_run(tmp_path / "without", False, accumulate)
+    assert whole_run(tmp_path / "with", True, accumulate) == expected
+
+
+def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):
+    """What was loaded, the random generators of the first update included, is still there afterwards."""
+    outcomes = []
+    for rehearses in (False, True):
+        first, *_ = resume_program.build(str(tmp_path / "first"), stop=(4, "iteration"))
+        first.run()
+        trainer, data, fired = resume_program.build(str(tmp_path / "second"), stop=(8, "iteration"), seed=5)
+        trainer.load_state_dict(first.state_dict())
+        if rehearses:
+            trainer.rehearse()
+            data.consumed.clear()
+            fired.clear()
+        trainer.run()
+        outcomes.append(resume_program.outcome(trainer, data, fired))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_every_extension_is_called_once_in_a_scratch_directory(tmp_path):
+    """Also one whose trigger would fire in a week; nothing is written to `out`."""
+    trainer, _, fired = resume_program.build(str(tmp_path / "out"))
+    places = []
+    trainer.extend(lambda t: places.append(t.out), trigger=(1000, "epoch"))
+    trainer.rehearse()
+    assert sorted(name for name, _ in fired) == ["fraction", "once", "schedule"]
+    assert len(places) == 1
+    assert places[0] != trainer.out == str(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_fails_in_a_rehearsal_is_raised_with_its_place_and_all_is_put_back(tmp_path):
+    """The bug in the validation shows in seconds, and the trainer is as before."""
+    trainer, *_ = resume_program.build(str(tmp_path))
+    before = {name: value.clone() for name, value in trainer.updater.get_model("main").state_dict().items()}
+    drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    @training.make_extension(trigger=(1, "epoch"))
+    def broken(_):
+        raise ValueError("a typo in the validation")
+
+    trainer.extend(broken)
+    with pytest.raises(ValueError, match="typo") as caught:
+        trainer.rehearse()
+    assert "broken" in caught.value.__notes__[0]
+    assert trainer.updater.iteration == 0
+    assert drawn == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    for name, value in trainer.updater.get_model("main").state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_rehearsal_after_the_run_has_begun_is_refused(tmp_path):
+    """There is nothing left to try."""
+    trainer, *_ = resume_program.build(str(tmp_path), stop=(1, "iteration"))
+    trainer.run()
+    with pytest.raises(RuntimeError, match="before run"):
+        trainer.rehearse()
