@@ -10,7 +10,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # The first prefix that fits says the layer of a module. An import points to a lower layer, or stays in its folder.
 LAYERS = [
-    ("chainring.progress", 0), ("chainring.names", 0), ("chainring.order", 0), ("chainring.columns", 0),
+    ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", 0), ("chainring.order", 0),
+    ("chainring.columns", 0),
     ("chainring.serializers.base", 0), ("chainring.serializers.dictionary", 0.1),
     ("chainring.serializers.stateful", 0.2), ("chainring.summary", 0.3), ("chainring.parallel.communicator", 0),
     ("chainring.reporter", 1), ("chainring.generators", 1), ("chainring.training.updaters._optimizer_state", 1),

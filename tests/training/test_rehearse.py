@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-import resume_program
 import torch
 
+import resume_program
 from chainring import training
 
 

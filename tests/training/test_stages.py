@@ -171,3 +171,9 @@ def test_callbacks_run_in_the_order_of_an_update_core_of_ones_own():
 
     updater_of(kind=Own, callbacks=recording(events)).update()
     assert events == parts("forward", "backward", "update")
+
+
+def test_callbacks_are_given_by_name_only():
+    """A position says nothing about a stage: upstream's own example put a callback into another stage's place (N7)."""
+    with pytest.raises(TypeError):
+        UpdateCallbacks(lambda context: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset
 from chainring.iterators._orders import Orders, OrderSampler
 from chainring.iterators._position import Position, Stretch, advance
 from chainring.iterators.base import Batch, Iterator
+from chainring.notices import changed_setting
 from chainring.order import Indices, stable_hash
 from chainring.serializers.base import AbstractSerializer, Serializer
 
@@ -181,11 +181,8 @@ class IndexedIterator(Iterator):
             return
         current, number = self._key(self.epoch)
         self._seed, self._earlier_seed, self._switch = given, current, number + (self.current_position > 0)
-        warnings.warn(
-            f"iterator {self.name!r} was saved with seed {seed} and now has {given}: "
-            "the epoch under way keeps its order, the next has that of the new seed",
-            stacklevel=2,
-        )
+        holds = "the epoch under way keeps its order, the next has that of the new seed"
+        changed_setting(f"seed of iterator {self.name!r}", seed, given, holds)
 
 
 def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:

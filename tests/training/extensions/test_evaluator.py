@@ -67,7 +67,7 @@ def reported(tmp_path, *evaluators):
 
 
 def test_keys_begin_with_validation_and_the_second_evaluator_s_with_validation_1(tmp_path):
-    """The prefix is the name in the trainer; what was reported is there for readers of the same iteration."""
+    """The prefix is the name in the trainer; what was reported is there for readers of the same iteration (R10)."""
     seen = reported(tmp_path, Evaluator(once(values(1, 3)), Mean()), Evaluator(once(values(5, 7)), Mean()))
     assert seen == [{"validation/main/loss": 2.0, "validation_1/main/loss": 6.0}]
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring.names import unwrapped
+from chainring.notices import changed_setting
 from chainring.serializers.base import AbstractSerializer, Serializer
 
 
@@ -21,6 +22,16 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     return names
 
 
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The plain settings of each group of parameters; the learning rate is that before a scheduler wrote to it."""
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key != "initial_lr" and isinstance(value, plain)}
+        groups.append({**own, "lr": group["initial_lr"]} if "initial_lr" in group else own)
+    return groups
+
+
 class OptimizerState:
     """An optimizer's state as something to serialize.
 
@@ -30,10 +41,18 @@ class OptimizerState:
     Args:
         optimizer: the optimizer, which is not changed by saving.
         names: `parameter_names` of the models that it trains.
+        label: what its updater calls it.
+        constructed: `hyperparameters` as they were when the script had made the optimizer; ``None`` where that is not
+            known. A value that the script of a resumed run makes another is a changed setting and holds; all others, which
+            a scheduler or an extension may have written since, come from the saved run.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[int, str], label: str = "main", constructed: list[Any] | None = None
+    ) -> None:
         self._optimizer = optimizer
+        self._label = label
+        self._constructed = constructed
         self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -51,8 +70,10 @@ class OptimizerState:
         state = serializer("state", named)
         saved_groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
+        constructed = serializer("constructed", self._constructed)
         if not isinstance(serializer, Serializer):
             self._load(state, saved_groups, extra, groups)
+            self._apply_changes(constructed)
 
     def _load(self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any]) -> None:
         _require_same(saved, live)
@@ -65,6 +86,17 @@ class OptimizerState:
         by_index = {index[name]: entries for name, entries in state.items()}
         self._optimizer.load_state_dict({**extra, "state": by_index, "param_groups": groups})
         self._put_dtypes_back(state)
+
+    def _apply_changes(self, saved: list[Any] | None) -> None:
+        """Lets the values hold that the script now constructs otherwise than the script of the saved run."""
+        for number, (own, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
+            group = self._optimizer.param_groups[number]
+            for key, value in own.items():
+                if key in before and before[key] != value:
+                    group[key] = value
+                    if key == "lr" and "initial_lr" in group:
+                        group["initial_lr"] = value
+                    changed_setting(f"{key} of optimizer {self._label!r}, group {number},", before[key], value)
 
     def _put_dtypes_back(self, state: Mapping[str, Any]) -> None:
         """Undoes the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""

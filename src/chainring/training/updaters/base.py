@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chainring.names import unwrapped
@@ -49,12 +51,14 @@ class Updater(Stateful):
         previous_epoch_detail: ``epoch_detail`` before the last update; ``None`` before the first.
         is_new_epoch: whether the last update reached the end of an epoch.
         comm: the communicator of the ranks that train together; by default a world of one.
+        constructed: the hyperparameters of each optimizer by name, as the script had made them.
         weight: what the last update counts in a mean over updates: its number of examples, say.
     """
 
     iteration: int = 0
     comm: Any = Communicator()
     weight: Any = 1
+    constructed: Mapping[str, list[Any]] = MappingProxyType({})
     epoch: int = _FromIterator(0)  # type: ignore[assignment]
     epoch_detail: float = _FromIterator(0.0)  # type: ignore[assignment]
     previous_epoch_detail: float | None = _FromIterator(None)  # type: ignore[assignment]
@@ -126,4 +130,4 @@ class Updater(Stateful):
             serializer.visit(f"model:{name}", unwrapped(model))
         names = parameter_names(self.get_all_models())
         for name, optimizer in self.get_all_optimizers().items():
-            serializer.visit(f"optimizer:{name}", OptimizerState(optimizer, names))
+            serializer.visit(f"optimizer:{name}", OptimizerState(optimizer, names, name, self.constructed.get(name)))

@@ -14,6 +14,7 @@ from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, loss_and_weight
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._gradients import clear
+from chainring.training.updaters._optimizer_state import hyperparameters
 from chainring.training.updaters._parts import InParts
 from chainring.training.updaters._precision import get_precision
 from chainring.training.updaters._registered import NO_EPOCHS
@@ -67,6 +68,7 @@ class StandardUpdater(InParts):
         self._optimizers = _arguments.optimizers(optimizer, self._models)
         iterators = _arguments.named(iterator, "iterator")
         self._iterators = {name: as_iterator(source) for name, source in iterators.items()}
+        self.constructed = {name: hyperparameters(each) for name, each in self._optimizers.items()}
         self._clock = self._iterators.get("main", NO_EPOCHS)
         _arguments.check_settings(converter, accumulate, callbacks)
         if loss_func is not None:
