@@ -81,7 +81,7 @@ def refuse_closures(by_name: Mapping[str, Optimizer]) -> None:
     """The default update calls ``step()``, which an optimizer that evaluates the loss itself does not take."""
     for name, optimizer in by_name.items():
         try:
-            inspect.signature(optimizer.step).bind()
+            inspect.signature(type(optimizer).step).bind(optimizer)  # of the class: a scheduler wraps the object's
         except TypeError:
             raise TypeError(
                 f"the default update calls optimizer.step() without a closure, and optimizer {name!r} "
