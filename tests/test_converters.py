@@ -167,8 +167,8 @@ def test_differing_structures_are_refused_by_position(batch, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (["cat", "dog"], "example of example 0 is str 'cat'"),
-        ([(1, "cat")], "part 1 of example of example 0 is str 'cat'"),
+        (["cat", "dog"], "example 0 is str 'cat'"),
+        ([(1, "cat")], "part 1 of example 0 is str 'cat'"),
         ([np.ones(1), "cat"], "example 1 is str"),
         ([["a", "b"]], "example 0 is list"),
         ([None], "NoneType"),

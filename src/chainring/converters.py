@@ -179,8 +179,9 @@ def _array(part: Any, where: str, number: int) -> Any:
 
 
 def _not_numbers(part: Any, where: str, number: int) -> str:
+    place = f"example {number}" if where == "example" else f"{where} {number}"
     return (
-        f"tensors are made of numbers, and {where} of example {number} is {_described(part)}; "
+        f"tensors are made of numbers, and {place} is {_described(part)}; "
         "turn it into numbers in the dataset (TransformDataset), or pass a converter= of your own"
     )
 

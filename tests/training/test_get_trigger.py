@@ -44,7 +44,7 @@ def test_another_form_of_trigger_is_refused_with_the_forms(setting):
 
 def test_a_misspelt_unit_is_refused_with_the_units():
     """`(1, "epochs")` says which units there are."""
-    with pytest.raises(ValueError, match=r"\"iteration\", \"epoch\" or \"second\", got 'epochs' in \(1, 'epochs'\)"):
+    with pytest.raises(ValueError, match=r"\"iteration\", \"epoch\" or \"second\", got 'epochs'; write"):
         training.get_trigger((1, "epochs"))
 
 

@@ -163,5 +163,5 @@ def make_out(out: Any) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        error.add_note(f"out={os.fspath(out)!r} must be a directory one may write to; choose another out")
-        raise
+        rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
+        raise OSError(error.errno, rule, os.fspath(out)) from error

@@ -34,7 +34,9 @@ def get_trigger(trigger: Any) -> Callable[[Any], bool]:
     if unit == "second":
         return TimeTrigger(period)
     if unit not in ("iteration", "epoch"):
-        raise ValueError(f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r} in {trigger!r}')
+        raise ValueError(
+            f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r}; write for example ({period!r}, "epoch")'
+        )
     return IntervalTrigger(period, unit)
 
 

@@ -28,7 +28,10 @@ class ReachedTrigger:
 
     def __init__(self, length: float, unit: str) -> None:
         if unit not in (*UNITS, "second"):
-            raise ValueError(f'the unit of a training length is "iteration", "epoch" or "second", got {unit!r}')
+            raise ValueError(
+                f'the unit of a training length is "iteration", "epoch" or "second", got {unit!r}; '
+                f'write for example ({length!r}, "epoch")'
+            )
         self.length = length
         self.unit = unit
         self._length = exact(length)
