@@ -1,11 +1,15 @@
 """A run that is stopped anywhere and continued in a fresh process is bit for bit the run that was never stopped."""
 
+import io
 import multiprocessing
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import chainring
 import resume_program
 
 
@@ -62,3 +66,19 @@ def test_the_program_covers_what_it_is_for(reference):
     assert {name for name, _ in whole["fired"]} == {"fraction", "schedule", "once"}
     assert all(len(log) >= 3 for log in whole["log"])
     assert any("validation/main/loss" in row for row in whole["log"][0])
+
+
+def test_state_is_plain_values_and_tensors(tmp_path):
+    """PyTorch's own loader reads it back without unpickling anything else."""
+    trainer, *_ = resume_program.build(str(tmp_path), stop=(3, "iteration"))
+    trainer.extend(lambda t: chainring.report({"numpy": np.float32(0.5), "array": np.array(2.0)}), priority=300)
+    trainer.run()
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    assert read["observation/numpy"] == 0.5
+    resumed, *_ = resume_program.build(str(tmp_path / "resumed"), stop=(3, "iteration"))
+    resumed.extend(lambda t: None, name="<lambda>", priority=300)
+    resumed.load_state_dict(read)
+    assert resumed.updater.iteration == 3

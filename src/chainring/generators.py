@@ -35,10 +35,13 @@ def deterministic(seed: int) -> None:
 
 
 def get_state() -> dict[str, Any]:
-    """The state of every generator, in plain values, arrays and tensors."""
+    """The state of every generator, in plain values and tensors."""
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    words = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+        "numpy": {**numpy, "state": {**numpy["state"], "key": words}},
         "torch": torch.get_rng_state(),
     }
     device = _accelerator()
@@ -51,7 +54,9 @@ def set_state(state: dict[str, Any]) -> None:
     """Puts back what `get_state` returned; an accelerator that was not there then is left alone."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    np.random.set_state(state["numpy"])
+    numpy = state["numpy"]
+    key = numpy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     device = _accelerator()
     if device is not None and "accelerator" in state:

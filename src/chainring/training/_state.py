@@ -86,7 +86,7 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
         return
     for key, value in trainer.observation.items():
         if is_scalar(value):
-            observation(key, value)
+            observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
     for entry in entries:
         visit_part(serializer["extensions"], entry.name, entry.extension)
         visit_part(serializer["extension_triggers"], entry.name, entry.trigger)

@@ -34,9 +34,8 @@ def get_trigger(trigger: Any) -> Callable[[Any], bool]:
     if unit == "second":
         return TimeTrigger(period)
     if unit not in ("iteration", "epoch"):
-        raise ValueError(
-            f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r}; write for example ({period!r}, "epoch")'
-        )
+        rule = f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r}'
+        raise ValueError(f'{rule}; write for example ({period!r}, "epoch")')
     return IntervalTrigger(period, unit)
 
 
