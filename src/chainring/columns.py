@@ -16,7 +16,7 @@ def gather_of(dataset: Any) -> Gather | None:
     """A function from indices to the columns of those examples, or ``None`` where examples must be asked one by one.
 
     Arrays of numbers, tensors and ``TensorDataset`` are gathered directly; subclasses of theirs are asked one by one,
-    since they may give other examples. A dataset offers its own way by a method ``gather()`` of its class, which
+    since they may give other examples. A dataset offers its own way by a method ``column_gather()`` of its class, which
     returns such a function or ``None``.
     """
     kind = type(dataset)
@@ -26,10 +26,8 @@ def gather_of(dataset: Any) -> Gather | None:
         return _gather_tensor(dataset) if dataset.ndim else None
     if kind is torch.utils.data.TensorDataset:
         return gather_all(dataset.tensors)
-    if isinstance(dataset, (np.ndarray, torch.Tensor)):  # torch.Tensor has a gather of another meaning
-        return None
     # Looked up in the class: a wrapper that passes unknown attributes on to what it wraps must not be passed by.
-    make = getattr(kind, "gather", None)
+    make = getattr(kind, "column_gather", None)
     return make(dataset) if callable(make) else None
 
 

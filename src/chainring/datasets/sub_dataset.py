@@ -44,7 +44,7 @@ class SubDataset(DatasetMixin):
         position = self.start + i
         return self.dataset[position if self.order is None else int(self.order[position])]
 
-    def gather(self) -> Gather | None:
+    def column_gather(self) -> Gather | None:
         """A function from indices to columns, where the dataset underneath holds whole arrays."""
         below = gather_of(self.dataset) if indexes_plainly(self, SubDataset) else None
         if below is None:

@@ -32,6 +32,6 @@ class TupleDataset(DatasetMixin):
     def get_example(self, i: int) -> Any:
         return tuple([dataset[i] for dataset in self.datasets])
 
-    def gather(self) -> Gather | None:
+    def column_gather(self) -> Gather | None:
         """A function from indices to columns, where every dataset holds whole arrays."""
         return gather_all(self.datasets) if indexes_plainly(self, TupleDataset) else None
