@@ -1,0 +1,243 @@
+"""Where snapshots lie: directories that are complete or absent.
+
+A snapshot is written beside its place, in a directory whose name begins with a dot: its files, each flushed to the disk,
+then ``manifest.json``, which lists them with their sizes and checksums, then the directory itself. One rename publishes
+it, and the parent directory is flushed. So whatever has a name without a dot was written to its end, and the manifest
+tells whether it still is what was written. (The order is that of SQLite and LevelDB: data, record, directory, rename.)
+
+A store has few calls (`commit`, `names`, `verify`, `remove`), so that one on another medium can take its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 16 << 20
+
+WriteFile = Callable[[Path], tuple[int, int]]
+"""Writes a new file and flushes it to the disk; returns its size in bytes and its CRC-32."""
+
+
+class CorruptError(ValueError):
+    """A snapshot is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a snapshot says about itself.
+
+    Attributes:
+        iteration: the updates that had been completed.
+        files: size in bytes and CRC-32 of each file by its name.
+        about: anything else that was recorded, as plain JSON values.
+    """
+
+    iteration: int
+    files: Mapping[str, tuple[int, int]]
+    about: Mapping[str, Any]
+
+
+class Store:
+    """Snapshots in one directory.
+
+    Args:
+        root: the directory; it exists.
+        at: called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
+        self.root = Path(root)
+        self._at = at
+
+    def commit(
+        self, name: str, files: Mapping[str, WriteFile], iteration: int, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes a snapshot and publishes it under ``name``; afterwards it is on the disk.
+
+        When anything fails, nothing is published and what was written is removed.
+
+        Raises:
+            FileExistsError: there is one of that name.
+            OSError: the disk is full, say; the error names the path.
+        """
+        target = self.root / _checked_name(name)
+        if os.path.lexists(target):
+            raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
+        beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
+        beside.mkdir()
+        try:
+            self._at("begun")
+            written = {}
+            for file, write in files.items():
+                written[_checked_name(file)] = write(beside / file)
+                self._at(f"wrote {file}")
+            _write_manifest(beside / MANIFEST, Manifest(iteration, written, dict(about or {})))
+            self._at("wrote manifest")
+            flush_directory(beside)
+            self._at("flushed")
+            os.rename(beside, target)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        self._at("renamed")
+        flush_directory(self.root)
+        self._at("committed")
+
+    def names(self) -> list[str]:
+        """The names of the snapshots, those of the highest iteration first; whether they are sound is not looked at."""
+        entries = [e for e in self.root.iterdir() if not e.name.startswith(".") and not e.is_symlink()]
+        found = [(_iteration_of(entry), entry.name) for entry in entries if (entry / MANIFEST).is_file()]
+        return [name for _, name in sorted(found, reverse=True)]
+
+    def verify(self, name: str) -> Manifest:
+        """Reads every byte of a snapshot.
+
+        Raises:
+            CorruptError: a file is missing, too many, of another size or content, or no plain file.
+        """
+        return verify(self.root / name)
+
+    def remove(self, name: str) -> None:
+        """Removes a snapshot: unpublished by one rename first, so that it is never there in part."""
+        aside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.old"
+        os.rename(self.root / _checked_name(name), aside)
+        flush_directory(self.root)
+        shutil.rmtree(aside)
+
+    def sweep(self) -> list[str]:
+        """Removes what killed runs have left unfinished, and returns the names of it. Only the holder of the lock may."""
+        left = [entry for entry in self.root.iterdir() if entry.name.startswith(".") and entry.suffix in (".tmp", ".old")]
+        left = [entry for entry in left if entry.is_dir() and not entry.is_symlink()]
+        for entry in left:
+            shutil.rmtree(entry)
+        return [entry.name for entry in left]
+
+
+def verify(directory: Path) -> Manifest:
+    """The manifest of a snapshot, after every byte has been compared with it, see `Store.verify`."""
+    manifest = read_manifest(directory)
+    present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
+    missing, extra = sorted(manifest.files.keys() - present), sorted(present - manifest.files.keys())
+    if missing or extra:
+        raise CorruptError(f"{directory} is not what was written: missing {missing}, too many {extra}")
+    for name, (size, crc) in manifest.files.items():
+        status = os.lstat(directory / name)
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptError(f"{directory / name} is no plain file")
+        if status.st_size != size:
+            raise CorruptError(f"{directory / name} has {status.st_size} bytes, {size} were written")
+        if checksum(directory / name) != crc:
+            raise CorruptError(f"{directory / name} has other bytes than were written")
+    return manifest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a snapshot, compared with its own checksum.
+
+    Raises:
+        CorruptError: it is missing, or not what was written.
+    """
+    path = directory / MANIFEST
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CorruptError(f"{path} is no plain file")
+        with open(path, "rb") as file:
+            text = file.read(_LARGEST_MANIFEST + 1)
+    except FileNotFoundError:
+        raise CorruptError(f"{directory} is no snapshot: it has no {MANIFEST}") from None
+    body, newline, seal = text.rpartition(b"\n")
+    # The seal is compared as it is spelled: a number read from hexadecimal would forgive the case of a letter.
+    if not newline or seal != _seal(body):
+        raise CorruptError(f"{path} is not what was written")
+    content = json.loads(body)
+    if content.get("format") != FORMAT:
+        raise CorruptError(f"{path} has format {content.get('format')!r}, and this version reads {FORMAT}")
+    files = {_checked_name(name): (size, crc) for name, (size, crc) in content["files"].items()}
+    return Manifest(content["iteration"], files, content["about"])
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    content = {
+        "format": FORMAT,
+        "iteration": manifest.iteration,
+        "files": {name: list(sizes) for name, sizes in manifest.files.items()},
+        "about": dict(manifest.about),
+    }
+    body = json.dumps(content, indent=1).encode()
+    write_bytes(path, body + b"\n" + _seal(body))
+
+
+def _seal(body: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(body)
+
+
+def write_bytes(path: Path, text: bytes) -> tuple[int, int]:
+    """Writes a new file and flushes it to the disk; returns its size and CRC-32."""
+    with open(path, "xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(text), zlib.crc32(text)
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file, read in pieces."""
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(8 << 20):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes what was created in or renamed into a directory survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _iteration_of(directory: Path) -> int:
+    """The iteration of a snapshot, or -1 where its manifest does not tell, so that it is tried last."""
+    try:
+        return read_manifest(directory).iteration
+    except (CorruptError, OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
+def _checked_name(name: str) -> str:
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise ValueError(f"a name in a snapshot store has no slash and begins with no dot, got {name!r}")
+    return name
+
+
+def newest(store: Store, names: Iterable[str], warn: Callable[[str], None]) -> str | None:
+    """The first of ``names`` that verifies; each before it is warned about. ``None`` when there are no names at all.
+
+    Raises:
+        CorruptError: there are some, and none verifies: starting anew would bury what may still be saved by hand.
+    """
+    tried = []
+    for name in names:
+        try:
+            store.verify(name)
+        except (CorruptError, OSError) as error:
+            warn(f"snapshot {name!r} is passed over: {error}")
+            tried.append(name)
+        else:
+            return name
+    if tried:
+        raise CorruptError(f"none of the snapshots {tried} in {store.root} is sound; move them away to start anew")
+    return None
