@@ -32,6 +32,8 @@ class InParts(Registered):
     _communicates: bool
     _weighs: bool
     """Whether there is more than one part to average."""
+    _spans: bool
+    """Whether an update may take more than one batch, so that it counts epochs from its own beginning to its end."""
     _sets_aside: bool
     """Whether gradients wait apart for the last part, because an ``update_core`` of one's own may add strange ones."""
 
@@ -47,9 +49,11 @@ class InParts(Registered):
         self._held: dict[Tensor, Tensor] = {}
         self.weight = 0
         main = self._iterators.get("main")
-        self._epoch_before = getattr(main, "epoch", 0)
-        self._before = getattr(main, "epoch_detail", None)
-        self._reference = self.accumulate * getattr(main, "batch_size", 1)
+        if self._spans:
+            self._epoch_before = getattr(main, "epoch", 0)
+            self._before = getattr(main, "epoch_detail", None)
+        if self._weighs:
+            self._reference = self.accumulate * getattr(main, "batch_size", 1)
 
     def _accumulate(self) -> None:
         """The parts of an update; when the data end after some, the update is made of those."""
@@ -132,16 +136,8 @@ class InParts(Registered):
         self._step([name])
 
     def _step(self, names: list[str]) -> None:
-        weight = self._last_weight
-        if weight is None:
-            if self._weighs:
-                raise RuntimeError(
-                    "step() follows self.backward(loss), which weighs this part of the update beside the other parts and "
-                    "ranks; write self.backward(loss) in update_core, not loss.backward()"
-                )
-            weight = self._part_weight
-        for name in names:
-            self._totals[name] = self._totals.get(name, 0) + weight
+        if self._weighs:
+            self._count_weights(names)
         if self._is_last:
             self._finish(names)
             return
@@ -150,14 +146,23 @@ class InParts(Registered):
             for name in names:
                 set_aside(_arguments.look_up(self._optimizers, name, "optimizer"), self._held)
 
+    def _count_weights(self, names: list[str]) -> None:
+        if self._last_weight is None:
+            raise RuntimeError(
+                "step() follows self.backward(loss), which weighs this part of the update beside the other parts and "
+                "ranks; write self.backward(loss) in update_core, not loss.backward()"
+            )
+        for name in names:
+            self._totals[name] = self._totals.get(name, 0) + self._last_weight
+
     def _finish(self, names: list[str]) -> None:
         """The stages after the last backward."""
         callbacks, context = self.callbacks, self._context
         optimizers = [_arguments.look_up(self._optimizers, name, "optimizer") for name in names]
-        totals = [self._totals.pop(name) for name in names]
         for optimizer in optimizers if self._held else ():
             bring_back(optimizer, self._held)
         if self._weighs:
+            totals = [self._totals.pop(name) for name in names]
             if self._communicates:
                 run(callbacks.comm_on_start, context)
                 totals = sum_over_ranks(self.comm, optimizers, totals)
