@@ -40,7 +40,8 @@ class IntervalTrigger(Trigger):
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
         self._crossed: int | None = None
         self._wait: float = -math.inf
-        self._is_every = self._ratio == (1, 1) and unit == "iteration"
+        self._is_of_iterations = unit == "iteration"
+        self._is_every = self._ratio == (1, 1) and self._is_of_iterations
 
     def __call__(self, trainer: Trainer) -> bool:
         """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
@@ -49,7 +50,8 @@ class IntervalTrigger(Trigger):
         if self._is_every:
             return iteration > 0
         # Below _wait the next multiple is not near, and nothing has to be counted or remembered.
-        if (iteration if self.unit == "iteration" else updater.epoch_detail) < self._wait and iteration != self._asked:
+        progress = iteration if self._is_of_iterations else updater.epoch_detail
+        if progress < self._wait and iteration != self._asked:
             return False
         return super().__call__(trainer)
 
