@@ -1,0 +1,137 @@
+"""MNIST and Fashion-MNIST, downloaded once, and the IDX files that they are made of."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chainring.datasets._download import RemoteFiles
+from chainring.datasets.tuple_dataset import TupleDataset
+
+_UBYTE = 0x08
+
+_PARTS = (
+    ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+)
+
+MNIST = RemoteFiles(
+    name="mnist",
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+)
+"""Where `get_mnist` has its files from."""
+
+FASHION_MNIST = RemoteFiles(
+    name="fashion-mnist",
+    mirrors=(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+)
+"""Where `get_fashion_mnist` has its files from."""
+
+
+def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = MNIST) -> tuple[Any, Any]:
+    """70,000 handwritten digits of 28 x 28 pixels, as 60,000 examples to train on and 10,000 to test with.
+
+    The files (11 MB) are downloaded once, into ``$CHAINRING_DATASET_ROOT/mnist``, by default into
+    ``~/.cache/chainring/mnist``, and checked each time.
+
+    LeCun, Bottou, Bengio and Haffner, "Gradient-Based Learning Applied to Document Recognition", 1998.
+
+    Args:
+        withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
+        ndim: the form of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
+        scale: the value of the brightest pixel, which is ink; pixels are from 0 to it.
+        source: four files of the same names from elsewhere, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
+            a mirror of your own.
+
+    Raises:
+        OSError: a file is missing and cannot be downloaded; the message says which file to put where.
+        ValueError: ``ndim`` is another number; or a file of a ``source`` of your own is no such IDX file.
+    """
+    return _load(source, withlabel, ndim, scale)
+
+
+def get_fashion_mnist(
+    withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = FASHION_MNIST
+) -> tuple[Any, Any]:
+    """70,000 pictures of clothes in ten classes, in the form of `get_mnist`, whose arguments and errors these are.
+
+    The files (31 MB) are kept in ``$CHAINRING_DATASET_ROOT/fashion-mnist``.
+
+    Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
+    """
+    return _load(source, withlabel, ndim, scale)
+
+
+def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
+    """The array of unsigned bytes in a gzipped IDX file, which must have ``ndim`` axes.
+
+    The format, from yann.lecun.com/exdb/mnist: two zero bytes, the type of an element (8: unsigned byte), the number of
+    axes, the length of each axis as a big-endian 32-bit integer, the elements with the last axis changing fastest.
+
+    Raises:
+        ValueError: the file is none, is cut, or goes on after its last element.
+    """
+    try:
+        with gzip.open(path) as file:
+            content = file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} must be a whole gzip file: {error}") from error
+    magic = bytes([0, 0, _UBYTE, ndim])
+    start = len(magic) + 4 * ndim
+    if content[: len(magic)] != magic or len(content) < start:
+        raise ValueError(
+            f"{path} must be an IDX file of unsigned bytes with {ndim} axes: {magic.hex(' ')} and {ndim} lengths of "
+            f"four bytes; it starts with {content[: len(magic)].hex(' ') or 'nothing'} and has {len(content)} bytes"
+        )
+    shape = tuple(np.frombuffer(content, ">u4", ndim, len(magic)).tolist())
+    size = math.prod(shape)
+    if len(content) - start != size:
+        raise ValueError(f"{path} must hold {size} bytes for its shape {shape}, but holds {len(content) - start}")
+    return np.frombuffer(content, np.uint8, size, start).reshape(shape)
+
+
+def _load(source: RemoteFiles, withlabel: bool, ndim: int, scale: float) -> tuple[Any, Any]:
+    if ndim not in (1, 2, 3):
+        raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
+    absent = [name for names in _PARTS for name in names if name not in source.sha256]
+    if absent:
+        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(absent)}")
+    paths = source.download()
+    train, test = (_examples(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _PARTS)
+    return train, test
+
+
+def _examples(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
+    pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+    if len(pixels) != len(labels):
+        raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
+    count, rows, columns = pixels.shape
+    shape = {1: (rows * columns,), 2: (rows, columns), 3: (1, rows, columns)}[ndim]
+    # A table has one rounding for each of the 256 values, and makes no array of float64 on the way.
+    values = (np.arange(256) / 255 * scale).astype(np.float32)
+    images = values[pixels].reshape(count, *shape)
+    return TupleDataset(images, labels.astype(np.int64)) if withlabel else images

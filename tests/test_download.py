@@ -1,0 +1,299 @@
+"""Downloads: cut, wrong, missing, at once, from mirrors that keep no rules; all on loopback."""
+
+import hashlib
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from chainring.datasets._download import RemoteFiles
+
+CONTENT = bytes(range(256)) * 1000
+OTHER = b"another file"
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+class Mirror(ThreadingHTTPServer):
+    """A server of files: what it was asked for, and what is wrong with it."""
+
+    def __init__(self, **files):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files = files
+        self.asked = []  # the file and the range of each request
+        self.cuts = []  # the bytes after which the next answers end
+        self.knows_ranges = True
+        self.shift = 0  # of the bytes it gives from those it was asked for
+        self.longest = len(CONTENT)  # bytes in an answer to a range
+        self.chunked = False
+        self.was_asked = threading.Event()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.url = f"http://127.0.0.1:{self.server_port}/files"
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        mirror, name, asked = self.server, self.path.removeprefix("/files/"), self.headers["Range"]
+        mirror.asked.append((name, asked))
+        mirror.was_asked.set()
+        mirror.may_answer.wait(30)
+        self.close_connection = True
+        if name not in mirror.files:
+            return self.send_error(404)
+        content = mirror.files[name]
+        ranged = asked is not None and mirror.knows_ranges
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if ranged else 0
+        if ranged and start >= len(content):
+            return self.send_error(416)
+        start += mirror.shift if ranged else 0
+        body = content[start : start + mirror.longest] if ranged else content
+        self.send_response(206 if ranged else 200)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(content)}")
+        if mirror.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        else:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        cut = mirror.cuts.pop(0) if mirror.cuts else None
+        body = body[:cut]
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body) if mirror.chunked else body)
+        return self.wfile.write(b"0\r\n\r\n") if mirror.chunked and cut is None else None
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Starts mirrors, and stops them after the test."""
+    monkeypatch.setenv("no_proxy", "*")
+    running = []
+
+    def start(**files):
+        mirror = Mirror(**files)
+        thread = threading.Thread(target=mirror.serve_forever, args=(0.01,))
+        thread.start()
+        running.append((mirror, thread))
+        return mirror
+
+    yield start
+    for mirror, thread in running:
+        mirror.may_answer.set()
+        mirror.shutdown()
+        thread.join()
+        mirror.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHAINRING_DATASET_ROOT", str(tmp_path / "root"))
+    return tmp_path / "root" / "set"
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """An address where nobody listens."""
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.socket() as taken:  # bound and not listening: no other process can get the port meanwhile
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def source(*mirrors, **contents):
+    urls = tuple(getattr(mirror, "url", mirror) for mirror in mirrors)
+    return RemoteFiles("set", urls, {name: digest(content) for name, content in (contents or {"a": CONTENT}).items()})
+
+
+def leave_part(folder, content):
+    folder.mkdir(parents=True)
+    (folder / "a.part").write_bytes(content)
+
+
+def assert_complete(folder, content=CONTENT):
+    assert (folder / "a").read_bytes() == content
+    assert not (folder / "a.part").exists()
+
+
+def test_files_are_downloaded_once_and_again_when_damaged(serve, folder):
+    """The second call asks nobody, and both say where the files are; every call checks what is there."""
+    mirror = serve(a=CONTENT, b=OTHER)
+    files = source(mirror, a=CONTENT, b=OTHER)
+    assert files.download() == files.download() == {"a": folder / "a", "b": folder / "b"}
+    assert mirror.asked == [("a", None), ("b", None)]
+    assert_complete(folder)
+    (folder / "a").write_bytes(CONTENT[:-1] + b"?")
+    files.download()
+    assert_complete(folder)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_cut_download_goes_on_where_it_stopped(serve, folder, chunked):
+    """The rest is asked for by its range, whether or not the server says how long the file is."""
+    mirror = serve(a=CONTENT)
+    mirror.cuts, mirror.chunked = [100_000, 50_000], chunked
+    source(mirror).download()
+    assert mirror.asked == [("a", None), ("a", "bytes=100000-"), ("a", "bytes=150000-")]
+    assert_complete(folder)
+
+
+def test_the_next_run_goes_on_where_the_last_one_gave_up(serve, folder):
+    """What came before the mirror failed for good is not asked for again."""
+    mirror = serve(a=CONTENT)
+    mirror.cuts = [1000] * 3
+    with pytest.raises(OSError, match="cut after 3000 of 256000 bytes"):
+        source(mirror).download()
+    assert not (folder / "a").exists()
+    source(mirror).download()
+    assert mirror.asked[-1] == ("a", "bytes=3000-")
+    assert_complete(folder)
+
+
+def test_a_server_without_ranges_sends_the_file_anew(serve, folder):
+    """A whole file in answer to a range replaces the part."""
+    mirror = serve(a=CONTENT)
+    mirror.cuts, mirror.knows_ranges = [1000], False
+    source(mirror).download()
+    assert mirror.asked == [("a", None), ("a", "bytes=1000-")]
+    assert_complete(folder)
+
+
+@pytest.mark.parametrize(("shift", "longest", "second"), [(5, len(CONTENT), None), (0, 200_000, "bytes=201000-")])
+def test_a_server_may_send_something_else_than_the_range(serve, folder, shift, longest, second):
+    """Bytes from another place are not put behind the part; fewer than asked for are, and gone on from."""
+    mirror = serve(a=CONTENT)
+    mirror.shift, mirror.longest = shift, longest
+    leave_part(folder, CONTENT[:1000])
+    source(mirror).download()
+    assert mirror.asked == [("a", "bytes=1000-"), ("a", second)]
+    assert_complete(folder)
+
+
+@pytest.mark.parametrize("part", [OTHER, CONTENT + b"more", bytes(len(CONTENT))], ids=["other", "longer", "zeros"])
+def test_a_part_of_another_file_is_replaced(serve, folder, part):
+    """What a part does wrong costs one more request, not the file."""
+    mirror = serve(a=CONTENT)
+    leave_part(folder, part)
+    source(mirror).download()
+    assert mirror.asked == [("a", f"bytes={len(part)}-"), ("a", None)]
+    assert_complete(folder)
+
+
+def test_a_part_that_is_complete_needs_no_network(nowhere, folder):
+    """A process killed between the last byte and the rename has lost nothing."""
+    leave_part(folder, CONTENT)
+    source(nowhere).download()
+    assert_complete(folder)
+
+
+def test_mirrors_are_tried_in_turn(serve, nowhere, folder):
+    """One is down, one lacks the file, one has another, one breaks off: the next goes on with what is right."""
+    lacking, wrong, breaking, good = serve(), serve(a=OTHER), serve(a=CONTENT), serve(a=CONTENT)
+    breaking.cuts = [1000] * 3
+    source(nowhere, lacking, wrong, breaking, good).download()
+    assert [len(mirror.asked) for mirror in (lacking, wrong, breaking, good)] == [1, 1, 3, 1]
+    assert good.asked == [("a", "bytes=3000-")]
+    assert_complete(folder)
+
+
+def test_a_wrong_file_is_never_put_in_place(serve, folder):
+    """A file of another SHA-256 is thrown away, and the error says which it has and which it should have."""
+    mirror = serve(a=OTHER)
+    with pytest.raises(OSError, match=digest(OTHER)) as caught:
+        source(mirror).download()
+    assert digest(CONTENT) in str(caught.value)
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def test_without_a_network_the_error_says_what_to_put_where(nowhere, folder):
+    """Each missing file is named with its place and SHA-256, and once they are there all is well."""
+    contents = {"a": CONTENT, "b": OTHER, "c": b"c"}
+    files = source(nowhere, f"{nowhere}/other", **contents)
+    folder.mkdir(parents=True)
+    (folder / "c").write_bytes(b"c")
+    with pytest.raises(OSError, match="a could not be downloaded") as caught:
+        files.download()
+    message = str(caught.value)
+    assert all(part in message for part in (f"{nowhere}/a", f"{nowhere}/other/a", "refused", "CHAINRING_DATASET_ROOT"))
+    assert f"{folder / 'a'}  (SHA-256 {digest(CONTENT)})" in message
+    assert f"{folder / 'b'}  (SHA-256 {digest(OTHER)})" in message
+    assert str(folder / "c") not in message
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    assert list(files.download()) == ["a", "b", "c"]
+
+
+class Looked(dict):
+    """Checksums that say when somebody has compared a file with one."""
+
+    def __init__(self, checksums):
+        super().__init__(checksums)
+        self.now = threading.Event()
+
+    def __getitem__(self, name):
+        self.now.set()
+        return super().__getitem__(name)
+
+
+def test_two_at_once_download_once(serve, folder):
+    """One that sees that a file is missing while another downloads it waits for that one, and asks for nothing."""
+    mirror = serve(a=CONTENT)
+    mirror.may_answer.clear()
+    looked = Looked({"a": digest(CONTENT)})
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(source(mirror).download)
+        assert mirror.was_asked.wait(30)
+        second = pool.submit(RemoteFiles("set", (mirror.url,), looked).download)
+        assert looked.now.wait(30)
+        mirror.may_answer.set()
+        assert first.result(30) == second.result(30)
+    assert mirror.asked == [("a", None)]
+    assert_complete(folder)
+
+
+def test_an_error_of_the_own_disk_is_no_fault_of_the_mirror(serve, folder):
+    """What cannot be written is said at once, by the error of the system."""
+    mirrors = serve(a=CONTENT), serve(a=CONTENT)
+    (folder / "a.part").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"a\.part"):
+        source(*mirrors).download()
+    assert [len(mirror.asked) for mirror in mirrors] == [1, 0]
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_the_variable(nowhere, folder):
+    """The error says where datasets were to be kept, and how to choose another place."""
+    folder.parent.write_bytes(b"a file in the way")
+    with pytest.raises(OSError, match=f"{folder}.*CHAINRING_DATASET_ROOT"):
+        source(nowhere).download()
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, ".cache/chainring"), ("", ".cache/chainring"), ("~/data", "data")])
+def test_datasets_are_kept_in_the_home_unless_told_otherwise(serve, tmp_path, monkeypatch, given, expected):
+    """Unset and empty are ~/.cache/chainring, and a ~ in the variable is the home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CHAINRING_DATASET_ROOT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CHAINRING_DATASET_ROOT", given)
+    assert source(serve(a=CONTENT)).download() == {"a": tmp_path / expected / "set" / "a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mirrors", "sha256", "message"),
+    [
+        ("set", "http://127.0.0.1", {}, "mirrors"),
+        ("../set", ("http://127.0.0.1",), {}, "'../set'"),
+        ("set", ("http://127.0.0.1",), {"../a": "0" * 64}, "'../a'"),
+        ("set", ("http://127.0.0.1",), {"a": "F" * 64}, "64 hexadecimal digits in lower case"),
+    ],
+)
+def test_remote_files_are_checked_when_they_are_named(name, mirrors, sha256, message):
+    """A slip in an address, a name or a checksum is an error before anything is asked for."""
+    with pytest.raises(ValueError, match=message):
+        RemoteFiles(name, mirrors, sha256)
