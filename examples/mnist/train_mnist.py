@@ -1,6 +1,7 @@
 """Trains a small network on handwritten digits: the script that Chainring is measured by.
 
-The data are the 1,797 digits inside scikit-learn, or MNIST, which is downloaded once. ``train_plain.py`` beside it is the same training without Chainring.
+The data are the 1,797 digits inside scikit-learn, or MNIST, which is downloaded once. ``train_plain.py`` beside it is the
+same training without Chainring.
 """
 
 import argparse
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import chainring
-from chainring import datasets, iterators, training
+from chainring import datasets, iterators, serializers, training
 from chainring.nn import Classifier
 from chainring.training import extensions
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train (default: %(default)s)")
     parser.add_argument("--device", "-g", type=int, default=-1, help="number of the accelerator; negative is the host")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
+    parser.add_argument("--resume", "-r", default="", help="a saved run to continue")
     parser.add_argument("--unit", "-u", type=int, default=50, help="units of a hidden layer (default: %(default)s)")
     parser.add_argument(
         "--dataset", choices=["digits", "mnist"], default="digits", help="what to learn (default: %(default)s)"
@@ -44,11 +46,15 @@ def main() -> None:
     updater = training.StandardUpdater(train_iter, optimizer, model, device=args.device)
     trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
     trainer.extend(extensions.Evaluator(test_iter, model, device=args.device))
+    trainer.extend(extensions.dump_graph("main/loss"))
     trainer.extend(extensions.LogReport())
     columns = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]
     trainer.extend(extensions.PrintReport(columns))
     trainer.extend(extensions.ProgressBar())
+    if args.resume:
+        serializers.load(args.resume, trainer)
     trainer.run()
+    serializers.save(f"{args.out}/mlp.model", model)
 
 
 if __name__ == "__main__":

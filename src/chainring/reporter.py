@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,10 +23,15 @@ class Reporter:
 
     The trainer owns one; `report` reaches it from inside a model. Observers are held weakly: one that is gone takes its
     name along, and no later object can inherit it.
+
+    Attributes:
+        observation: what is written into.
+        watchers: called with the full name and the value of each report, the value as it was given, with its graph.
     """
 
     def __init__(self) -> None:
         self.observation: dict[str, Any] = {}
+        self.watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}
 
     def add_observer(self, name: str, observer: Any) -> None:
@@ -64,6 +69,10 @@ class Reporter:
             raise TypeError(f'report takes a mapping, such as {{"loss": loss}}; got {type(values).__name__}') from None
         for key, value in items:
             observation[prefix + key] = _kept(value)
+        if self.watchers:
+            for key, value in items:
+                for watch in self.watchers:
+                    watch(prefix + key, value)
 
     def _name_of(self, observer: Any) -> str:
         entry = self._names.get(id(observer))
@@ -152,6 +161,11 @@ def get_current_reporter() -> Reporter:
     """
     if _current.reporter is None:
         raise RuntimeError("no reporter is current: report inside Trainer.run, or inside `with reporter.scope({})`")
+    return _current.reporter
+
+
+def current_reporter() -> Reporter | None:
+    """The reporter that `report` writes to in this thread, or ``None``."""
     return _current.reporter
 
 

@@ -2,5 +2,17 @@
 
 from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
 from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
+from chainring.serializers.npz import load_npz, save_npz
+from chainring.serializers.saving import load, save
 
-__all__ = ["AbstractSerializer", "Deserializer", "DictionaryDeserializer", "DictionarySerializer", "Serializer"]
+__all__ = [
+    "AbstractSerializer",
+    "Deserializer",
+    "DictionaryDeserializer",
+    "DictionarySerializer",
+    "Serializer",
+    "load",
+    "load_npz",
+    "save",
+    "save_npz",
+]

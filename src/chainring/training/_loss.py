@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from chainring.reporter import current_observation, report
+from chainring.reporter import current_reporter, report
 from chainring.summary import is_scalar
 
 
@@ -77,9 +77,12 @@ def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
         name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
     """
     if isinstance(answer, Tensor):
-        observation = current_observation()
-        if observation is not None and (key := f"{name}/loss") not in observation and answer.ndim == 0:
-            observation[key] = answer.detach().clone()
+        reporter = current_reporter()
+        if reporter is not None and (key := f"{name}/loss") not in reporter.observation and answer.ndim == 0:
+            if reporter.watchers:
+                reporter.report({key: answer})
+            else:  # the same, in a third of the time
+                reporter.observation[key] = answer.detach().clone()
         return answer, None
     if isinstance(answer, Mapping) and "loss" in answer:
         report({f"{name}/{key}": value for key, value in answer.items() if is_scalar(value)})

@@ -1,0 +1,128 @@
+"""dump_graph: the autograd graph of a reported value as a picture, once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from chainring.reporter import Reporter
+from chainring.serializers.base import AbstractSerializer
+from chainring.training.extension import Extension
+from chainring.training.extensions._autograd_graph import dot_of
+from chainring.training.updaters._optimizer_state import parameter_names
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+_TRIES = 10
+_PATIENCE = 30.0  # seconds: what dot may take while the training waits
+
+
+class DumpGraph(Extension):
+    """Writes the autograd graph behind a reported value once, after the first iteration that has reported it.
+
+    The file is in DOT, the language of Graphviz; where its program ``dot`` is installed, an SVG comes beside it. Boxes
+    are parameters, under the names by which they are saved, such as ``main/predictor/l1/weight``, with their shapes;
+    ellipses are operations. The graph is kept for that iteration only. A resumed run whose earlier part has written the
+    file does not write it again. With ``accumulate`` it is the graph of the last part of the update; of a compiled model
+    it is what the compiler has left of it.
+
+    If the value is not there, or has no graph, that is warned about once, and it is tried up to 10 times. Each call is a
+    try, so leave the trigger as it is: with a rarer one the graphs of the iterations before are held until it fires.
+
+    Args:
+        root_name: under which the value is reported, such as ``"main/loss"``.
+        filename: of the DOT file, in the trainer's ``out``; the SVG has ``.svg`` for its suffix.
+
+    Raises:
+        TypeError: a name is no string.
+        ValueError: the file would be named as the SVG beside it.
+    """
+
+    default_name = "dump_graph"
+
+    def __init__(self, root_name: str, filename: str = "cg.dot") -> None:
+        for what, given in (("root_name", root_name), ("filename", filename)):
+            if not isinstance(given, str):
+                raise TypeError(f'{what} is a string, such as "main/loss" or "cg.dot"; got {given!r}')
+        if not Path(filename).name or Path(filename).suffix == ".svg":
+            raise ValueError(f'filename is that of the DOT file, such as "cg.dot", and not of the SVG; got {filename!r}')
+        self._root_name = root_name
+        self._filename = filename
+        self._is_written = False
+        self._tries = 0
+        self._root: Tensor | None = None
+        self._reporter: Reporter | None = None
+
+    def initialize(self, trainer: Trainer) -> None:
+        if not self._is_written and self._tries < _TRIES:
+            self._reporter = trainer.reporter
+            self._reporter.watchers += (self._see,)
+
+    def _see(self, name: str, value: Any) -> None:
+        if name == self._root_name:
+            self._root = value[0] if type(value) is tuple else value
+
+    def __call__(self, trainer: Trainer) -> None:
+        if self._reporter is None:
+            return
+        root, self._root = self._root, None
+        self._tries += 1
+        if isinstance(root, Tensor) and root.grad_fn is not None:
+            self._is_written = True
+            if trainer.comm.rank == 0:
+                names = parameter_names(trainer.updater.get_all_models())
+                self._write(dot_of(root, self._root_name, names), Path(trainer.out) / self._filename)
+        elif self._tries == 1:
+            self._warn(trainer)
+        if self._is_written or self._tries == _TRIES:
+            self.finalize()
+
+    def _warn(self, trainer: Trainer) -> None:
+        seen = sorted(trainer.observation)
+        is_there = self._root_name in seen
+        what = "was reported without a graph" if is_there else f"was not reported; reported were {seen}"
+        remedy = "report the tensor itself, not its item() or detach()" if is_there else "give one of these as root_name"
+        warnings.warn(
+            f"dump_graph draws the graph behind a reported loss, and {self._root_name!r} {what}. If it does not come in "
+            f"the next {_TRIES - 1} iterations either, no graph is written; {remedy}",
+            stacklevel=3,
+        )
+
+    def _write(self, text: str, path: Path) -> None:
+        _replace(path, text.encode())
+        program = shutil.which("dot")
+        if program is None:
+            return
+        try:
+            done = subprocess.run([program, "-Tsvg", path], capture_output=True, timeout=_PATIENCE, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+            warnings.warn(f"{path} is written, and drawing it failed: {error}. {said}".rstrip(), stacklevel=4)
+            return
+        _replace(path.with_suffix(".svg"), done.stdout)
+
+    def finalize(self) -> None:
+        self._root = None
+        if self._reporter is not None:
+            self._reporter.watchers = tuple(watch for watch in self._reporter.watchers if watch != self._see)
+            self._reporter = None
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._is_written = serializer("is_written", self._is_written)
+        self._tries = serializer("tries", self._tries)
+
+
+dump_graph = DumpGraph
+
+
+def _replace(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_bytes(content)
+    os.replace(beside, path)
