@@ -31,6 +31,12 @@ class _MirrorError(Exception):
         self.again = again
 
 
+class _Bar(tqdm):  # type: ignore[type-arg]
+    """tqdm without its monitor thread, which outlives the bar."""
+
+    monitor_interval = 0
+
+
 @dataclass(frozen=True)
 class RemoteFiles:
     """Files that belong together: what they are called, where they can be had, and how to know them.
@@ -166,7 +172,7 @@ def _continue(url: str, part: Path) -> bool:
         start = start if resumed else 0
         with part.open("ab" if resumed else "wb") as file:
             total = None if missing is None else start + missing
-            with tqdm(total=total, initial=start, desc=part.stem, unit="B", unit_scale=True, disable=None) as bar:
+            with _Bar(total=total, initial=start, desc=part.stem, unit="B", unit_scale=True, disable=None) as bar:
                 for chunk in _chunks(response):
                     file.write(chunk)
                     bar.update(len(chunk))
