@@ -10,8 +10,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # The first prefix that fits says the layer of a module. An import points to a lower layer, or stays in its folder.
 LAYERS = [
-    ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", 0), ("chainring.order", 0),
-    ("chainring.columns", 0),
+    ("chainring._version", 0), ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", 0),
+    ("chainring.order", 0), ("chainring.columns", 0),
     ("chainring.serializers.base", 0), ("chainring.serializers.dictionary", 0.1),
     ("chainring.serializers.stateful", 0.2), ("chainring.summary", 0.3), ("chainring.parallel.communicator", 0),
     ("chainring.reporter", 1), ("chainring.generators", 1), ("chainring.training.updaters._optimizer_state", 1),
@@ -24,7 +24,8 @@ LAYERS = [
     ("chainring.iterators", 4), ("chainring.serializers.saving", 4.1), ("chainring.serializers.npz", 4.1),
     ("chainring.converters", 4), ("chainring.nn", 4), ("chainring.serializers", 4), ("chainring.parallel", 4),
     ("chainring.writers", 4), ("chainring.training.updaters", 4.2), ("chainring.training.extensions", 4.2),
-    ("chainring.training", 5), ("chainring", 5),
+    ("chainring.training", 5), ("chainring.cli", 5.1), ("chainring.__main__", 5.2),
+    ("chainring", 5),
 ]  # fmt: skip
 DECIDES = ["progress.py", "reporter.py", "names.py", "training/trainer.py", "training/extension.py", "training/triggers"]
 

@@ -11,10 +11,9 @@ A `Trainer` runs an `Updater` and, when their triggers fire, `Extension`s. A bat
 State flows beside it, from `Trainer.serialize` down through `serializers/`; settings never do.
 """
 
+from chainring._version import __version__ as __version__
 from chainring.generators import deterministic
 from chainring.reporter import Reporter, get_current_reporter, report, report_scope
 from chainring.summary import DictSummary, Summary
-
-__version__ = "0.1.0"
 
 __all__ = ["DictSummary", "Reporter", "Summary", "deterministic", "get_current_reporter", "report", "report_scope"]

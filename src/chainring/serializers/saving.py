@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 from torch import Tensor
 
+from chainring._version import __version__
 from chainring.names import unwrapped
 from chainring.serializers import tensor_file, typed_json
 from chainring.serializers.base import has_state, serialize_method
@@ -53,7 +57,18 @@ def commit(
         TENSORS: lambda place: tensor_file.write(place, tensors),
         STATE: lambda place: write_bytes(place, text),
     }
-    store.commit(name, files, iteration, about)
+    epoch = state.get("updater/iterator:main/epoch")
+    store.commit(name, files, iteration, {"versions": versions(), "epoch": epoch, **(about or {})})
+
+
+def versions() -> dict[str, str]:
+    """What the state was written with."""
+    return {
+        "chainring": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def state_of(obj: Any) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path) -> None:
     if part or _is_module(obj):
-        prefix = f"{part.strip('/')}/" if part else _only_model(state, source)
+        prefix = f"{part.strip('/')}/" if part else only_model(state, source)
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
@@ -139,7 +154,7 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
         obj.load_state_dict(state["state_dict"])
 
 
-def _only_model(state: Mapping[str, Any], source: Path) -> str:
+def only_model(state: Mapping[str, Any], source: Path) -> str:
     """The prefix of the only model in a snapshot, or of the main one."""
     names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
     if not names:

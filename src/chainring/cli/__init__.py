@@ -1,0 +1,43 @@
+"""The command ``chainring``: looks at what a run has written, without the code that wrote it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from chainring._version import __version__
+from chainring.cli import export, inspect, verify
+from chainring.serializers.store import CorruptError
+
+__all__ = ["main"]
+
+_DESCRIPTION = "Looks at what a run has written, without the code that wrote it."
+
+_EPILOG = """exit status:
+  0  done
+  1  what was written is damaged
+  2  the arguments are wrong, or there is nothing of that kind"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0, 1 for damage, 2 for what cannot be done."""
+    parser = argparse.ArgumentParser(
+        "chainring", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"chainring {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in (inspect, verify, export):
+        command.add_to(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except CorruptError as error:
+        print(f"chainring: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stdout = None
+    except (OSError, ValueError) as error:
+        print(f"chainring: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,24 @@
+"""Which snapshot a directory on the command line means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chainring.serializers.store import MANIFEST, Store
+
+
+def find(directory: str) -> Path:
+    """The snapshot itself, or the newest of those in the directory of a run.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    path = Path(directory)
+    if (path / MANIFEST).exists():
+        return path
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no directory {directory}")
+    names = Store(path).names()
+    if not names:
+        raise FileNotFoundError(f"{directory} is no snapshot and holds none: neither has a {MANIFEST}")
+    return path / names[0]
