@@ -183,3 +183,13 @@ def test_names_that_could_lead_elsewhere_are_refused(store, name):
     """Also those inside a manifest."""
     with pytest.raises(ValueError, match="no slash"):
         store.commit(name, writers(), 1)
+
+
+def test_the_checksum_of_a_file_of_several_pieces_is_of_every_byte(store):
+    """It is read in pieces, and computed at once by zlib here."""
+    content = os.urandom((16 << 20) + 1)
+    store.commit("large", writers({"a.bin": content}), 1)
+    assert store.verify("large").files == {"a.bin": (len(content), zlib.crc32(content))}
+    (store.root / "large" / "a.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CorruptError, match="other bytes"):
+        store.verify("large")

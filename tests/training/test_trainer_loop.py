@@ -54,8 +54,9 @@ def test_an_iteration_is_an_update_and_then_each_extension_observed_asked_and_ca
     trainer.run()
     asked = [f"{what} {name}" for name in "acd" for what in ("observe", "ask")]
     called = [f"{what} {name}" for name in "acd" for what in ("observe", "ask", "call")]
-    expected = [f"initialize {name}" for name in "szacd"] + ["stop?", "update", *asked, "ask s", "ask z", "stop?", "update"]
-    assert events == [*expected, *called, "ask s", "ask z", "call s", "call z", "stop?"]
+    snapshots = [f"{what} {name}" for name in "sz" for what in ("observe", "ask")]
+    expected = [f"initialize {name}" for name in "szacd"] + ["stop?", "update", *asked, *snapshots, "stop?", "update"]
+    assert events == [*expected, *called, *snapshots, "call s", "call z", "stop?"]
 
 
 def test_an_extension_sees_what_those_before_it_reported_in_the_iteration(tmp_path):

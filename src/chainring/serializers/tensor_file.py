@@ -98,17 +98,6 @@ def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> di
     return {name: found[tied.get(name, name)] for name in wanted}
 
 
-def checksum(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """The size of any file in bytes and its CRC-32, read in chunks."""
-    size, crc = 0, 0
-    buffer = memoryview(bytearray(CHUNK))
-    with Path(path).open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-            size += count
-    return size, crc
-
-
 def write_sealed(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes a new file as `write` does, with its own checksum in its metadata, for a file that has no manifest.
 

@@ -178,11 +178,17 @@ class Trainer(Stateful):
                 self.extension_name = entry.name
                 entry.extension(self)
                 self.extension_name = None
-        for entry in [entry for entry in snapshots if entry.trigger(self)]:
+        for entry in [entry for entry in snapshots if self._is_due(entry)]:
             self.extension_name = entry.name
             entry.extension(self)
             self.extension_name = None
         return True
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""
+        if entry.observe is not None:
+            entry.observe(self)
+        return entry.trigger(self)
 
     def _warn_of_the_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):

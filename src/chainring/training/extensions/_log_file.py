@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chainring.training.extensions._files import replace
+
 _OFTEN = 1_000_000  # bytes up to which the array is replaced after each row
 _SELDOM = 30.0  # seconds between two replacements beyond that
 
@@ -42,7 +44,7 @@ class LogFile:
         text = "".join(self._texts).encode()
         self._lines.parent.mkdir(parents=True, exist_ok=True)
         if not self._begins_with(text):
-            _replace(self._lines, text)
+            replace(self._lines, text)
         os.truncate(self._lines, len(text))
         self._size, self._crc = len(text), zlib.crc32(text)
         self.replace_array()
@@ -69,7 +71,7 @@ class LogFile:
     def replace_array(self) -> None:
         """Brings the array up to date."""
         body = ",\n".join(text.rstrip("\n") for text in self._texts)
-        _replace(self._array, f"[\n{body}\n]\n".encode() if body else b"[]\n")
+        replace(self._array, f"[\n{body}\n]\n".encode() if body else b"[]\n")
         self._replaced_at, self._stale = time.monotonic(), False
 
     def flush(self) -> None:
@@ -98,9 +100,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _replace(path: Path, text: bytes) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(text)
-    os.replace(beside, path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import warnings
@@ -15,6 +14,7 @@ from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions._autograd_graph import dot_of
+from chainring.training.extensions._files import replace
 from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DumpGraph(Extension):
         )
 
     def _write(self, text: str, path: Path) -> None:
-        _replace(path, text.encode())
+        replace(path, text.encode())
         program = shutil.which("dot")
         if program is None:
             return
@@ -106,7 +106,7 @@ class DumpGraph(Extension):
             said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
             warnings.warn(f"{path} is written, and drawing it failed: {error}. {said}".rstrip(), stacklevel=4)
             return
-        _replace(path.with_suffix(".svg"), done.stdout)
+        replace(path.with_suffix(".svg"), done.stdout)
 
     def finalize(self) -> None:
         self._root = None
@@ -120,9 +120,3 @@ class DumpGraph(Extension):
 
 
 dump_graph = DumpGraph
-
-
-def _replace(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(content)
-    os.replace(beside, path)
