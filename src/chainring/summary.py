@@ -134,7 +134,11 @@ def _shown(value: Any) -> str:
 
 def _mean(values: list[float], weights: list[float]) -> float:
     total = _sum(weights)
-    return _sum([value * weight for value, weight in zip(values, weights, strict=True)]) / total if total else math.nan
+    if not total:
+        return math.nan
+    mean = _sum([value * weight for value, weight in zip(values, weights, strict=True)]) / total
+    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
+    return min(max(mean, min(values)), max(values)) if math.isfinite(mean) else mean
 
 
 def _sum(numbers: list[float]) -> float:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chainring.progress import main_iterator
-from chainring.training.triggers.base import never
+from chainring.training.triggers.base import never, start
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -101,8 +101,7 @@ def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[
     stand_in: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
     if trainer._started_at is None:
         for trigger in triggers.values():
-            if hasattr(trigger, "initialize"):
-                trigger.initialize(stand_in)
+            start(trigger, stand_in)
     stop = triggers.get(id(trainer.stop_trigger))
     while updater.iteration < first - 1 + iterations:
         if stop is not None and stop(stand_in):

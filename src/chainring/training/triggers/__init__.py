@@ -2,6 +2,7 @@
 
 from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger
+from chainring.training.triggers.best_value import BestValueTrigger, MaxValueTrigger, MinValueTrigger
 from chainring.training.triggers.interval import IntervalTrigger
 from chainring.training.triggers.manual_schedule import ManualScheduleTrigger
 from chainring.training.triggers.once import OnceTrigger
@@ -9,8 +10,11 @@ from chainring.training.triggers.reached import ReachedTrigger
 from chainring.training.triggers.time_trigger import TimeTrigger
 
 __all__ = [
+    "BestValueTrigger",
     "IntervalTrigger",
     "ManualScheduleTrigger",
+    "MaxValueTrigger",
+    "MinValueTrigger",
     "OnceTrigger",
     "ReachedTrigger",
     "TimeTrigger",

@@ -60,6 +60,14 @@ class Trigger(Stateful):
         self._restored = self._restored or not isinstance(serializer, Serializer)
 
 
+def start(trigger: Any, trainer: Trainer) -> None:
+    """Initializes a trigger once a run, however many extensions and other triggers hold it."""
+    started = vars(trainer).setdefault("_started_triggers", [])
+    if hasattr(trigger, "initialize") and all(other is not trigger for other in started):
+        started.append(trigger)
+        trigger.initialize(trainer)
+
+
 def never(trainer: Any) -> bool:
     """The trigger that ``None`` stands for."""
     return False
