@@ -1,4 +1,4 @@
-"""Files that are whole whenever they are opened."""
+"""Files that are whole whenever they are opened, and on the disk when that is said."""
 
 from __future__ import annotations
 
@@ -11,3 +11,30 @@ def replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_bytes(content)
     os.replace(beside, path)
+
+
+def numbered(parent: Path) -> Path:
+    """Makes the next of the directories ``parent/1``, ``parent/2``, ... and returns it."""
+    parent.mkdir(exist_ok=True)
+    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    place = parent / str(max(taken, default=0) + 1)
+    place.mkdir()
+    return place
+
+
+def flush_file(path: Path) -> None:
+    """Makes what was written to a file survive a loss of power."""
+    _flush(path, os.O_RDONLY)
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes what was created in or renamed into a directory survive a loss of power."""
+    _flush(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _flush(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

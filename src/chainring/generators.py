@@ -63,6 +63,13 @@ def set_state(state: dict[str, Any]) -> None:
         device.set_rng_state(state["accelerator"])
 
 
+def why_inexact() -> str | None:
+    """Why a run that is continued from here would not be bit for bit the run that goes on, or ``None``."""
+    if _accelerator() is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    return "made on an accelerator without chainring.deterministic(seed), which asks for deterministic kernels"
+
+
 def _accelerator() -> Any:
     """The module of the accelerator in use (``torch.cuda``, say), or ``None``. One that was never used is not started."""
     if not torch.accelerator.is_available():

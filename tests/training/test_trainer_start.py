@@ -108,4 +108,4 @@ def test_construction_makes_no_directory_and_a_run_makes_it_with_its_parents(tmp
     trainer = a_trainer(tmp_path / "a" / "b", stop=(1, "iteration"))
     before = (tmp_path / "a").exists()
     trainer.run()
-    assert (before, list((tmp_path / "a" / "b").iterdir())) == (False, [])
+    assert (before, (tmp_path / "a" / "b").is_dir()) == (False, True)

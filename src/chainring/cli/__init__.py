@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from chainring._version import __version__
 from chainring.cli import export, inspect, verify
+from chainring.cli._snapshot import printable
 from chainring.serializers.store import CorruptError
 
 __all__ = ["main"]
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CorruptError as error:
-        print(f"chainring: {error}", file=sys.stderr)
+        print(f"chainring: {printable(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader, such as head, has seen enough
         sys.stdout = None
     except (OSError, ValueError) as error:
-        print(f"chainring: {error}", file=sys.stderr)
+        print(f"chainring: {printable(error)}", file=sys.stderr)
         return 2
     return 0

@@ -22,3 +22,8 @@ def find(directory: str) -> Path:
     if not names:
         raise FileNotFoundError(f"{directory} is no snapshot and holds none: neither has a {MANIFEST}")
     return path / names[0]
+
+
+def printable(text: object) -> str:
+    """Text out of a file that may come from anywhere, without what would steer the terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))

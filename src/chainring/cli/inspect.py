@@ -10,8 +10,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from chainring.cli._snapshot import find
-from chainring.serializers.store import read_manifest
+from chainring.cli._snapshot import find, printable
+from chainring.serializers.store import look
 
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 
@@ -35,10 +35,16 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(about, indent=1))
         return
-    print(f"{about['directory']}: iteration {about['iteration']}" + (f", epoch {about['epoch']}" if about["epoch"] else ""))
+    print(
+        f"{about['directory']}: iteration {about['iteration']}"
+        + (f", epoch {printable(about['epoch'])}" if about["epoch"] else "")
+    )
     if about["versions"]:
-        print("written with " + ", ".join(f"{name} {version}" for name, version in about["versions"].items()))
-    rows = [(t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in about["tensors"]]
+        print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
+    rows = [
+        (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}")
+        for t in about["tensors"]
+    ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     for row in rows:
         print(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}")
@@ -47,16 +53,17 @@ def run(options: argparse.Namespace) -> None:
 
 def describe(directory: Path) -> dict[str, Any]:
     """Iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
-    manifest = read_manifest(directory)
+    manifest = look(directory)
     tensors = []
     for file in sorted(manifest.files):
         if file.endswith(".safetensors"):
             tensors += _tensors_of(directory / file)
+    versions = manifest.about.get("versions")
     return {
         "directory": str(directory),
         "iteration": manifest.iteration,
         "epoch": manifest.about.get("epoch"),
-        "versions": dict(manifest.about.get("versions", {})),
+        "versions": versions if isinstance(versions, dict) else {},
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": tensors,

@@ -11,11 +11,20 @@ reads the same both ways and the two directions cannot drift apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 
 class AbstractSerializer:
-    """Where state goes to or comes from. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value."""
+    """Where state goes to or comes from. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
+
+    Attributes:
+        directory: the directory in which the snapshot lies; ``None`` where state stays in memory. What is appended to a
+            file beside the snapshot, such as the rows of a log, need not be written again into each snapshot: a reference
+            to the file will do.
+    """
+
+    directory: Path | None = None
 
     def __getitem__(self, key: str) -> AbstractSerializer:
         raise NotImplementedError
@@ -58,10 +67,11 @@ class AbstractSerializer:
 class Serializer(AbstractSerializer):
     """Saves. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes."""
 
+    def refer(self, path: Path) -> None:
+        """Says that the state refers to this file: it is flushed to the disk before the snapshot is published."""
+
     def _visit_module(self, key: str, module: Any) -> None:
-        child = self[key]
-        for name, value in module.state_dict().items():
-            child(name.replace(".", "/"), value)
+        save_module(self[key], module)
 
     def _visit_state(self, key: str, obj: Any) -> None:
         self[key]("state_dict", obj.state_dict())
@@ -80,15 +90,31 @@ class Deserializer(AbstractSerializer):
         raise NotImplementedError
 
     def _visit_module(self, key: str, module: Any) -> None:
-        child = self[key]
-        names = {name.replace(".", "/"): name for name in module.state_dict()}  # a name may hold slashes of its own
-        saved = {names.get(path, path.replace("/", ".")): child(path, None) for path in child.paths()}
-        module.load_state_dict(saved, strict=self.strict)
+        load_module(self[key], module)
 
     def _visit_state(self, key: str, obj: Any) -> None:
         state = self[key]("state_dict", None)
         if state is not None:
             obj.load_state_dict(state)
+
+
+def save_module(serializer: AbstractSerializer, module: Any) -> None:
+    """Saves each entry of a module's state under its name, with slashes for dots."""
+    for name, value in module.state_dict().items():
+        serializer(name.replace(".", "/"), value)
+
+
+def load_module(deserializer: Deserializer, module: Any) -> None:
+    """Puts back what `save_module` saved. A parameter saved as ``None`` was left out and stays what it is.
+
+    Raises:
+        RuntimeError: entries are missing, unexpected, or of another shape.
+    """
+    own = module.state_dict()
+    names = {name.replace(".", "/"): name for name in own}  # a name may hold slashes of its own
+    saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
+    kept = {name: own[name] for name, value in saved.items() if value is None and hasattr(own.get(name), "detach")}
+    module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
 
 
 def has_state(obj: Any) -> bool:

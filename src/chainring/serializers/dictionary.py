@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from chainring.serializers.base import Deserializer, Serializer
@@ -20,12 +21,39 @@ class DictionarySerializer(Serializer):
         self._path = ""
 
     def __getitem__(self, key: str) -> DictionarySerializer:
-        child = DictionarySerializer(self.target)
+        child = copy.copy(self)
         child._path = f"{self._path}{key}/"
         return child
 
     def __call__(self, key: str, value: Any) -> Any:
-        self.target[self._path + key] = copied(value)
+        self.target[self._path + key] = self.taken(value)
+        return value
+
+    @staticmethod
+    def taken(value: Any) -> Any:
+        """What is kept of a value: a copy."""
+        return copied(value)
+
+
+class References(DictionarySerializer):
+    """Saves into ``target`` without copying, for state that is written or copied before the training goes on.
+
+    Attributes:
+        directory: in which the snapshot will lie.
+        referred: the files to which the state refers.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__()
+        self.directory = directory
+        self.referred: list[Path] = []
+
+    def refer(self, path: Path) -> None:
+        self.referred.append(path)
+
+    @staticmethod
+    def taken(value: Any) -> Any:
+        """What is kept of a value: itself."""
         return value
 
 
@@ -42,7 +70,7 @@ class DictionaryDeserializer(Deserializer):
         self._path = ""
 
     def __getitem__(self, key: str) -> DictionaryDeserializer:
-        child = DictionaryDeserializer(self.source, self.strict)
+        child = copy.copy(self)
         child._path = f"{self._path}{key}/"
         return child
 
@@ -62,12 +90,19 @@ class DictionaryDeserializer(Deserializer):
         return (path[start:] for path in self.source if path.startswith(self._path))
 
 
-def copied(value: Any) -> Any:
-    """A copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides."""
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides.
+
+    A tensor that stands in several places of ``value``, such as the learning rate of two groups, is one in the copy too.
+    ``memo`` maps the ids of the tensors met so far to their copies.
+    """
+    memo = {} if memo is None else memo
     if hasattr(value, "detach"):
-        return value.detach().clone()
+        if id(value) not in memo:
+            memo[id(value)] = value.detach().clone()
+        return memo[id(value)]
     if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+        return type(value)(copied(item, memo) for item in value)
     if type(value) is dict:
-        return {key: copied(item) for key, item in value.items()}
-    return copy.deepcopy(value)
+        return {key: copied(item, memo) for key, item in value.items()}
+    return copy.deepcopy(value, memo)

@@ -34,10 +34,13 @@ class DirectoryLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # POSIX leaves open which of the two means that it is held
             holder = _holder(descriptor)
             os.close(descriptor)
             raise BlockingIOError(self._refusal(holder.get("pid"), holder.get("host"))) from None
+        except OSError:
+            os.close(descriptor)
+            raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         DirectoryLock._held[self._path] = descriptor

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 from torch import Tensor
 
-from chainring._version import __version__
+from chainring import generators
+from chainring.environment import versions
+from chainring.files import flush_directory, flush_file
 from chainring.names import unwrapped
 from chainring.serializers import tensor_file, typed_json
-from chainring.serializers.base import has_state, serialize_method
-from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers.store import CorruptError, Store, flush_directory, verify, write_bytes
+from chainring.serializers.base import has_state, load_module, save_module, serialize_method
+from chainring.serializers.dictionary import DictionaryDeserializer, References
+from chainring.serializers.store import CorruptError, Store, described, verify, write_bytes
 
 STATE = "state.json"
 TENSORS = "rank00000-of-00001.safetensors"
@@ -39,53 +38,60 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         OSError: it cannot be written.
     """
     target = Path(path)
-    if _is_module(obj):
-        _save_module(target, obj)
-        return
     target.parent.mkdir(parents=True, exist_ok=True)
-    state = state_of(obj)
-    iteration = state.get("updater/iteration", state.get("iteration", 0))
-    commit(Store(target.parent), target.name, state, iteration if isinstance(iteration, int) else 0)
+    if is_module(obj):
+        save_tensors(target, tensors_of(obj))
+        return
+    state = state_of(obj, target.parent)
+    iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
+    Encoded(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
 
 
-def commit(
-    store: Store, name: str, state: Mapping[str, Any], iteration: int, about: Mapping[str, Any] | None = None
-) -> None:
-    """Writes a flat state into a store: its tensors in one file, everything else as typed JSON."""
-    text, tensors = typed_json.encode(state)
-    files = {
-        TENSORS: lambda place: tensor_file.write(place, tensors),
-        STATE: lambda place: write_bytes(place, text),
-    }
-    epoch = state.get("updater/iterator:main/epoch")
-    store.commit(name, files, iteration, {"versions": versions(), "epoch": epoch, **(about or {})})
+class Encoded:
+    """A state ready to be written: its tensors in one file, everything else as typed JSON.
+
+    Attributes:
+        tensors: the tensors of the state by name, not copied. Where they will change before `commit`, put copies here.
+
+    Raises:
+        TypeError: a value cannot be restored; the error names its path.
+    """
+
+    def __init__(self, state: References) -> None:
+        self._text, self.tensors = typed_json.encode(state.target)
+        self._referred = state.referred
+        self._about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
+        if (reason := generators.why_inexact()) is not None:
+            self._about["not bit-exact"] = reason
+
+    def commit(self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None) -> None:
+        """Writes it into a store, see `Store.commit`; the files that it refers to are flushed first."""
+        for path in self._referred:
+            flush_file(path)
+        files = {
+            TENSORS: lambda place: tensor_file.write(place, self.tensors),
+            STATE: lambda place: write_bytes(place, self._text),
+        }
+        store.commit(name, files, iteration, {**self._about, **(about or {})})
 
 
-def versions() -> dict[str, str]:
-    """What the state was written with."""
-    return {
-        "chainring": __version__,
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def state_of(obj: Any) -> dict[str, Any]:
-    """The state of an object as a flat dictionary, its tensors not copied further than they must be.
+def state_of(obj: Any, directory: Path | None = None) -> References:
+    """The state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
 
     Raises:
         TypeError: the object has none.
     """
-    serializer = DictionarySerializer()
+    serializer = References(directory)
     method = serialize_method(obj)
     if method is not None:
         method(serializer)
+    elif is_module(obj):
+        save_module(serializer, unwrapped(obj))
     elif has_state(obj):
         serializer("state_dict", obj.state_dict())
     else:
         raise TypeError(f"{type(obj).__name__} has no state to save: it needs serialize, or state_dict and load_state_dict")
-    return serializer.target
+    return serializer
 
 
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
@@ -106,13 +112,13 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     """
     source = Path(path)
     if source.is_dir():
-        _put(read_state(source), obj, path_in_snapshot, strict, source)
+        _put(read_state(source), obj, path_in_snapshot, strict, source.resolve())
         return
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
     tensor_file.check_seal(source)
     tensors = tensor_file.read(source)
-    if not _is_module(obj):
+    if not is_module(obj):
         raise TypeError(
             f"{source} holds a model, and a {type(obj).__name__} is continued from a snapshot directory; "
             "a model is loaded by load(path, model)"
@@ -139,19 +145,20 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path) -> None:
-    if part or _is_module(obj):
+    if part or is_module(obj):
         prefix = f"{part.strip('/')}/" if part else only_model(state, source)
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
-    if _is_module(obj):
-        unwrapped(obj).load_state_dict({key.replace("/", "."): value for key, value in state.items()}, strict=strict)
-        return
+    saved = DictionaryDeserializer(state, strict)
+    saved.directory = source.parent
     method = serialize_method(obj)
-    if method is not None:
-        method(DictionaryDeserializer(state, strict))
+    if is_module(obj):
+        load_module(saved, unwrapped(obj))
+    elif method is not None:
+        method(saved)
     else:
-        obj.load_state_dict(state["state_dict"])
+        obj.load_state_dict(saved("state_dict", None))
 
 
 def only_model(state: Mapping[str, Any], source: Path) -> str:
@@ -164,25 +171,36 @@ def only_model(state: Mapping[str, Any], source: Path) -> str:
     return f"{_MODEL}{'main' if 'main' in names else names[0]}/"
 
 
-def _is_module(obj: Any) -> bool:
+def is_module(obj: Any) -> bool:
+    """Whether an object is a model, which is saved as one file."""
     return hasattr(obj, "named_parameters") and has_state(obj) and not hasattr(obj, "serialize")
 
 
-def _save_module(target: Path, module: Any) -> None:
-    """One file, written beside and renamed over what is there."""
-    tensors = unwrapped(module).state_dict()
+def tensors_of(module: Any) -> dict[str, Tensor]:
+    """The entries of a model's state, not copied.
+
+    Raises:
+        TypeError: one of them is no tensor.
+    """
+    tensors: dict[str, Tensor] = unwrapped(module).state_dict()
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"a model's file holds tensors, and {name!r} of {type(module).__name__} is {type(value).__name__}; "
                 "register it as a buffer, or save the trainer, whose snapshot holds plain values too"
             )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    return tensors
+
+
+def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes one file beside, and renames it over what is there."""
     beside = target.with_name(f".{target.name}-{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
         tensor_file.write_sealed(beside, tensors)
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise described(error, target) from error
         raise
     flush_directory(target.parent)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -21,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chainring.files import flush_directory
+
 FORMAT = 1
 MANIFEST = "manifest.json"
 _LARGEST_MANIFEST = 16 << 20
+
+_UNFINISHED = re.compile(r"\..+-\d+-\d+\.(tmp|old)")  # .NAME-PID-NANOSECONDS.tmp
 
 WriteFile = Callable[[Path], tuple[int, int]]
 """Writes a new file and flushes it to the disk; returns its size in bytes and its CRC-32."""
@@ -65,7 +70,8 @@ class Store:
     ) -> None:
         """Writes a snapshot and publishes it under ``name``; afterwards it is on the disk.
 
-        When anything fails, nothing is published and what was written is removed.
+        When anything fails, nothing is published and what was written is removed; but when the very last step fails, that
+        flushes the name, the whole snapshot is there.
 
         Raises:
             FileExistsError: there is one of that name.
@@ -75,8 +81,8 @@ class Store:
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
         beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
-        beside.mkdir()
         try:
+            beside.mkdir()
             self._at("begun")
             written = {}
             for file, write in files.items():
@@ -87,18 +93,62 @@ class Store:
             flush_directory(beside)
             self._at("flushed")
             os.rename(beside, target)
-        except BaseException:
+            self._at("renamed")
+            flush_directory(self.root)
+        except BaseException as error:
             shutil.rmtree(beside, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise described(error, target) from error
             raise
-        self._at("renamed")
-        flush_directory(self.root)
         self._at("committed")
+
+    def link(self, name: str, target: str) -> None:
+        """Makes ``name`` a symbolic link to the snapshot ``target``, in the place of an earlier link by one rename.
+
+        Raises:
+            FileExistsError: something that is no link has that name.
+        """
+        place = self.root / _checked_name(name)
+        if os.path.lexists(place) and not place.is_symlink():
+            raise FileExistsError(f"{place} is in the way of a link to the snapshot {target!r}; move it, or choose another name")
+        beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
+        os.symlink(_checked_name(target), beside)
+        os.rename(beside, place)
+        flush_directory(self.root)
 
     def names(self) -> list[str]:
         """The names of the snapshots, those of the highest iteration first; whether they are sound is not looked at."""
-        entries = [e for e in self.root.iterdir() if not e.name.startswith(".") and not e.is_symlink()]
-        found = [(_iteration_of(entry), entry.name) for entry in entries if (entry / MANIFEST).is_file()]
-        return [name for _, name in sorted(found, reverse=True)]
+        listed = [(name, manifest) for name, manifest in self.listing() if (self.root / name / MANIFEST).is_file()]
+        return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
+
+    def listing(self) -> list[tuple[str, Manifest | None]]:
+        """Every directory that may be a snapshot with its manifest: first those whose manifest cannot be read.
+
+        Then comes the highest iteration, and so on down. Only manifests are read.
+        """
+        entries = [e for e in self.root.iterdir() if not e.name.startswith(".") and e.is_dir() and not e.is_symlink()]
+        found = [(entry.name, _manifest_of(entry)) for entry in entries]
+        return sorted(found, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+
+    def manifest(self, name: str) -> Manifest:
+        """What a snapshot says about itself.
+
+        Raises:
+            CorruptError: its manifest is missing, or not what was written.
+        """
+        return read_manifest(self.root / _checked_name(name))
+
+    def holds(self, name: str, iteration: int) -> bool:
+        """Whether there is a snapshot of that name, of that iteration."""
+        manifest = _manifest_of(self.root / _checked_name(name))
+        return manifest is not None and manifest.iteration == iteration
+
+    def linked(self, name: str) -> str | None:
+        """The snapshot to which the link ``name`` points, or ``None`` where there is no such link."""
+        try:
+            return os.readlink(self.root / _checked_name(name))
+        except OSError:
+            return None
 
     def verify(self, name: str) -> Manifest:
         """Reads every byte of a snapshot.
@@ -117,28 +167,37 @@ class Store:
 
     def sweep(self) -> list[str]:
         """Removes what killed runs have left unfinished, and returns the names of it. Only the holder of the lock may."""
-        left = [entry for entry in self.root.iterdir() if entry.name.startswith(".") and entry.suffix in (".tmp", ".old")]
-        left = [entry for entry in left if entry.is_dir() and not entry.is_symlink()]
+        left = [entry for entry in self.root.iterdir() if _UNFINISHED.fullmatch(entry.name)]
         for entry in left:
-            shutil.rmtree(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
         return [entry.name for entry in left]
 
 
 def verify(directory: Path) -> Manifest:
     """The manifest of a snapshot, after every byte has been compared with it, see `Store.verify`."""
+    manifest = look(directory)
+    for name, (_, crc) in manifest.files.items():
+        if checksum(directory / name) != crc:
+            raise CorruptError(f"{directory / name} has other bytes than were written")
+    return manifest
+
+
+def look(directory: Path) -> Manifest:
+    """The manifest of a snapshot, after the names, kinds and sizes of its files have been compared with it."""
     manifest = read_manifest(directory)
     present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
     missing, extra = sorted(manifest.files.keys() - present), sorted(present - manifest.files.keys())
     if missing or extra:
         raise CorruptError(f"{directory} is not what was written: missing {missing}, too many {extra}")
-    for name, (size, crc) in manifest.files.items():
+    for name, (size, _) in manifest.files.items():
         status = os.lstat(directory / name)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
             raise CorruptError(f"{directory / name} is no plain file")
         if status.st_size != size:
             raise CorruptError(f"{directory / name} has {status.st_size} bytes, {size} were written")
-        if checksum(directory / name) != crc:
-            raise CorruptError(f"{directory / name} has other bytes than were written")
     return manifest
 
 
@@ -158,28 +217,38 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptError(f"{directory} is no snapshot: it has no {MANIFEST}") from None
     body, newline, seal = text.rpartition(b"\n")
     # The seal is compared as it is spelled: a number read from hexadecimal would forgive the case of a letter.
-    if not newline or seal != _seal(body):
+    if not newline or seal != b"%08x" % zlib.crc32(body):
         raise CorruptError(f"{path} is not what was written")
-    content = json.loads(body)
-    if content.get("format") != FORMAT:
-        raise CorruptError(f"{path} has format {content.get('format')!r}, and this version reads {FORMAT}")
-    files = {_checked_name(name): (size, crc) for name, (size, crc) in content["files"].items()}
-    return Manifest(content["iteration"], files, content["about"])
+    try:
+        return _parsed(body)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError(f"{path} is no manifest that this version reads: {error}") from error
+
+
+def _parsed(body: bytes) -> Manifest:
+    """What a manifest says, each value of its type: the seal finds damage, and does not prove who wrote it."""
+    content = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)  # bytes might be taken for UTF-16
+    form, iteration, files, about = (content[key] for key in ("format", "iteration", "files", "about"))
+    if type(form) is not int or form != FORMAT:
+        raise ValueError(f"it has format {form!r:.40}, and this version reads {FORMAT}")
+    if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
+        raise ValueError('"iteration" is an integer, "files" and "about" are objects')
+    files = {_checked_name(name): (size, crc) for name, (size, crc) in files.items()}
+    if not all(type(number) is int for sizes in files.values() for number in sizes):
+        raise ValueError("sizes and checksums are integers")
+    return Manifest(iteration, files, about)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("a key occurs twice, and readers would differ on which counts")
+    return found
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    content = {
-        "format": FORMAT,
-        "iteration": manifest.iteration,
-        "files": {name: list(sizes) for name, sizes in manifest.files.items()},
-        "about": dict(manifest.about),
-    }
-    body = json.dumps(content, indent=1).encode()
-    write_bytes(path, body + b"\n" + _seal(body))
-
-
-def _seal(body: bytes) -> bytes:
-    return b"%08x" % zlib.crc32(body)
+    parts = {"files": dict(manifest.files), "about": dict(manifest.about)}
+    body = json.dumps({"format": FORMAT, "iteration": int(manifest.iteration), **parts}, indent=1).encode()
+    write_bytes(path, b"%s\n%08x" % (body, zlib.crc32(body)))
 
 
 def write_bytes(path: Path, text: bytes) -> tuple[int, int]:
@@ -200,21 +269,20 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def flush_directory(directory: Path) -> None:
-    """Makes what was created in or renamed into a directory survive a loss of power."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def described(error: OSError, target: Path) -> OSError:
+    """The same error with what the reader needs: which path, and how much room is left there."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        room = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
+    except OSError:
+        room = ""
+    return OSError(error.errno, f"{error.strerror or error}: it could not be written{room}", str(target))
 
 
-def _iteration_of(directory: Path) -> int:
-    """The iteration of a snapshot, or -1 where its manifest does not tell, so that it is tried last."""
+def _manifest_of(directory: Path) -> Manifest | None:
     try:
-        return read_manifest(directory).iteration
-    except (CorruptError, OSError, ValueError, KeyError, TypeError):
-        return -1
+        return read_manifest(directory)
+    except (OSError, CorruptError):
+        return None
 
 
 def _checked_name(name: str) -> str:

@@ -117,8 +117,10 @@ def check_seal(path: str | os.PathLike[str]) -> None:
     """Compares a file that `write_sealed` wrote with its checksum; one of another writer has none and passes.
 
     Raises:
-        ValueError: the file is not what was written.
+        ValueError: the file is not what was written, or no file: to open a pipe would be to wait for ever.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is no plain file; give the path of a model's file")
     with Path(path).open("rb") as file:
         header = bytearray(file.read(_length_of_header(file)))
         seal = _SEAL.search(header)
@@ -161,15 +163,13 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
     stored: dict[str, torch.Tensor] = {}
     owners: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
-        view = (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() and (owner := owners.setdefault(view, name)) != name:
+        if tensor.numel() and (owner := owners.setdefault(view_of(tensor), name)) != name:
             marks[name] = {"same_as": owner}
             continue
         stored[name] = tensor.detach()
         mark: dict[str, Any] = {}
         strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
-        if tensor.numel() and strides != torch.empty(tensor.shape, device="meta").stride():
+        if strides != torch.empty(tensor.shape, device="meta").stride():
             mark["strides"] = strides
         if tensor.dtype in _VIEWS:
             mark["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -177,6 +177,12 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
             marks[name] = mark
     # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
     return marks, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What is equal for two tensors only if they are the same view of the same memory, as tied parameters are."""
+    place = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[str, str]) -> bytes:
@@ -264,6 +270,8 @@ def _is_dense(shape: Iterable[int], strides: list[Any]) -> bool:
     sizes = list(shape)
     if len(sizes) != len(strides) or not all(type(stride) is int and 0 <= stride < 2**62 for stride in strides):
         return False
+    if 0 in sizes:
+        return True  # of no memory
     expected = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size != 1:

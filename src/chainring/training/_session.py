@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import generators
 from chainring.names import named_parts
+from chainring.training import _record
+from chainring.training._directory import RunDirectory
+from chainring.training.triggers.base import start
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -32,9 +35,17 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
     """
     entries = trainer._ordered()
     started: list[Entry] = []
-    trainer._started_at = time.monotonic()
+    trainer._has_begun = True
     failure: BaseException | None = None
+    directory: RunDirectory | None = None
     try:
+        make_out(trainer.out)
+        if trainer.comm.rank == 0:
+            directory = RunDirectory(trainer.out)
+        _load_newest(trainer, entries)
+        trainer._started_at = time.monotonic()
+        if directory is not None:
+            _settle(trainer, directory, entries)
         prepare(trainer)
         _start_triggers(trainer, entries)
         for entry in entries:
@@ -50,13 +61,45 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
         error.add_note(f"raised {_where(trainer)}")
     failure = _end(trainer, entries, started, failure)
     trainer._total_time = trainer.elapsed_time
+    if directory is not None:
+        directory.release()
     if failure is not None:
         raise failure
 
 
+def _load_newest(trainer: Trainer, entries: list[Entry]) -> None:
+    """Continues from the newest state that an extension offers, before anything is initialized.
+
+    Not where state was loaded already: who names a snapshot means that one.
+    """
+    found = []
+    for entry in entries:
+        trainer.extension_name = entry.name
+        offer = entry.method("offer")(trainer)
+        found += [] if offer is None else [offer]
+    trainer.extension_name = None
+    if found and not trainer.is_resumed:
+        _, load = max(found, key=lambda offer: offer[0])
+        load()
+
+
+def _settle(trainer: Trainer, directory: RunDirectory, entries: list[Entry]) -> None:
+    """Makes room in ``out`` for the run, and records its start there."""
+    origin = trainer._restored.origin
+    earlier = _record.read(directory.path)
+    files = {_record.NAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
+    known = files.union(earlier.get("files", ()))
+    if trainer.is_resumed:
+        directory.go_back(known, trainer.updater.iteration)
+        earlier = (_record.read(origin) if origin is not None else {}) or earlier
+        _record.write(trainer, earlier, known)
+    else:
+        directory.begin(known)
+        _record.write(trainer, {}, files)
+
+
 def prepare(trainer: Trainer) -> None:
-    """What must be in place before an extension is initialized: the directory, the names of models, the shares of data."""
-    make_out(trainer.out)
+    """What must be in place before an extension is initialized: the names of models, the shares of data."""
     updater, comm = trainer.updater, trainer.comm
     for name, model in updater.get_all_models().items():
         for path, part in named_parts(name, model):
@@ -68,9 +111,8 @@ def prepare(trainer: Trainer) -> None:
 
 def _start_triggers(trainer: Trainer, entries: list[Entry]) -> None:
     triggers = (trainer.stop_trigger, *(entry.trigger for entry in entries))
-    for trigger in {id(trigger): trigger for trigger in triggers}.values():  # one object may serve several
-        if hasattr(trigger, "initialize"):
-            trigger.initialize(trainer)
+    for trigger in triggers:
+        start(trigger, trainer)
     trainer._restored.warn_of_differences()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring import generators
@@ -20,11 +22,13 @@ class Restored:
     Attributes:
         happened: whether anything was loaded, so that the run continues an earlier one.
         generators: the state of the random generators, put back immediately before the first update.
+        origin: the directory in which the snapshot lies that was loaded; ``None`` where it came from memory.
     """
 
     def __init__(self) -> None:
         self.happened = False
         self.generators: Any = None
+        self.origin: Path | None = None
         self._source: Deserializer | None = None
         self._saved: dict[str, list[str]] = {}
         self._new: list[str] = []
@@ -33,6 +37,7 @@ class Restored:
         """Takes over a saved run, whose extensions had these names and types."""
         self.happened = True
         self.generators = drawn
+        self.origin = source.directory
         self._source, self._saved, self._new = source, dict(kinds), []
         for entry in entries:
             self.claim(entry)
@@ -72,6 +77,7 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     """
     serializer.visit("updater", trainer.updater)
     elapsed = serializer("elapsed_time", trainer.elapsed_time)
+    weight = serializer("weight", getattr(trainer.updater, "weight", 1))  # of the observation, for who averages it
     kinds = serializer("extension_types", {entry.name: entry.kinds for entry in entries})
     stop = type(trainer.stop_trigger).__name__
     if serializer("stop_trigger_type", stop) == stop:
@@ -82,6 +88,8 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     if isinstance(serializer, Deserializer):
         trainer.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
         trainer.earlier_time = elapsed
+        with contextlib.suppress(AttributeError):  # of an updater that computes it
+            trainer.updater.weight = weight
         restored.begin(serializer, kinds, drawn, entries)
         return
     for key, value in trainer.observation.items():

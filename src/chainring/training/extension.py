@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.stateful import Stateful
@@ -33,6 +33,7 @@ class Extension(Stateful):
         skip_on_resume: whether the call before training is left out in a run that continues an earlier one.
         is_snapshot: whether it takes down the state of the run. Such extensions are called last, after every trigger of
             the iteration has been asked.
+        autoload: of a snapshot, whether a run continues from the newest one, and is taken down when it ends.
     """
 
     trigger: Any = (1, "iteration")
@@ -40,6 +41,15 @@ class Extension(Stateful):
     invoke_before_training: bool = False
     skip_on_resume: bool = False
     is_snapshot: bool = False
+    autoload: bool = False
+
+    @property
+    def writes(self) -> Sequence[str]:
+        """The names of the files that it writes into the trainer's ``out``; they are moved away when another run starts.
+
+        A name may have fields of the trainer: ``"image_{.updater.iteration}"``.
+        """
+        return ()
 
     @property
     def default_name(self) -> str:
@@ -49,6 +59,10 @@ class Extension(Stateful):
     def __call__(self, trainer: Trainer) -> Any:
         """What happens when the trigger fires."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(trainer)")
+
+    def offer(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
+        """What a new run could continue from: the iteration of a saved state, and what loads it. Or ``None``."""
+        return None
 
     def initialize(self, trainer: Trainer) -> None:
         """Called once before the loop, when the state of a resumed run is back."""

@@ -66,6 +66,7 @@ class Trainer(Stateful):
         self._entries: dict[str, Entry] = {}
         self._restored = _state.Restored()
         self.earlier_time = 0.0
+        self._has_begun = False
         self._started_at: float | None = None
         self._total_time: float | None = None
         for extension in extensions:
@@ -121,7 +122,7 @@ class Trainer(Stateful):
             ValueError: the name is ``"training"``, or the trigger's unit or period is none.
             RuntimeError: the run has begun.
         """
-        if self._started_at is not None:
+        if self._has_begun:
             raise RuntimeError("extensions are registered before run(), which has begun; call extend before it")
         _check_extension(extension)
         base = name_of(extension, name)
@@ -154,13 +155,16 @@ class Trainer(Stateful):
         Raises:
             RuntimeError: it has run before.
         """
-        if self._started_at is not None:
+        if self._has_begun:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
         with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
             while not self.stop_trigger(self):
                 if not self._iterate(entries, snapshots):
                     self._warn_of_the_end()
                     break
+            for entry in snapshots:
+                if getattr(entry.extension, "autoload", False):
+                    self._call(entry)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
@@ -179,10 +183,13 @@ class Trainer(Stateful):
                 entry.extension(self)
                 self.extension_name = None
         for entry in [entry for entry in snapshots if self._is_due(entry)]:
-            self.extension_name = entry.name
-            entry.extension(self)
-            self.extension_name = None
+            self._call(entry)
         return True
+
+    def _call(self, entry: Entry) -> None:
+        self.extension_name = entry.name
+        entry.extension(self)
+        self.extension_name = None
 
     def _is_due(self, entry: Entry) -> bool:
         """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""
@@ -208,7 +215,7 @@ class Trainer(Stateful):
         Raises:
             RuntimeError: the run has begun, or the data end before two updates.
         """
-        if self._started_at is not None:
+        if self._has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
         _rehearsal.rehearse(self, self._ordered())
 

@@ -146,7 +146,7 @@ def test_a_large_array_is_replaced_every_30_seconds_at_each_snapshot_and_at_the_
 def test_no_other_file_is_left_behind(tmp_path):
     """What the array is replaced by lies beside it only for a moment."""
     rows_of(tmp_path, losses(1, 2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "log.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "log", "log.jsonl", "run.json"]
 
 
 def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
@@ -160,7 +160,7 @@ def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
 def test_filename_none_writes_no_file(tmp_path):
     """And the rows are kept all the same (T17)."""
     assert len(rows_of(tmp_path, losses(1, 2), filename=None)) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "run.json"]
 
 
 @pytest.mark.parametrize("name", ["x", "logs/x.json"])

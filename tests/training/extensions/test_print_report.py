@@ -104,7 +104,7 @@ def test_out_none_is_the_stdout_of_the_moment(tmp_path, capsys):
     with contextlib.redirect_stdout(io.StringIO()) as redirected:
         trainer.run()
     assert redirected.getvalue() == "main/loss\n1\n"
-    run(Counting(losses(2)), 1, tmp_path, LogReport(trigger=(1, "iteration")), PrintReport(["main/loss"]))
+    run(Counting(losses(2)), 1, tmp_path / "2", LogReport(trigger=(1, "iteration")), PrintReport(["main/loss"]))
     assert capsys.readouterr().out == "main/loss\n2\n"
 
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring.training.extensions._files import replace
+from chainring.files import numbered, replace
+from chainring.notices import said
+from chainring.plain import plain, restored
 
 _OFTEN = 1_000_000  # bytes up to which the array is replaced after each row
 _SELDOM = 30.0  # seconds between two replacements beyond that
@@ -24,42 +26,52 @@ class LogFile:
 
     Args:
         path: of the array; the lines go to the same with ``.jsonl``.
+
+    Attributes:
+        lines: the file of the lines.
     """
 
     def __init__(self, path: Path) -> None:
         self._array = path
-        self._lines = path.with_name(path.name + ".jsonl")
+        self.lines = path.with_name(path.name + ".jsonl")
         self._texts: list[str] = []
         self._size = 0
         self._crc = 0
         self._replaced_at = -math.inf
         self._stale = False
 
-    def open(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def open(self, rows: Sequence[Mapping[str, Any]], keep: bool = False) -> None:
         """Begins with the rows of the run that is continued: what its file holds beyond them is cut off.
 
-        A file that does not begin with them is replaced.
+        A file that does not begin with them, or that is to be kept, is moved to ``abandoned/<n>`` beside it.
         """
         self._texts = [_line(row) for row in rows]
         text = "".join(self._texts).encode()
-        self._lines.parent.mkdir(parents=True, exist_ok=True)
-        if not self._begins_with(text):
-            replace(self._lines, text)
-        os.truncate(self._lines, len(text))
+        self.lines.parent.mkdir(parents=True, exist_ok=True)
+        if keep or not self._begins_with(text):
+            self._set_aside()
+            replace(self.lines, text)
+        os.truncate(self.lines, len(text))
         self._size, self._crc = len(text), zlib.crc32(text)
         self.replace_array()
 
     def _begins_with(self, text: bytes) -> bool:
         try:
-            with open(self._lines, "rb") as file:
+            with open(self.lines, "rb") as file:
                 return file.read(len(text)) == text
         except FileNotFoundError:
             return False
 
+    def _set_aside(self) -> None:
+        if self.lines.exists() and self.lines.stat().st_size:
+            place = numbered(self.lines.parent / "abandoned") / self.lines.name
+            os.rename(self.lines, place)
+            said(f"{self.lines} holds other rows than the run that is continued: moved to {place}")
+
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the lines at once, and to the array when it is due."""
         line = _line(row)
-        with open(self._lines, "ab") as file:
+        with open(self.lines, "ab") as file:
             file.write(line.encode())
         self._texts.append(line)
         self._size += len(line.encode())
@@ -80,23 +92,22 @@ class LogFile:
             self.replace_array()
 
     @property
-    def checksum(self) -> list[int]:
-        """The length of the lines in bytes, and their CRC-32."""
-        return [self._size, self._crc]
+    def checksum(self) -> list[Any]:
+        """The name of the lines' file, its length in bytes, and its CRC-32."""
+        return [self.lines.name, self._size, self._crc]
+
+
+def read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:
+    """The rows in the first ``size`` bytes of a file of lines, or ``None`` where these are not what was written."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(size)
+    except OSError:
+        return None
+    if len(text) != size or zlib.crc32(text) != crc:
+        return None
+    return [restored(json.loads(line)) for line in text.splitlines()]
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(row), default=str, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: arrays are lists, and infinity and NaN, which it lacks, are strings."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # arrays and tensors, with or without dimensions
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return json.dumps(plain(row), default=str, allow_nan=False) + "\n"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from chainring.files import replace
 from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions._autograd_graph import dot_of
-from chainring.training.extensions._files import replace
 from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class DumpGraph(Extension):
         self._tries = 0
         self._root: Tensor | None = None
         self._reporter: Reporter | None = None
+
+    @property
+    def writes(self) -> Sequence[str]:
+        return (self._filename, str(Path(self._filename).with_suffix(".svg")))
 
     def initialize(self, trainer: Trainer) -> None:
         if not self._is_written and self._tries < _TRIES:

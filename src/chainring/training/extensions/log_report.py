@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.summary import DictSummary
 from chainring.training.extension import Extension
-from chainring.training.extensions._log_file import LogFile
+from chainring.training.extensions._log_file import LogFile, read_rows
 from chainring.training.triggers import get_trigger
 from chainring.writers.base import Record
 
@@ -59,6 +59,7 @@ class LogReport(Extension):
         self._working: list[Any] = []
         self._summary = DictSummary()
         self._file: LogFile | None = None
+        self._is_lost = False
 
     def initialize(self, trainer: Trainer) -> None:
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
@@ -66,7 +67,7 @@ class LogReport(Extension):
         self._working = list(self._open)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(Path(trainer.out) / self._filename)
-            self._file.open(self.log)
+            self._file.open(self.log, keep=self._is_lost)
 
     def observe(self, trainer: Trainer) -> None:
         observation = trainer.observation
@@ -111,9 +112,35 @@ class LogReport(Extension):
             except Exception as error:
                 warnings.warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}", stacklevel=2)
 
+    @property
+    def writes(self) -> Sequence[str]:
+        return () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
+
     def serialize(self, serializer: AbstractSerializer) -> None:
+        is_saving = isinstance(serializer, Serializer)
+        rows: list[dict[str, Any]] | None = self.log
+        lines = None
         if self._file is not None and isinstance(serializer, Serializer):
             self._file.flush()
-        self.log = serializer("log", self.log)
-        serializer("file", None if self._file is None else self._file.checksum)
+            # In a snapshot that lies beside the file its length will do: a log of n rows would be written n times.
+            if serializer.directory is not None and serializer.directory.resolve() == self._file.lines.parent.resolve():
+                serializer.refer(self._file.lines)
+                rows, lines = None, self._file.checksum
+        rows, lines = serializer("log", rows), serializer("file", lines)
+        if not is_saving:
+            self._is_lost = False
+            self.log = self._read(serializer.directory, *lines) if rows is None and lines is not None else rows or []
         self._summary.serialize(serializer["summary"])
+
+    def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
+        """The rows in the file beside a snapshot, up to where it was when the snapshot was taken."""
+        path = (directory or Path()) / Path(name).name
+        rows = read_rows(path, size, crc)
+        self._is_lost = rows is None
+        if rows is None:
+            warnings.warn(
+                f"the log goes on without its earlier rows: {path} does not begin with the {size} bytes that it had "
+                "when the snapshot was taken; move a snapshot together with the files beside it",
+                stacklevel=2,
+            )
+        return rows or []

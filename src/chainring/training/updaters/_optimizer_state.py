@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -107,14 +108,17 @@ class OptimizerState:
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
-    """``loaded`` in the dtypes of ``saved``; lists and mappings of tensors are entered."""
+    """``loaded`` in the types of ``saved``: torch also makes letters of a str, and a dict of a Counter."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):
-        return {key: _with_dtypes(loaded[key], value) for key, value in saved.items()}
+        restored = copy.copy(saved)
+        for key, value in saved.items():
+            restored[key] = _with_dtypes(loaded[key], value)
+        return restored
     if type(saved) in (list, tuple):
         return type(saved)(map(_with_dtypes, loaded, saved))
-    return loaded
+    return saved if isinstance(saved, str) else loaded
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
