@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import zlib
 from pathlib import Path
 
 
@@ -38,3 +40,30 @@ def _flush(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_bytes(path: Path, text: bytes) -> tuple[int, int]:
+    """Writes a new file and flushes it to the disk; returns its size and CRC-32."""
+    with open(path, "xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(text), zlib.crc32(text)
+
+
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file, read in pieces."""
+    crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(8 << 20):
+            crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def described(error: OSError, target: Path) -> OSError:
+    """The same error with what the reader needs: which path, and how much room is left there."""
+    try:
+        room = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
+    except OSError:
+        room = ""
+    return OSError(error.errno, f"{error.strerror or error}: it could not be written{room}", str(target))

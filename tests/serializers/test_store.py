@@ -6,7 +6,9 @@ import zlib
 
 import pytest
 
-from chainring.serializers.store import MANIFEST, CorruptError, Store, newest, write_bytes
+from chainring.files import write_bytes
+from chainring.serializers.manifest import MANIFEST, CorruptError
+from chainring.serializers.store import Store, newest
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from chainring._version import __version__
 from chainring.cli import export, inspect, verify
 from chainring.cli._snapshot import printable
-from chainring.serializers.store import CorruptError
+from chainring.serializers.manifest import CorruptError
 
 __all__ = ["main"]
 

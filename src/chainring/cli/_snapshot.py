@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chainring.serializers.store import MANIFEST, Store
+from chainring.serializers.manifest import MANIFEST
+from chainring.serializers.store import Store
 
 
 def find(directory: str) -> Path:

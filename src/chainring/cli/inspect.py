@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 
 from chainring.cli._snapshot import find, printable
-from chainring.serializers.store import look
+from chainring.serializers.manifest import look
 
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 

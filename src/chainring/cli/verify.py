@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from chainring.cli._snapshot import find
-from chainring.serializers.store import verify
+from chainring.serializers.manifest import verify
 
 
 def add_to(commands: Any) -> None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from chainring import generators
 from chainring.environment import versions
-from chainring.files import flush_directory, flush_file
+from chainring.files import described, flush_directory, flush_file, write_bytes
 from chainring.names import unwrapped
 from chainring.serializers import tensor_file, typed_json
 from chainring.serializers.base import has_state, load_module, save_module, serialize_method
 from chainring.serializers.dictionary import DictionaryDeserializer, References
-from chainring.serializers.store import CorruptError, Store, described, verify, write_bytes
+from chainring.serializers.manifest import CorruptError, verify
+from chainring.serializers.store import Store
 
 STATE = "state.json"
 TENSORS = "rank00000-of-00001.safetensors"
@@ -158,6 +159,8 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
     elif method is not None:
         method(saved)
     else:
+        if "state_dict" not in state:
+            raise ValueError(f"{source} holds no {type(obj).__name__}; `chainring inspect` lists what it has")
         obj.load_state_dict(saved("state_dict", None))
 
 
@@ -198,9 +201,9 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         tensor_file.write_sealed(beside, tensors)
         os.replace(beside, target)
+        flush_directory(target.parent)
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise described(error, target) from error
         raise
-    flush_directory(target.parent)

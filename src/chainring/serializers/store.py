@@ -5,52 +5,34 @@ then ``manifest.json``, which lists them with their sizes and checksums, then th
 it, and the parent directory is flushed. So whatever has a name without a dot was written to its end, and the manifest
 tells whether it still is what was written. (The order is that of SQLite and LevelDB: data, record, directory, rename.)
 
-A store has few calls (`commit`, `names`, `verify`, `remove`), so that one on another medium can take its place.
+A store has few calls (`commit`, `listing`, `verify`, `remove`, `link`), so that one on another medium can take its place.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import stat
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chainring.files import flush_directory
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-_LARGEST_MANIFEST = 16 << 20
+from chainring.files import described, flush_directory
+from chainring.serializers.manifest import (
+    MANIFEST,
+    CorruptError,
+    Manifest,
+    checked_name,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 _UNFINISHED = re.compile(r"\..+-\d+-\d+\.(tmp|old)")  # .NAME-PID-NANOSECONDS.tmp
 
 WriteFile = Callable[[Path], tuple[int, int]]
 """Writes a new file and flushes it to the disk; returns its size in bytes and its CRC-32."""
-
-
-class CorruptError(ValueError):
-    """A snapshot is not what was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a snapshot says about itself.
-
-    Attributes:
-        iteration: the updates that had been completed.
-        files: size in bytes and CRC-32 of each file by its name.
-        about: anything else that was recorded, as plain JSON values.
-    """
-
-    iteration: int
-    files: Mapping[str, tuple[int, int]]
-    about: Mapping[str, Any]
 
 
 class Store:
@@ -77,7 +59,7 @@ class Store:
             FileExistsError: there is one of that name.
             OSError: the disk is full, say; the error names the path.
         """
-        target = self.root / _checked_name(name)
+        target = self.root / checked_name(name)
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
         beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
@@ -86,9 +68,9 @@ class Store:
             self._at("begun")
             written = {}
             for file, write in files.items():
-                written[_checked_name(file)] = write(beside / file)
+                written[checked_name(file)] = write(beside / file)
                 self._at(f"wrote {file}")
-            _write_manifest(beside / MANIFEST, Manifest(iteration, written, dict(about or {})))
+            write_manifest(beside / MANIFEST, Manifest(iteration, written, dict(about or {})))
             self._at("wrote manifest")
             flush_directory(beside)
             self._at("flushed")
@@ -108,13 +90,17 @@ class Store:
         Raises:
             FileExistsError: something that is no link has that name.
         """
-        place = self.root / _checked_name(name)
+        place = self.root / checked_name(name)
         if os.path.lexists(place) and not place.is_symlink():
-            raise FileExistsError(f"{place} is in the way of a link to the snapshot {target!r}; move it, or choose another name")
+            raise FileExistsError(f"{place} is in the way of a link to {target!r}; move it, or choose another name")
         beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
-        os.symlink(_checked_name(target), beside)
-        os.rename(beside, place)
-        flush_directory(self.root)
+        try:
+            os.symlink(checked_name(target), beside)
+            os.rename(beside, place)
+            flush_directory(self.root)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise described(error, place) from error
 
     def names(self) -> list[str]:
         """The names of the snapshots, those of the highest iteration first; whether they are sound is not looked at."""
@@ -136,17 +122,17 @@ class Store:
         Raises:
             CorruptError: its manifest is missing, or not what was written.
         """
-        return read_manifest(self.root / _checked_name(name))
+        return read_manifest(self.root / checked_name(name))
 
     def holds(self, name: str, iteration: int) -> bool:
         """Whether there is a snapshot of that name, of that iteration."""
-        manifest = _manifest_of(self.root / _checked_name(name))
+        manifest = _manifest_of(self.root / checked_name(name))
         return manifest is not None and manifest.iteration == iteration
 
     def linked(self, name: str) -> str | None:
         """The snapshot to which the link ``name`` points, or ``None`` where there is no such link."""
         try:
-            return os.readlink(self.root / _checked_name(name))
+            return os.readlink(self.root / checked_name(name))
         except OSError:
             return None
 
@@ -161,7 +147,7 @@ class Store:
     def remove(self, name: str) -> None:
         """Removes a snapshot: unpublished by one rename first, so that it is never there in part."""
         aside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.old"
-        os.rename(self.root / _checked_name(name), aside)
+        os.rename(self.root / checked_name(name), aside)
         flush_directory(self.root)
         shutil.rmtree(aside)
 
@@ -176,119 +162,11 @@ class Store:
         return [entry.name for entry in left]
 
 
-def verify(directory: Path) -> Manifest:
-    """The manifest of a snapshot, after every byte has been compared with it, see `Store.verify`."""
-    manifest = look(directory)
-    for name, (_, crc) in manifest.files.items():
-        if checksum(directory / name) != crc:
-            raise CorruptError(f"{directory / name} has other bytes than were written")
-    return manifest
-
-
-def look(directory: Path) -> Manifest:
-    """The manifest of a snapshot, after the names, kinds and sizes of its files have been compared with it."""
-    manifest = read_manifest(directory)
-    present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
-    missing, extra = sorted(manifest.files.keys() - present), sorted(present - manifest.files.keys())
-    if missing or extra:
-        raise CorruptError(f"{directory} is not what was written: missing {missing}, too many {extra}")
-    for name, (size, _) in manifest.files.items():
-        status = os.lstat(directory / name)
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            raise CorruptError(f"{directory / name} is no plain file")
-        if status.st_size != size:
-            raise CorruptError(f"{directory / name} has {status.st_size} bytes, {size} were written")
-    return manifest
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a snapshot, compared with its own checksum.
-
-    Raises:
-        CorruptError: it is missing, or not what was written.
-    """
-    path = directory / MANIFEST
-    try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CorruptError(f"{path} is no plain file")
-        with open(path, "rb") as file:
-            text = file.read(_LARGEST_MANIFEST + 1)
-    except FileNotFoundError:
-        raise CorruptError(f"{directory} is no snapshot: it has no {MANIFEST}") from None
-    body, newline, seal = text.rpartition(b"\n")
-    # The seal is compared as it is spelled: a number read from hexadecimal would forgive the case of a letter.
-    if not newline or seal != b"%08x" % zlib.crc32(body):
-        raise CorruptError(f"{path} is not what was written")
-    try:
-        return _parsed(body)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{path} is no manifest that this version reads: {error}") from error
-
-
-def _parsed(body: bytes) -> Manifest:
-    """What a manifest says, each value of its type: the seal finds damage, and does not prove who wrote it."""
-    content = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)  # bytes might be taken for UTF-16
-    form, iteration, files, about = (content[key] for key in ("format", "iteration", "files", "about"))
-    if type(form) is not int or form != FORMAT:
-        raise ValueError(f"it has format {form!r:.40}, and this version reads {FORMAT}")
-    if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
-        raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-    files = {_checked_name(name): (size, crc) for name, (size, crc) in files.items()}
-    if not all(type(number) is int for sizes in files.values() for number in sizes):
-        raise ValueError("sizes and checksums are integers")
-    return Manifest(iteration, files, about)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a key occurs twice, and readers would differ on which counts")
-    return found
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    parts = {"files": dict(manifest.files), "about": dict(manifest.about)}
-    body = json.dumps({"format": FORMAT, "iteration": int(manifest.iteration), **parts}, indent=1).encode()
-    write_bytes(path, b"%s\n%08x" % (body, zlib.crc32(body)))
-
-
-def write_bytes(path: Path, text: bytes) -> tuple[int, int]:
-    """Writes a new file and flushes it to the disk; returns its size and CRC-32."""
-    with open(path, "xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(text), zlib.crc32(text)
-
-
-def checksum(path: Path) -> int:
-    """The CRC-32 of a file, read in pieces."""
-    crc = 0
-    with open(path, "rb") as file:
-        while piece := file.read(8 << 20):
-            crc = zlib.crc32(piece, crc)
-    return crc
-
-
-def described(error: OSError, target: Path) -> OSError:
-    """The same error with what the reader needs: which path, and how much room is left there."""
-    try:
-        room = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
-    except OSError:
-        room = ""
-    return OSError(error.errno, f"{error.strerror or error}: it could not be written{room}", str(target))
-
-
 def _manifest_of(directory: Path) -> Manifest | None:
     try:
         return read_manifest(directory)
     except (OSError, CorruptError):
         return None
-
-
-def _checked_name(name: str) -> str:
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise ValueError(f"a name in a snapshot store has no slash and begins with no dot, got {name!r}")
-    return name
 
 
 def newest(store: Store, names: Iterable[str], warn: Callable[[str], None]) -> str | None:

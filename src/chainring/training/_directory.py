@@ -12,7 +12,8 @@ from string import Formatter
 from chainring.files import flush_directory, numbered
 from chainring.notices import said
 from chainring.serializers.lock import DirectoryLock
-from chainring.serializers.store import Manifest, Store
+from chainring.serializers.manifest import Manifest
+from chainring.serializers.store import Store
 
 _SHOWN = 6
 
