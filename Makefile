@@ -37,8 +37,9 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable ".[bench]"
 	touch $@
 
-bench: $(VENV)/.bench  ## microseconds an iteration, beside a raw loop and other trainers
+bench: $(VENV)/.bench  ## microseconds an iteration, and what a snapshot costs, beside other trainers and writers
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/snapshot.py
 
 clean:  ## remove what the commands here have made
 	rm -rf $(VENV) result build dist

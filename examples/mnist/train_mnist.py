@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train (default: %(default)s)")
     parser.add_argument("--device", "-g", type=int, default=-1, help="number of the accelerator; negative is the host")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
-    parser.add_argument("--resume", "-r", default="", help="a saved run to continue")
+    parser.add_argument("--resume", "-r", default="", help="a snapshot to continue, such as result/snapshot_iter_150")
     parser.add_argument("--unit", "-u", type=int, default=50, help="units of a hidden layer (default: %(default)s)")
     parser.add_argument(
         "--dataset", choices=["digits", "mnist"], default="digits", help="what to learn (default: %(default)s)"
@@ -47,6 +47,7 @@ def main() -> None:
     trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
     trainer.extend(extensions.Evaluator(test_iter, model, device=args.device))
     trainer.extend(extensions.dump_graph("main/loss"))
+    trainer.extend(extensions.snapshot(), trigger=(1, "epoch"))
     trainer.extend(extensions.LogReport())
     columns = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]
     trainer.extend(extensions.PrintReport(columns))
