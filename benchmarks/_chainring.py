@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
 from chainring.nn import Classifier
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks
-from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar
+from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, snapshot
 
 IDLE = 8
 """Idle extensions in the row that prices them."""
@@ -37,10 +38,13 @@ def idle(iterations: int, out: Path) -> None:
     trainer.run()
 
 
-def with_log(iterations: int, out: Path) -> None:
-    """The script's extensions but `snapshot` and `dump_graph`."""
+def with_log(iterations: int, out: Path, saves: bool = False) -> None:
+    """The script's extensions but `dump_graph`, and `snapshot` where it ``saves``."""
     with open(os.devnull, "w") as screen:
-        _script(StandardUpdater, iterations, out, screen).run()
+        trainer = _script(StandardUpdater, iterations, out, screen)
+        if saves:
+            trainer.extend(snapshot(n_retains=1))
+        trainer.run()
 
 
 def time_to_first_update(out: Path) -> float:
@@ -61,17 +65,22 @@ def time_to_first_update(out: Path) -> float:
     return (started[0] - began) * 1e3
 
 
+def _fresh(out: Path) -> str:
+    """A directory that no run has written to: what one has written would be moved away first."""
+    return tempfile.mkdtemp(dir=out)
+
+
 def _trainer(iterations: int, out: Path, **settings: Any) -> Trainer:
     model = Loss()
     updater = StandardUpdater(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
-    return Trainer(updater, (iterations, "iteration"), out=str(out))
+    return Trainer(updater, (iterations, "iteration"), out=_fresh(out))
 
 
 def _script(updater_class: type[StandardUpdater], iterations: int, out: Path, screen: Any) -> Trainer:
     model = Classifier(Predictor())
     train_iter = SerialIterator(TupleDataset(X, T), BATCH)
     test_iter = SerialIterator(TupleDataset(X_TEST, T_TEST), BATCH, repeat=False, shuffle=False)
-    trainer = Trainer(updater_class(train_iter, sgd(model), model), (iterations, "iteration"), out=str(out))
+    trainer = Trainer(updater_class(train_iter, sgd(model), model), (iterations, "iteration"), out=_fresh(out))
     trainer.extend(Evaluator(test_iter, model))
     trainer.extend(LogReport())
     keys = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]

@@ -73,7 +73,7 @@ def raw_bf16(iterations: int) -> None:
             optimizer.step()
 
 
-def raw_with_log(iterations: int, out: Path) -> None:
+def raw_with_log(iterations: int, out: Path, saves: bool = False) -> None:
     """The work of the script: means of loss and accuracy, an evaluation, a line in a file and one on the screen."""
     predictor = Predictor()
     optimizer = sgd(predictor)
@@ -97,6 +97,9 @@ def raw_with_log(iterations: int, out: Path) -> None:
             with open(out / "raw.jsonl", "a") as file:
                 file.write(json.dumps(row) + "\n")
             print("  ".join(f"{value:<10g}" for value in row.values()), file=screen, flush=True)
+            if saves:
+                state = {"model": predictor.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                torch.save(state, out / "checkpoint.pt")
 
 
 def _evaluated(predictor: nn.Module) -> dict[str, float]:

@@ -28,6 +28,7 @@ import torch
 from _measure import Figure, Plan, Row, differences, figure, machine, measure
 
 RAW, RAW_WITH_LOG, RAW_BF16, BARE = "raw loop", "raw loop with means, evaluation and log", "raw loop in bf16", "no extension"
+RAW_WITH_SAVE = "the same raw loop and torch.save an epoch"
 NOISE = 2.0
 """Microseconds by which equal rows differ on a machine of two shared cores; `--check` does not count them."""
 FIRST_UPDATE_MS = 50.0
@@ -44,6 +45,13 @@ def rows_of(out: Path, peers: dict[str, _peers.Loop]) -> list[Row]:
         Row("the raw loop again", _loops.raw, over=RAW),
         Row(RAW_WITH_LOG, partial(_loops.raw_with_log, out=out)),
         Row("the script's extensions", partial(_chainring.with_log, out=out), over=RAW_WITH_LOG, budget=5.0),
+        Row(RAW_WITH_SAVE, partial(_loops.raw_with_log, out=out, saves=True)),
+        Row(
+            "the same and a snapshot an epoch",
+            partial(_chainring.with_log, out=out, saves=True),
+            over=RAW_WITH_SAVE,
+            budget=12.0,
+        ),
         Row(RAW_BF16, _loops.raw_bf16),
         Row("bf16, in stages", partial(_chainring.bare, out=out, precision="bf16"), over=RAW_BF16),
         *[Row(name, loop, over=RAW) for name, loop in peers.items()],
@@ -56,7 +64,7 @@ def result_of(row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
     result: dict[str, Any] = {"row": row.name, "us": own.median, "rounds": times[row.name]}
     if row.over is None:
         return result
-    base = row.over if row.over in (RAW, RAW_WITH_LOG, RAW_BF16) else RAW
+    base = row.over if row.over in (RAW, RAW_WITH_LOG, RAW_WITH_SAVE, RAW_BF16) else RAW
     more = figure(differences(row, times))
     ratio = more.median / figure(times[base]).median
     return result | {"over": row.over, "more": vars(more), "ratio": ratio, "budget": row.budget, "share": row.share}

@@ -1,8 +1,10 @@
 """A run that is stopped anywhere and continued in a fresh process is bit for bit the run that was never stopped."""
 
 import io
+import json
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +59,24 @@ def test_a_run_stopped_at_any_iteration_continues_bit_for_bit(in_fresh_process, 
     resumed["fired"] = fired + resumed["fired"]
     for part, value in whole.items():
         assert resumed[part] == value, f"{part} differs"
+
+
+@pytest.mark.parametrize("autoload", [False, True])
+@pytest.mark.parametrize("k", range(1, 9))
+def test_a_run_killed_at_any_iteration_continues_from_the_disk(in_fresh_process, reference, tmp_path, k, autoload):
+    """By SIGKILL, one iteration after the snapshot, which is loaded by its path or found by itself; bit for bit."""
+    with pytest.raises(EOFError):
+        in_fresh_process(resume_program.killed_at, str(tmp_path), k)
+    consumed, fired = pickle.loads((tmp_path / "so far").read_bytes())
+    resumed = in_fresh_process(resume_program.resumed_from_disk, str(tmp_path), k, autoload)
+    resumed["consumed"] = consumed + resumed["consumed"]
+    resumed["fired"] = fired + resumed["fired"]
+    for part, value in reference[1].items():
+        assert resumed[part] == value, f"{part} differs"
+    for name, rows in zip(("log", "other"), reference[1]["log"], strict=True):
+        written = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert written == json.loads((tmp_path / name).read_text())
+        assert [{key: value for key, value in row.items() if key != "elapsed_time"} for row in written] == rows
 
 
 def test_the_program_covers_what_it_is_for(reference):
