@@ -1,14 +1,17 @@
 """The program that the resume tests stop and continue: everything that draws, counts or remembers, in a few seconds."""
 
+import os
 import pickle
 import random
+import signal
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 import chainring
-from chainring import iterators, training
+from chainring import iterators, serializers, training
 from chainring.datasets import DatasetMixin
 from chainring.training import extensions, triggers
 
@@ -130,6 +133,44 @@ class _Either(StopsWhenWorse):
 
 
 _Either.__name__ = StopsWhenWorse.__name__  # the state is for a trigger of the same class
+
+
+def with_snapshots(made, autoload):
+    """Takes a snapshot every iteration, and another whenever the validation is better than before."""
+    trainer = made[0]
+    trainer.extend(extensions.snapshot(autoload=autoload), trigger=(1, "iteration"))
+    best = triggers.MinValueTrigger("validation/main/loss", (2, "iteration"))
+    trainer.extend(extensions.snapshot("best"), trigger=best)
+    return made
+
+
+def killed_at(out, k):
+    """Runs until k iterations are on the disk, and is gone at once; returns what happened so far through a file."""
+    made = with_snapshots(build(out), autoload=False)
+    trainer, data, fired = made
+
+    def end(trainer):
+        if trainer.updater.iteration == k + 1:  # the snapshot of iteration k has been waited for by that of k + 1
+            (Path(out) / "so far").write_bytes(pickle.dumps(before))
+            os.kill(os.getpid(), signal.SIGKILL)
+        before[:] = [list(data.consumed), list(fired)]
+
+    before = []
+    end.is_snapshot = True
+    trainer.extend(end, priority=-1000)
+    trainer.run()
+
+
+def resumed_from_disk(out, k, autoload):
+    """Continues from the disk in fresh objects, and returns the outcome of this part."""
+    made = with_snapshots(build(out, seed=12345), autoload)
+    trainer = made[0]
+    trainer.extend(lambda trainer: None, name="end")
+    if not autoload:
+        serializers.load(Path(out) / f"snapshot_iter_{k}", trainer)
+    torch.rand(7), np.random.rand(3), random.random()
+    trainer.run()
+    return outcome(*made)
 
 
 def second_part(out, state, accumulate):

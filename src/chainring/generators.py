@@ -39,8 +39,9 @@ def get_state() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     words = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    version, python_words, gauss = random.getstate()
     state = {
-        "python": random.getstate(),
+        "python": {"version": version, "words": torch.tensor(python_words), "gauss": gauss},
         "numpy": {**numpy, "state": {**numpy["state"], "key": words}},
         "torch": torch.get_rng_state(),
     }
@@ -52,8 +53,8 @@ def get_state() -> dict[str, Any]:
 
 def set_state(state: dict[str, Any]) -> None:
     """Puts back what `get_state` returned; an accelerator that was not there then is left alone."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = state["numpy"]
     key = numpy["state"]["key"].numpy().astype(np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})

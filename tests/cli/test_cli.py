@@ -1,6 +1,7 @@
 """The command looks at what a run has written, without the code that wrote it."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 import resume_program
 from chainring import serializers
 from chainring.cli import main
+from chainring.training.extensions import snapshot
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,47 @@ def test_verify_says_what_is_sound_and_fails_with_1_on_damage(saved, tmp_path, c
         (copy / file.name).write_bytes(content)
     assert main(["verify", str(copy)]) == 1
     assert "other bytes" in capsys.readouterr().err
+
+
+def test_verify_of_the_directory_of_a_run_reads_all_of_its_snapshots(saved, tmp_path, capsys):
+    """Also those after a damaged one; the exit status tells that there was one."""
+    directory, _ = saved
+    for name in ("a", "b", "c"):
+        shutil.copytree(directory, tmp_path / name)
+    (tmp_path / "b" / "state.json").write_bytes(b"{}")
+    assert main(["verify", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.count("is what was written") == 2
+    assert "state.json" in shown.err
+
+
+def test_verify_of_a_models_file_compares_it_with_its_checksum(saved, tmp_path, capsys):
+    """One that another program wrote has none, and is said to have none."""
+    _, model = saved
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    serializers.save(ours, model)
+    safetensors.torch.save_file(model.state_dict(), theirs)
+    assert main(["verify", str(ours)]) == 0
+    assert "is what was written" in capsys.readouterr().out
+    assert main(["verify", str(theirs)]) == 0
+    assert "no checksum" in capsys.readouterr().out
+    content = bytearray(ours.read_bytes())
+    content[-1] ^= 1
+    ours.write_bytes(content)
+    assert main(["verify", str(ours)]) == 1
+
+
+def test_what_a_snapshot_leaves_out_is_said(tmp_path, capsys):
+    """By inspect, and by export, whose file lacks it."""
+    trainer, *_ = resume_program.build(str(tmp_path / "out"), stop=(1, "iteration"))
+    trainer.updater.get_model("main").body[0].requires_grad_(False)
+    trainer.extend(snapshot("taken", frozen=False), trigger=(1, "iteration"))
+    trainer.run()
+    assert main(["inspect", str(tmp_path / "out" / "taken")]) == 0
+    assert "left out: 2 parameters" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "out" / "taken"), str(tmp_path / "model")]) == 0
+    assert "2 parameters are not in it" in capsys.readouterr().out
+    assert "body.0.weight" not in safetensors.torch.load_file(tmp_path / "model")
 
 
 def test_export_writes_the_plain_model(saved, tmp_path, capsys):

@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{directory} has no model {options.model or 'of an updater'}; `chainring inspect` lists what it has"
         )
+    left_out = sorted(name for name, value in found.items() if value is None)
+    if left_out:
+        print(f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}")
     Path(options.file).parent.mkdir(parents=True, exist_ok=True)
     tensor_file.write_sealed(options.file, tensors)
     print(f"{options.file}: {len(tensors)} tensors of {directory}")

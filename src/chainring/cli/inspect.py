@@ -13,6 +13,7 @@ from safetensors import safe_open
 from chainring.cli._snapshot import find, printable
 from chainring.serializers.manifest import look
 
+_NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 
 
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     )
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
+    for note, text in about["notes"].items():
+        print(f"{printable(note)}: {printable(text)}")
     rows = [
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}")
         for t in about["tensors"]
@@ -64,6 +67,7 @@ def describe(directory: Path) -> dict[str, Any]:
         "iteration": manifest.iteration,
         "epoch": manifest.about.get("epoch"),
         "versions": versions if isinstance(versions, dict) else {},
+        "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
         "tensors": tensors,

@@ -53,6 +53,7 @@ class Encoded:
 
     Attributes:
         tensors: the tensors of the state by name, not copied. Where they will change before `commit`, put copies here.
+        about: what the manifest says beside the files.
 
     Raises:
         TypeError: a value cannot be restored; the error names its path.
@@ -61,9 +62,9 @@ class Encoded:
     def __init__(self, state: References) -> None:
         self._text, self.tensors = typed_json.encode(state.target)
         self._referred = state.referred
-        self._about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
+        self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
         if (reason := generators.why_inexact()) is not None:
-            self._about["not bit-exact"] = reason
+            self.about["not bit-exact"] = reason
 
     def commit(self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None) -> None:
         """Writes it into a store, see `Store.commit`; the files that it refers to are flushed first."""
@@ -73,7 +74,7 @@ class Encoded:
             TENSORS: lambda place: tensor_file.write(place, self.tensors),
             STATE: lambda place: write_bytes(place, self._text),
         }
-        store.commit(name, files, iteration, {**self._about, **(about or {})})
+        store.commit(name, files, iteration, {**self.about, **(about or {})})
 
 
 def state_of(obj: Any, directory: Path | None = None) -> References:

@@ -113,8 +113,8 @@ def write_sealed(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
         os.fsync(file.fileno())
 
 
-def check_seal(path: str | os.PathLike[str]) -> None:
-    """Compares a file that `write_sealed` wrote with its checksum; one of another writer has none and passes.
+def check_seal(path: str | os.PathLike[str]) -> bool:
+    """Compares a file that `write_sealed` wrote with its checksum. One of another writer has none: then it is false.
 
     Raises:
         ValueError: the file is not what was written, or no file: to open a pipe would be to wait for ever.
@@ -125,7 +125,7 @@ def check_seal(path: str | os.PathLike[str]) -> None:
         header = bytearray(file.read(_length_of_header(file)))
         seal = _SEAL.search(header)
         if seal is None and not _WRITER.search(header):
-            return
+            return False
         crc, written = 0, b""
         if seal is not None:
             written = bytes(seal.group(1))
@@ -135,6 +135,7 @@ def check_seal(path: str | os.PathLike[str]) -> None:
                 crc = zlib.crc32(chunk, crc)
         if written != b"%08x" % crc:
             raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
+    return True
 
 
 def _length_of_header(file: BinaryIO) -> int:

@@ -16,6 +16,8 @@ from chainring.serializers.manifest import Manifest
 from chainring.serializers.store import Store
 
 _SHOWN = 6
+_PLACES = ("previous", "abandoned")
+_COUNTS = {"iteration": r"(?P<iteration>\d+)", "epoch": r"\d+", "epoch_detail": r"[\d.e+-]+"}
 
 
 class RunDirectory:
@@ -34,7 +36,11 @@ class RunDirectory:
         self.path = Path(out)
         self._lock = DirectoryLock(out)
         self._store = Store(out)
-        self._store.sweep()
+        try:
+            self._store.sweep()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def release(self) -> None:
         """Lets another run in."""
@@ -67,7 +73,8 @@ class RunDirectory:
         patterns = [pattern_of(template) for template in templates]
         manifests = dict(self._store.listing())
         found: dict[str, float | None] = {}
-        for name in sorted(os.listdir(self.path)):
+        names = sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _PLACES)
+        for name in names:
             matches = [match for pattern in patterns if (match := pattern.fullmatch(name))]
             manifest = manifests.get(name)
             if not matches and not (manifest is not None and "series" in manifest.about):
@@ -77,6 +84,7 @@ class RunDirectory:
                 found[name] = _iteration(manifest, numbers)
             else:
                 found[name] = int(numbers[0]) if numbers else None
+        found |= {name: None for name in names if name not in found and self._store.linked(name) in found}
         nested = [name for name in templates if "/" in name and not os.path.isabs(name) and ".." not in Path(name).parts]
         return found | {name: None for name in nested if (self.path / name).is_file()}
 
@@ -97,18 +105,17 @@ def pattern_of(template: str) -> re.Pattern[str]:
     """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
 
     Fields that count, iterations and epochs, stand for digits, so that what others call ``snapshot_iter_old`` is not taken
-    for the run's own; the first iteration is the group of that name.
+    for the run's own; the first iteration is the group of that name. A field of any other kind stands for any text, unless
+    it is all of the name, which would then be every name.
     """
-    parts = []
-    for literal, field, _, _ in Formatter().parse(template):
+    fields = list(Formatter().parse(template))
+    other = ".+" if any(literal for literal, *_ in fields) else r"(?!)"
+    parts: list[str] = []
+    for literal, field, _, _ in fields:
         parts.append(re.escape(literal))
-        if field is None:
-            continue
-        kind = field.rpartition(".")[2]
-        if kind == "iteration":
-            parts.append(r"\d+" if any("<iteration>" in part for part in parts) else r"(?P<iteration>\d+)")
-        else:
-            parts.append(r"\d+" if kind == "epoch" else ".+")
+        if field is not None:
+            part = _COUNTS.get(field.rpartition(".")[2], other)
+            parts.append(r"\d+" if part in parts and "<" in part else part)
     return re.compile("".join(parts))
 
 

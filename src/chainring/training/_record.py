@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import socket
 import sys
 import warnings
@@ -30,13 +31,22 @@ def read(directory: Path) -> dict[str, Any]:
     """What a run in this directory has recorded; empty where there is no record that can be read."""
     path = directory / NAME
     try:
-        record = json.loads(path.read_bytes())
+        return _checked(json.loads(path.read_bytes()))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path} is passed over and written anew: {error}", stacklevel=2)
         return {}
-    return record if isinstance(record, dict) and record.get("format") == FORMAT else {}
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    """The record, if its parts are of the types in which they are written: a person may have edited it."""
+    kinds = {"config": dict, "versions": dict, "files": list, "starts": list}
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is no record of format {FORMAT}")
+    if wrong := [part for part, kind in kinds.items() if not isinstance(record.get(part), kind)]:
+        raise ValueError(f"these parts of it are not what was written: {wrong}")
+    return record
 
 
 def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str]) -> None:
@@ -95,5 +105,13 @@ def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; what it has no word for is recorded as its text."""
-    return json.loads(json.dumps(plain(value), default=str))
+    """As JSON has it; what it has no word for is recorded as a text that is the same in every process."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((_plain(item) for item in value), key=repr)
+    if isinstance(value, type) or hasattr(value, "__qualname__"):  # a class or a function: its address would be new each time
+        return f"{value.__module__}.{value.__qualname__}"
+    return json.loads(json.dumps(plain(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))

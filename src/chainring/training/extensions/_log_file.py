@@ -66,7 +66,7 @@ class LogFile:
         if self.lines.exists() and self.lines.stat().st_size:
             place = numbered(self.lines.parent / "abandoned") / self.lines.name
             os.rename(self.lines, place)
-            said(f"{self.lines} holds other rows than the run that is continued: moved to {place}")
+            said(f"{self.lines} holds rows that this run does not continue: moved to {place}")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the lines at once, and to the array when it is due."""

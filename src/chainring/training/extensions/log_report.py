@@ -59,7 +59,7 @@ class LogReport(Extension):
         self._working: list[Any] = []
         self._summary = DictSummary()
         self._file: LogFile | None = None
-        self._is_lost = False
+        self._written: str | None = None  # the file that holds these rows, and is cut back to them
 
     def initialize(self, trainer: Trainer) -> None:
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
@@ -67,7 +67,8 @@ class LogReport(Extension):
         self._working = list(self._open)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(Path(trainer.out) / self._filename)
-            self._file.open(self.log, keep=self._is_lost)
+            self._file.open(self.log, keep=self._written != self._filename)
+        self._written = self._filename
 
     def observe(self, trainer: Trainer) -> None:
         observation = trainer.observation
@@ -127,8 +128,8 @@ class LogReport(Extension):
                 serializer.refer(self._file.lines)
                 rows, lines = None, self._file.checksum
         rows, lines = serializer("log", rows), serializer("file", lines)
+        self._written = serializer("written", self._written)
         if not is_saving:
-            self._is_lost = False
             self.log = self._read(serializer.directory, *lines) if rows is None and lines is not None else rows or []
         self._summary.serialize(serializer["summary"])
 
@@ -136,8 +137,8 @@ class LogReport(Extension):
         """The rows in the file beside a snapshot, up to where it was when the snapshot was taken."""
         path = (directory or Path()) / Path(name).name
         rows = read_rows(path, size, crc)
-        self._is_lost = rows is None
         if rows is None:
+            self._written = None
             warnings.warn(
                 f"the log goes on without its earlier rows: {path} does not begin with the {size} bytes that it had "
                 "when the snapshot was taken; move a snapshot together with the files beside it",

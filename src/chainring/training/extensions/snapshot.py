@@ -74,11 +74,8 @@ class Snapshot(Extension):
     ) -> None:
         if condition is not None and not callable(condition):
             raise TypeError(f"condition is a function without arguments, got {type(condition).__name__}")
-        if target is not None and serialize_method(target) is None and not has_state(target):
-            raise TypeError(
-                "target is what to save: it has serialize, or state_dict and load_state_dict, and "
-                f"{type(target).__name__} has neither"
-            )
+        if target is not None:
+            _check_target(target)
         self.autoload = autoload
         self._series = Series(filename, n_retains)
         self._target = target
@@ -95,7 +92,7 @@ class Snapshot(Extension):
 
     def offer(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._series.label = self._series.label or trainer.extension_name
-        if not self.autoload:
+        if not self.autoload or trainer.is_resumed:  # who has loaded a snapshot by its name means that one
             return None
         store = Store(trainer.out)
         name = newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
@@ -117,6 +114,7 @@ class Snapshot(Extension):
         if (self._condition is not None and not self._condition()) or trainer.comm.rank != 0:
             return
         self._guarded(self._background.wait)
+        os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
         write = self._prepared(trainer)
         if write is None:
             return
@@ -147,9 +145,11 @@ class Snapshot(Extension):
     def _encoded(self, trainer: Trainer) -> Encoded:
         whole = trainer if self._target is None else self._target
         state = state_of(whole, Path(trainer.out))
-        if not self._frozen:
-            _leave_out_frozen(state, whole)
-        return Encoded(state)
+        left_out = 0 if self._frozen else _leave_out_frozen(state, whole)
+        encoded = Encoded(state)
+        if left_out:
+            encoded.about["left out"] = f"{left_out} parameters that need no gradient, by frozen=False"
+        return encoded
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         if self._saves_errors and trainer.comm.rank == 0:
@@ -192,8 +192,20 @@ class ModelFile(Snapshot):
         return lambda: save_tensors(path, tensors)
 
 
-def _leave_out_frozen(state: References, whole: Any) -> None:
-    """Puts ``None`` in the place of parameters that need no gradient: what is loaded later keeps its own."""
+def _check_target(target: Any) -> None:
+    if serialize_method(target) is None and not has_state(target):
+        raise TypeError(
+            "target is what to save: it has serialize, or state_dict and load_state_dict, and "
+            f"{type(target).__name__} has neither"
+        )
+
+
+def _leave_out_frozen(state: References, whole: Any) -> int:
+    """Puts ``None`` in the place of parameters that need no gradient, whose number is returned.
+
+    Where it is loaded later these stay what they are.
+    """
+    count = 0
     models = {"": whole} if is_module(whole) else {}
     if hasattr(whole, "updater"):
         models = {f"updater/model:{name}/": model for name, model in whole.updater.get_all_models().items()}
@@ -202,6 +214,8 @@ def _leave_out_frozen(state: References, whole: Any) -> None:
             path = prefix + name.replace(".", "/")
             if not parameter.requires_grad and path in state.target:
                 state.target[path] = None
+                count += 1
+    return count
 
 
 def snapshot_object(target: Any, filename: Any, *, asynchronous: bool = True) -> Snapshot:
@@ -216,6 +230,7 @@ def snapshot_object(target: Any, filename: Any, *, asynchronous: bool = True) ->
     Raises:
         TypeError: the target has no state, or the file name is of another kind.
     """
+    _check_target(target)
     kind = ModelFile if is_module(target) else Snapshot
     extension = kind(filename, target=target, asynchronous=asynchronous)
     extension.default_name = "snapshot_object"
