@@ -1,5 +1,6 @@
 """The first thing that a reader tries."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,19 @@ def test_the_script_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsy
     assert table[0].split() == ["epoch", "main/loss", "validation/main/loss", "validation/main/accuracy"]
     assert table[-1].split()[0] == "20"
     assert (tmp_path / "result" / "log").exists()
+
+
+def test_with_its_line_for_snapshots_a_second_run_goes_on_where_the_first_stopped(tmp_path, monkeypatch, capsys):
+    """The script of the README with the line of the README, for 3 epochs and then for 5."""
+    monkeypatch.chdir(tmp_path)
+    script, line = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+    script = script.replace("trainer.run()", f"{line}trainer.run()")
+    for epochs in (3, 5):
+        exec(script.replace('(20, "epoch")', f'({epochs}, "epoch")'), {})
+    rows = [json.loads(row) for row in (tmp_path / "result" / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5]
+    starts = json.loads((tmp_path / "result" / "run.json").read_text())["starts"]
+    assert [start["iteration"] for start in starts] == [0, rows[2]["iteration"]]
 
 
 def test_the_commands_of_the_readme_are_in_the_makefile():
