@@ -1,5 +1,6 @@
 """The program that the resume tests stop and continue: everything that draws, counts or remembers, in a few seconds."""
 
+import json
 import os
 import pickle
 import random
@@ -150,19 +151,19 @@ def killed_at(out, k):
     trainer, data, fired = made
 
     def end(trainer):
+        before[trainer.updater.iteration] = list(data.consumed), list(fired)
         if trainer.updater.iteration == k + 1:  # the snapshot of iteration k has been waited for by that of k + 1
             (Path(out) / "so far").write_bytes(pickle.dumps(before))
             os.kill(os.getpid(), signal.SIGKILL)
-        before[:] = [list(data.consumed), list(fired)]
 
-    before = []
+    before = {}
     end.is_snapshot = True
     trainer.extend(end, priority=-1000)
     trainer.run()
 
 
 def resumed_from_disk(out, k, autoload):
-    """Continues from the disk in fresh objects, and returns the outcome of this part."""
+    """Continues from the disk in fresh objects; returns where it began, and the outcome of this part."""
     made = with_snapshots(build(out, seed=12345), autoload)
     trainer = made[0]
     trainer.extend(lambda trainer: None, name="end")
@@ -170,7 +171,7 @@ def resumed_from_disk(out, k, autoload):
         serializers.load(Path(out) / f"snapshot_iter_{k}", trainer)
     torch.rand(7), np.random.rand(3), random.random()
     trainer.run()
-    return outcome(*made)
+    return json.loads((Path(out) / "run.json").read_text())["starts"][-1]["iteration"], outcome(*made)
 
 
 def second_part(out, state, accumulate):

@@ -62,7 +62,7 @@ class RunDirectory:
         later = [name for name, since in own.items() if since is not None and since > iteration]
         if not later:
             return
-        later += [name for name in own if (self.path / name).is_symlink() and self._store.linked(name) in later]
+        later += [name for name in own if "/" not in name and self._store.linked(name) in later]
         files = [name for name in own if (self.path / name).is_file() and name not in later]
         moved = self._move(later, "abandoned", copies=files)
         said(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")
@@ -85,8 +85,21 @@ class RunDirectory:
             else:
                 found[name] = int(numbers[0]) if numbers else None
         found |= {name: None for name in names if name not in found and self._store.linked(name) in found}
-        nested = [name for name in templates if "/" in name and not os.path.isabs(name) and ".." not in Path(name).parts]
-        return found | {name: None for name in nested if (self.path / name).is_file()}
+        return found | self._nested(templates)
+
+    def _nested(self, templates: Iterable[str]) -> dict[str, float | None]:
+        """The same of the files that lie in folders within."""
+        found: dict[str, float | None] = {}
+        for template in templates:
+            folder = template.partition("{")[0].rpartition("/")[0]
+            if not folder or os.path.isabs(template) or ".." in Path(template).parts:
+                continue
+            pattern = pattern_of(template)
+            for path in sorted((self.path / folder).rglob("*")):
+                name = path.relative_to(self.path).as_posix()
+                if path.is_file() and (match := pattern.fullmatch(name)):
+                    found[name] = int(match["iteration"]) if "iteration" in match.re.groupindex else None
+        return found
 
     def _move(self, names: list[str], where: str, copies: Iterable[str] = ()) -> Path:
         place = numbered(self.path / where)

@@ -112,6 +112,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((_plain(item) for item in value), key=repr)
-    if isinstance(value, type) or hasattr(value, "__qualname__"):  # a class or a function: its address would be new each time
-        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, type) or hasattr(
+        value, "__qualname__"
+    ):  # a class or a function: its address would be new each time
+        return ".".join(filter(None, (value.__module__, value.__qualname__)))
     return json.loads(json.dumps(plain(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))

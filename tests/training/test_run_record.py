@@ -1,0 +1,291 @@
+"""run.json: with what settings a run was made, when it was started and resumed, and what had changed by then."""
+
+import argparse
+import datetime
+import functools
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from counting import CountingUpdater, DataUpdater
+from toys import updater_of
+
+import chainring
+from chainring import environment, serializers, training
+from chainring.training import extensions
+
+
+class Opaque:
+    """Has no text but its address."""
+
+
+def trainer_of(out, stop=1, updater=None, **config):
+    trainer = training.Trainer(
+        CountingUpdater() if updater is None else updater, (stop, "iteration"), str(out), config=config
+    )
+    trainer.extend(extensions.snapshot(), trigger=(1, "iteration"))
+    return trainer
+
+
+def run(out, stop=1, load=None, updater=None, **config):
+    trainer = trainer_of(out, stop, updater, **config)
+    if load is not None:
+        serializers.load(Path(out) / load, trainer)
+    trainer.run()
+    return record(out)
+
+
+def record(out):
+    """The record, which a strict reader accepts."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads((Path(out) / "run.json").read_text(), parse_constant=refuse)
+
+
+@pytest.fixture
+def commit():
+    """Asks anew for the commit of the running script, which a process asks for once."""
+    environment.git_commit.cache_clear()
+    yield
+    environment.git_commit.cache_clear()
+
+
+def git(place, *arguments):
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", *who, *arguments], cwd=place, check=True, capture_output=True, text=True, env=clean()
+    ).stdout.strip()
+
+
+def clean():
+    """The environment without what would lead git to another repository."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, commit):
+    """A script in a git repository of one commit, which is the one that runs."""
+    place = tmp_path / "repository"
+    place.mkdir()
+    (place / "train.py").touch()
+    git(place, "init", "--quiet")
+    git(place, "add", ".")
+    git(place, "commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(sys, "argv", [str(place / "train.py"), "--epoch", "3"])
+    return place / "train.py"
+
+
+def test_the_record_says_with_what_the_run_was_made(tmp_path, monkeypatch):
+    """Arguments, versions, device, threads and seeds."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--epoch", "3"])
+    found = run(tmp_path, updater=DataUpdater(), epoch=3)
+    assert found["format"] == 1
+    assert found["config"] == {"epoch": 3}
+    assert found["argv"] == ["train.py", "--epoch", "3"]
+    assert found["versions"] == {
+        "chainring": chainring.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+    assert found["device"] == environment.device()
+    assert found["threads"] == 1
+    assert found["seeds"]["torch"] == 0
+
+
+def test_the_seeds_of_the_iterators_are_recorded(tmp_path):
+    """By their names."""
+    assert run(tmp_path, updater=updater_of())["seeds"]["iterators"].keys() == {"main"}
+
+
+def test_a_start_says_when_where_and_from_which_iteration(tmp_path):
+    """The time with its zone, in whole seconds."""
+    before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+    (start,) = run(tmp_path)["starts"]
+    assert before <= datetime.datetime.fromisoformat(start.pop("time")) <= datetime.datetime.now(datetime.UTC)
+    expected = {"iteration": 0, "host": socket.gethostname(), "pid": os.getpid(), "argv": sys.argv, "changed": {}}
+    assert start == expected
+
+
+def test_every_value_of_a_config_becomes_plain_json(tmp_path):
+    """What an argparse namespace may hold, and what scripts put beside it; NaN and infinities are strings."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--results", type=Path, default=Path("result"))
+    parser.add_argument("--lr", type=float, default=math.nan)
+    parser.set_defaults(func=run)
+    config = {
+        **vars(parser.parse_args([])),
+        "bound": np.float32(math.inf),
+        "low": [-math.inf, np.float64(0.5), np.int64(3)],
+        "array": np.arange(3),
+        "tensor": torch.tensor([[1.5]]),
+        "nested": {"a": {"b": (1, None, True)}, 3: "three", Path("x"): 4, ("a", 1): 5},
+        "set": {"c", "a", "b"},
+        "types": [np.float32, torch.nn.ReLU, torch.float64, torch.device("cpu")],
+        "reduction": max,
+        "bytes": b"x",
+        "partial": functools.partial(max, 3),
+    }
+    found = run(tmp_path, **config)["config"]
+    assert found == {
+        "results": "result",
+        "lr": "NaN",
+        "func": "test_run_record.run",
+        "bound": "Infinity",
+        "low": ["-Infinity", 0.5, 3],
+        "array": [0, 1, 2],
+        "tensor": [[1.5]],
+        "nested": {"a": {"b": [1, None, True]}, "3": "three", "x": 4, "('a', 1)": 5},
+        "set": ["a", "b", "c"],
+        "types": ["numpy.float32", "torch.nn.modules.activation.ReLU", "torch.float64", "cpu"],
+        "reduction": "builtins.max",
+        "bytes": "b'x'",
+        "partial": "functools.partial(<built-in function max>, 3)",
+    }
+
+
+def test_the_config_is_copied_when_the_trainer_is_made(tmp_path):
+    """A later change of the arguments is not what the run was made with."""
+    config = {"epoch": 3}
+    trainer = training.Trainer(CountingUpdater(), (1, "iteration"), str(tmp_path), config=config)
+    config["epoch"] = 4
+    trainer.run()
+    assert record(tmp_path)["config"] == {"epoch": 3}
+
+
+def test_the_commit_is_that_of_the_script_and_not_of_the_working_directory(tmp_path, script):
+    """So a run says which code it was."""
+    assert run(tmp_path / "out")["git_commit"] == git(script.parent, "rev-parse", "HEAD")
+
+
+def test_a_script_outside_a_repository_or_without_git_has_no_commit(tmp_path, monkeypatch, script):
+    """Neither is an error."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        assert run(tmp_path / "without git")["git_commit"] is None
+    environment.git_commit.cache_clear()
+    outside = tmp_path / "outside.py"
+    outside.touch()
+    monkeypatch.setattr(sys, "argv", [str(outside)])
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run(tmp_path / "outside")["git_commit"] is None
+
+
+def test_a_resumed_run_adds_a_start_and_prints_nothing_where_nothing_has_changed(tmp_path, capsys):
+    """Also where the config has values whose plain text would be another in every process."""
+    config = {"epoch": 3, "lr": math.nan, "func": lambda: None, "data": {"a", "b"}, "object": Opaque()}
+    run(tmp_path, **config)
+    found = run(tmp_path, 3, load="snapshot_iter_1", **{**config, "object": Opaque()})
+    assert [(start["iteration"], start["changed"]) for start in found["starts"]] == [(0, {}), (1, {})]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_path, capsys):
+    """Also of an argument that is new or gone; each start says what had changed since the one before."""
+    run(tmp_path, epoch=3, gone="x", same=1)
+    run(tmp_path, 2, load="snapshot_iter_1", epoch=4, same=1, new=[1])
+    assert capsys.readouterr().out.splitlines() == [
+        "resumed with config epoch 4, where the saved run had 3: the new value holds",
+        "resumed with config gone None, where the saved run had 'x': the new value holds",
+        "resumed with config new [1], where the saved run had None: the new value holds",
+    ]
+    found = run(tmp_path, 3, load="snapshot_iter_2", epoch=5, same=1, new=[1])
+    assert found["config"] == {"epoch": 5, "same": 1, "new": [1]}
+    assert [start["changed"] for start in found["starts"]] == [
+        {},
+        {"config.epoch": [3, 4], "config.gone": ["x", None], "config.new": [None, [1]]},
+        {"config.epoch": [4, 5]},
+    ]
+
+
+def test_another_number_of_threads_is_printed_and_recorded(tmp_path, capsys):
+    """The results may differ in the last bits."""
+    run(tmp_path)
+    torch.set_num_threads(2)
+    found = run(tmp_path, 2, load="snapshot_iter_1")
+    assert found["starts"][1]["changed"] == {"threads": [1, 2]}
+    assert capsys.readouterr().out == (
+        "resumed with threads 2, where the saved run had 1: the run goes on, and may differ in the last bits\n"
+    )
+
+
+def test_another_commit_is_printed_and_recorded(tmp_path, script, capsys):
+    """The code of now runs."""
+    first = run(tmp_path / "out")["git_commit"]
+    git(script.parent, "commit", "--quiet", "--allow-empty", "--message", "second")
+    environment.git_commit.cache_clear()
+    found = run(tmp_path / "out", 2, load="snapshot_iter_1")
+    second = git(script.parent, "rev-parse", "HEAD")
+    assert found["starts"][1]["changed"] == {"git_commit": [first, second]}
+    line = f"resumed with git_commit {second!r}, where the saved run had {first!r}: the code of now runs\n"
+    assert capsys.readouterr().out == line
+
+
+def test_a_version_that_has_changed_is_printed_and_recorded(tmp_path, capsys):
+    """As a run finds it that was begun under another version of torch."""
+    run(tmp_path)
+    path = tmp_path / "run.json"
+    content = json.loads(path.read_text())
+    content["versions"]["torch"] = "0.1"
+    path.write_text(json.dumps(content))
+    assert run(tmp_path, 2, load="snapshot_iter_1")["starts"][1]["changed"] == {"versions.torch": ["0.1", torch.__version__]}
+    assert "resumed with version of torch" in capsys.readouterr().out
+
+
+def test_a_fresh_run_begins_a_new_record(tmp_path, capsys):
+    """What is otherwise than in the run before is no change of a setting."""
+    run(tmp_path, epoch=3)
+    capsys.readouterr()
+    found = run(tmp_path, epoch=4)
+    assert [start["changed"] for start in found["starts"]] == [{}]
+    assert "resumed" not in capsys.readouterr().out
+
+
+def test_a_run_continued_elsewhere_goes_on_with_the_record_beside_its_snapshot(tmp_path, capsys):
+    """And not with that of a run that happens to be in its directory."""
+    run(tmp_path / "source", 2, epoch=3)
+    run(tmp_path / "out", 1, epoch=8)
+    trainer = trainer_of(tmp_path / "out", 3, epoch=4)
+    serializers.load(tmp_path / "source" / "snapshot_iter_2", trainer)
+    trainer.run()
+    starts = record(tmp_path / "out")["starts"]
+    assert [(start["iteration"], start["changed"]) for start in starts] == [(0, {}), (2, {"config.epoch": [3, 4]})]
+    assert "where the saved run had 3" in capsys.readouterr().out
+    assert len(record(tmp_path / "source")["starts"]) == 1
+
+
+def test_the_record_is_replaced_by_one_rename(tmp_path, monkeypatch):
+    """It is whole whenever it is opened."""
+    run(tmp_path)
+    seen, replace = [], os.replace
+
+    def recorded(source, target):
+        if Path(target).name == "run.json":
+            seen.append((len(json.loads(Path(source).read_text())["starts"]), len(record(tmp_path)["starts"])))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", recorded)
+    run(tmp_path, 2, load="snapshot_iter_1")
+    assert seen == [(2, 1)]
+
+
+def test_a_rehearsal_writes_nothing_into_out(tmp_path):
+    """No record, no lock, and what lies there stays."""
+    run(tmp_path / "out", epoch=3)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    for out in ("out", "new"):
+        trainer = trainer_of(tmp_path / out, epoch=4)
+        trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+        trainer.rehearse()
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    assert not (tmp_path / "new").exists()
