@@ -1,5 +1,6 @@
 """The training loop, and what it is made of."""
 
+from chainring.training._signals import Interrupted
 from chainring.training.extension import (
     PRIORITY_EDITOR,
     PRIORITY_READER,
@@ -13,6 +14,7 @@ from chainring.training.updaters import StandardUpdater, UpdateCallbacks, Update
 
 __all__ = [
     "Extension",
+    "Interrupted",
     "PRIORITY_EDITOR",
     "PRIORITY_READER",
     "PRIORITY_WRITER",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from chainring import generators
 from chainring.names import named_parts
 from chainring.training import _record
 from chainring.training._directory import RunDirectory
+from chainring.training._signals import Interruption
 from chainring.training.triggers.base import start
 
 if TYPE_CHECKING:
@@ -31,8 +32,19 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
     """Starts a run and ends it, come what may; gives the extensions in their order, and the snapshots in theirs.
 
     When something fails, every extension that has started is told (`on_error`); in any case every extension and the
-    updater are finalized. The first error is the one raised, and later ones become its notes.
+    updater are finalized. The first error is the one raised, and later ones become its notes. A signal that asks the
+    run to end is no failure: when everything is finalized, `Interrupted` is raised.
     """
+    with Interruption() as trainer.interruption:
+        failure = yield from _lived(trainer)
+        if failure is None and trainer.interruption.received is not None:
+            failure = trainer.interruption.error()
+    if failure is not None:
+        raise failure
+
+
+def _lived(trainer: Trainer) -> Generator[tuple[list[Entry], list[Entry]], None, BaseException | None]:
+    """The life of a run; returns what has made it fail."""
     entries = trainer._ordered()
     started: list[Entry] = []
     trainer._has_begun = True
@@ -63,8 +75,7 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
     trainer._total_time = trainer.elapsed_time
     if directory is not None:
         directory.release()
-    if failure is not None:
-        raise failure
+    return failure
 
 
 def _load_newest(trainer: Trainer, entries: list[Entry]) -> None:
@@ -85,6 +96,7 @@ def _load_newest(trainer: Trainer, entries: list[Entry]) -> None:
 
 def _settle(trainer: Trainer, directory: RunDirectory, entries: list[Entry]) -> None:
     """Makes room in ``out`` for the run, and records its start there."""
+    _check_names(entries)
     origin = trainer._restored.origin
     earlier = _record.read(directory.path)
     files = {_record.NAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
@@ -96,6 +108,16 @@ def _settle(trainer: Trainer, directory: RunDirectory, entries: list[Entry]) -> 
     else:
         directory.begin(known)
         _record.write(trainer, {}, files)
+
+
+def _check_names(entries: list[Entry]) -> None:
+    """Refuses two extensions that would write what differs under one name."""
+    targets: dict[str, Any] = {}
+    for entry in entries:
+        for name in getattr(entry.extension, "writes", ()) if entry.is_snapshot else ():
+            target = getattr(entry.extension, "target", None)
+            if targets.setdefault(name, target) is not target:
+                raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
 
 
 def prepare(trainer: Trainer) -> None:

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from chainring.notices import said
 from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer
 from chainring.serializers.stateful import Stateful
 from chainring.training import _plan, _rehearsal, _state
 from chainring.training._session import check_out, session
+from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, name_of
 from chainring.training.triggers import get_stop_trigger
 
@@ -35,6 +37,8 @@ class Trainer(Stateful):
         observation: what was reported in this iteration, by the updater and by the extensions so far.
         extension_name: while an extension is initialised or called, the name under which it is registered.
         is_rehearsing: whether `rehearse` is under way.
+        is_out_of_turn: whether snapshots are taken whose triggers have not fired, because the run ends.
+        interruption: the signal that asks the run to end, if one came.
         earlier_time: seconds of training in the runs before a resume.
 
     Raises:
@@ -63,6 +67,8 @@ class Trainer(Stateful):
         self.observation: dict[str, Any] = {}
         self.extension_name: str | None = None
         self.is_rehearsing = False
+        self.is_out_of_turn = False
+        self.interruption = Interruption()
         self._entries: dict[str, Entry] = {}
         self._restored = _state.Restored()
         self.earlier_time = 0.0
@@ -152,19 +158,20 @@ class Trainer(Stateful):
         Each iteration is a fresh observation, one update, and every extension whose trigger fires, highest priority
         first; snapshots come last, when every trigger has been asked. A trainer runs once.
 
+        SIGTERM and the first SIGINT let the iteration end; then every snapshot is taken and everything is finalized.
+
         Raises:
             RuntimeError: it has run before.
+            Interrupted: a signal has ended it; left alone, the process exits with 143 or 130.
         """
         if self._has_begun:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
         with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
-            while not self.stop_trigger(self):
+            while self.interruption.received is None and not self.stop_trigger(self):
                 if not self._iterate(entries, snapshots):
                     self._warn_of_the_end()
                     break
-            for entry in snapshots:
-                if getattr(entry.extension, "autoload", False):
-                    self._call(entry)
+            self._take_last(snapshots)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
@@ -185,6 +192,17 @@ class Trainer(Stateful):
         for entry in [entry for entry in snapshots if self._is_due(entry)]:
             self._call(entry)
         return True
+
+    def _take_last(self, snapshots: list[Entry]) -> None:
+        """The snapshots out of turn: all when a signal ends the run, else those from which a run begins by itself."""
+        self.is_out_of_turn = True
+        signalled = self.interruption.received is not None
+        for entry in snapshots:
+            if signalled or getattr(entry.extension, "autoload", False):
+                self._call(entry)
+        if signalled:
+            saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
+            said(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
 
     def _call(self, entry: Entry) -> None:
         self.extension_name = entry.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 KEY = "series"
 """Under this key a manifest says to which series a snapshot belongs."""
+OUT_OF_TURN = "out of turn"
+"""Under this key it says that it was taken because the run ended."""
 
 
 class Series:
@@ -72,27 +75,47 @@ class Series:
         """The directory of the snapshot of that name."""
         return f"{name}_iter_{iteration}" if self._has_links else name
 
-    def publish(self, store: Store, encoded: Encoded, name: str, iteration: int) -> None:
-        """Writes a snapshot, links it, and then removes those that are not to be kept."""
+    def publish(self, store: Store, encoded: Encoded, name: str, iteration: int, in_turn: bool = True) -> None:
+        """Writes a snapshot, links it, and then removes those that are not to be kept.
+
+        One that is taken because the run ends, and not because it is the best, does not take the fixed name.
+        """
         real = self.real(name, iteration)
-        encoded.commit(store, real, iteration, {KEY: self.label})
+        takes_name = in_turn or not self.is_fixed
+        encoded.commit(store, real, iteration, {KEY: self.label} if takes_name else {KEY: self.label, OUT_OF_TURN: True})
+        if not takes_name:
+            return
         replaced = None
         if real != name:
             replaced = store.linked(name)
             store.link(name, real)
         self._retain(store, real, None if self.is_fixed else replaced)
 
+    def mend(self, store: Store) -> None:
+        """Leads a fixed name to its newest snapshot, where a kill came between the two, or the link went with later ones."""
+        if not self.is_fixed:
+            return
+        newest = next((name for name, is_named in self._readable(store) if is_named), None)
+        if newest is not None and store.linked(self.filename) != newest:
+            store.link(self.filename, newest)
+
     def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
         """Removes what is older than the ``n_retains`` newest, and what a link has left; never the one just committed."""
-        readable = {name for name, manifest in store.listing() if manifest is not None}
-        own = [name for name in self.own(store) if name in readable and name != newest]
-        old = own[self._n_retains - 1 :] if self._n_retains > 0 else []
-        for name in own:
-            if name in old or name == replaced:
+        own = [(name, is_named) for name, is_named in self._readable(store) if name != newest]
+        named = [name for name, is_named in own if is_named]
+        old = named[self._n_retains - 1 :] if self._n_retains > 0 else []
+        for name, is_named in own:
+            if name in old or name == replaced or not is_named:
                 link = name.rpartition("_iter_")[0]
                 if self._has_links and store.linked(link) == name:
                     os.unlink(store.root / link)
                 store.remove(name)
+
+    def _readable(self, store: Store) -> list[tuple[str, bool]]:
+        """Its snapshots, the newest first, and whether each has had the fixed name in its turn."""
+        own = set(self.own(store))
+        listed = [(name, manifest) for name, manifest in store.listing() if name in own and manifest is not None]
+        return [(name, OUT_OF_TURN not in manifest.about) for name, manifest in listed]
 
 
 def fields_of(filename: Any) -> list[str]:
@@ -111,4 +134,10 @@ def fields_of(filename: Any) -> list[str]:
         raise ValueError(f"{rule}; got {filename!r}: {error}") from None
     if not filename or filename.startswith(".") or any("/" in literal for literal, *_ in parts):
         raise ValueError(f"{rule}; without a slash or a dot at its beginning; got {filename!r}")
-    return [field for _, field, _, _ in parts if field is not None]
+    fields = [field for _, field, _, _ in parts if field is not None]
+    heads = [re.split(r"[.\[]", field)[0] for field in fields]
+    if not set(heads) <= {"", "0"} or (len(heads) > 1 and "" in heads):
+        raise ValueError(
+            f"{rule}; several fields of it are written {{0.updater.epoch}}_{{0.updater.iteration}}; got {filename!r}"
+        )
+    return fields

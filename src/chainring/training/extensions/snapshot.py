@@ -78,13 +78,14 @@ class Snapshot(Extension):
             _check_target(target)
         self.autoload = autoload
         self._series = Series(filename, n_retains)
-        self._target = target
+        self.target = target
         self._condition = condition
         self._saves_errors = snapshot_on_error
         self._asynchronous = asynchronous
         self._frozen = frozen
         self._staging = Staging()
         self._background = Background()
+        self._has_started = False
 
     @property
     def writes(self) -> Sequence[str]:
@@ -99,16 +100,19 @@ class Snapshot(Extension):
         if name is None:
             return None
         path = store.root / name
-        if self._target is not None:
-            load(path, self._target)
+        if self.target is not None:
+            load(path, self.target)
             return None
         return store.manifest(name).iteration, lambda: load(path, trainer)
 
     def initialize(self, trainer: Trainer) -> None:
         self._series.label = self._series.label or trainer.extension_name
+        self._has_started = True
         place = Path(trainer.out) / self._series.filename if self._series.is_fixed else None
         if place is not None and os.path.lexists(place) and not place.is_symlink():
             raise FileExistsError(f"{place} is in the way of the snapshots of that name; move it, or give another filename")
+        if trainer.comm.rank == 0:
+            self._series.mend(Store(trainer.out))
 
     def __call__(self, trainer: Trainer) -> None:
         if (self._condition is not None and not self._condition()) or trainer.comm.rank != 0:
@@ -118,7 +122,7 @@ class Snapshot(Extension):
         write = self._prepared(trainer)
         if write is None:
             return
-        if self._asynchronous:
+        if self._asynchronous and self._has_started:  # called by hand, nobody waits, and a run sweeps what is unfinished
             self._background.start(write)
         else:
             self._guarded(write)
@@ -131,7 +135,8 @@ class Snapshot(Extension):
             return None  # at the end of this very iteration, by the run before or out of turn
         encoded = self._encoded(trainer)
         encoded.tensors = self._staged(encoded.tensors)
-        return lambda: self._series.publish(store, encoded, name, iteration)
+        in_turn = not trainer.is_out_of_turn
+        return lambda: self._series.publish(store, encoded, name, iteration, in_turn)
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._staging.copy(tensors) if self._asynchronous else tensors
@@ -143,7 +148,7 @@ class Snapshot(Extension):
             self.on_failure(error)
 
     def _encoded(self, trainer: Trainer) -> Encoded:
-        whole = trainer if self._target is None else self._target
+        whole = trainer if self.target is None else self.target
         state = state_of(whole, Path(trainer.out))
         left_out = 0 if self._frozen else _leave_out_frozen(state, whole)
         encoded = Encoded(state)
@@ -163,6 +168,7 @@ class Snapshot(Extension):
             self._encoded(trainer).commit(store, free, iteration, about)
 
     def finalize(self) -> None:
+        self._has_started = False
         self._guarded(self._background.close)
 
     def on_failure(self, error: OSError) -> None:
@@ -185,10 +191,11 @@ class ModelFile(Snapshot):
 
     def initialize(self, trainer: Trainer) -> None:
         """A file of that name is replaced."""
+        self._has_started = True
 
     def _prepared(self, trainer: Trainer) -> Write:
         path = Path(trainer.out) / self._series.name(trainer)
-        tensors = self._staged(tensors_of(self._target))
+        tensors = self._staged(tensors_of(self.target))
         return lambda: save_tensors(path, tensors)
 
 

@@ -1,0 +1,266 @@
+"""SIGTERM and SIGINT let the iteration end, save and finalize, and end the run with the code of a killed process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import resume_program
+from chainring import serializers, training
+from chainring.serializers.manifest import read_manifest
+from chainring.training import Interrupted, extensions, triggers
+
+SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+
+
+def send(number, at, times=1):
+    """An extension that sends a signal to this process in an iteration."""
+
+    def send_signal(trainer):
+        if trainer.updater.iteration == at:
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+
+    return send_signal
+
+
+def build(out, stop=(9, "iteration"), **settings):
+    made = resume_program.build(str(out), stop=stop, **settings)
+    made[0].extend(lambda trainer: None, name="send", priority=400)
+    return made
+
+
+def interrupted(out, number, at, *more):
+    """A run that gets a signal in an iteration, before its evaluation."""
+    made = resume_program.build(str(out), stop=(9, "iteration"))
+    made[0].extend(send(number, at), name="send", priority=400)
+    for extension, trigger in more:
+        made[0].extend(extension, trigger=trigger)
+    return made
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_the_iteration_ends_and_its_state_is_saved(tmp_path, capsys, number, code):
+    """One snapshot, at the end of the iteration in which the signal came, its evaluation included; then Interrupted."""
+    trainer, *_ = interrupted(tmp_path, number, 4, (extensions.snapshot(), (100, "iteration")))
+    with pytest.raises(Interrupted) as caught:
+        trainer.run()
+    assert isinstance(caught.value, SystemExit)
+    assert caught.value.code == code
+    assert trainer.updater.iteration == 4
+    assert "validation/main/loss" in trainer.observation
+    assert [path.name for path in tmp_path.glob("snapshot*")] == ["snapshot_iter_4"]
+    assert f"{signal.Signals(number).name} ends the run after iteration 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 6])
+def test_the_run_continues_bit_for_bit(tmp_path, at):
+    """Parameters, optimizer, logs, fires and generators are those of the run that was not interrupted."""
+    whole = build(tmp_path / "whole")
+    whole[0].run()
+    first, data, fired = interrupted(tmp_path / "cut", signal.SIGTERM, at, (extensions.snapshot(), (2, "iteration")))
+    with pytest.raises(Interrupted):
+        first.run()
+    second = build(tmp_path / "cut", seed=7)
+    second[0].extend(extensions.snapshot(autoload=True), trigger=(2, "iteration"))
+    second[0].run()
+    resumed, expected = resume_program.outcome(*second), resume_program.outcome(*whole)
+    resumed["consumed"] = data.consumed + resumed["consumed"]
+    resumed["fired"] = fired + resumed["fired"]
+    assert {**resumed, "generators": 0} == {**expected, "generators": 0}
+
+
+def test_a_snapshot_of_that_iteration_is_not_taken_twice(tmp_path):
+    """Where its trigger fires in the iteration of the signal."""
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 4, (extensions.snapshot(), (2, "iteration")))
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert sorted(path.name for path in tmp_path.glob("snapshot*")) == ["snapshot_iter_2", "snapshot_iter_4"]
+
+
+def test_the_best_snapshot_stays_the_best(tmp_path):
+    """One that is taken because the run ends does not take the name, and is there to be continued from."""
+    best = extensions.snapshot("best", autoload=True)
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 5, (best, triggers.ManualScheduleTrigger(2, "iteration")))
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert os.readlink(tmp_path / "best") == "best_iter_2"
+    assert read_manifest(tmp_path / "best_iter_5").iteration == 5
+    resumed, *_ = build(tmp_path, stop=(8, "iteration"))
+    resumed.extend(extensions.snapshot("best", autoload=True), trigger=triggers.ManualScheduleTrigger([2, 7], "iteration"))
+    resumed.run()
+    assert os.readlink(tmp_path / "best") == "best_iter_7"
+    assert sorted(path.name for path in tmp_path.glob("best_*")) == ["best_iter_7", "best_iter_8"]
+
+
+def test_without_a_snapshot_extension_it_says_that_nothing_is_saved(tmp_path, capsys):
+    """The run ends all the same."""
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 3)
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert "nothing is saved" in capsys.readouterr().out
+
+
+def test_it_is_no_error(tmp_path):
+    """Nobody's on_error is called, everybody is finalized, the lock is free."""
+    calls = []
+
+    class Watching(training.Extension):
+        def __call__(self, trainer):
+            pass
+
+        def on_error(self, trainer, exception):
+            calls.append("error")
+
+        def finalize(self):
+            calls.append("finalize")
+
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 2, (Watching(), None))
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert calls == ["finalize"]
+    build(tmp_path, stop=(1, "iteration"))[0].run()
+
+
+def test_a_second_sigint_is_a_keyboard_interrupt_at_once(tmp_path):
+    """In the middle of the iteration, whose later extensions do not run."""
+    ran = []
+    trainer, *_ = interrupted(tmp_path, signal.SIGINT, 3, (lambda trainer: ran.append(trainer.updater.iteration), None))
+    trainer.extend(send(signal.SIGINT, 3), name="again", priority=300)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    assert ran == [1, 2]
+
+
+def test_a_second_sigterm_changes_nothing(tmp_path):
+    """An impatient scheduler does not cost the snapshot."""
+    made = interrupted(tmp_path, signal.SIGTERM, 3, (extensions.snapshot(), None))
+    made[0].extend(send(signal.SIGTERM, 3, times=2), name="again", priority=300)
+    with pytest.raises(Interrupted):
+        made[0].run()
+    assert (tmp_path / "snapshot_iter_3").is_dir()
+
+
+def test_handlers_are_called_too_and_put_back(tmp_path, monkeypatch):
+    """The user's own for SIGTERM; afterwards every handler is the one from before, also when the run fails."""
+    got = []
+
+    def own(number, frame):
+        got.append(number)
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        trainer, *_ = interrupted(tmp_path / "a", signal.SIGTERM, 2)
+        with pytest.raises(Interrupted):
+            trainer.run()
+        assert got == [signal.SIGTERM]
+        trainer, *_ = build(tmp_path / "b")
+        trainer.extend(lambda trainer: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.run()
+        assert signal.getsignal(signal.SIGTERM) is own
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_is_ignored_stays_ignored(tmp_path):
+    """As under nohup, or in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        trainer, *_ = interrupted(tmp_path, signal.SIGINT, 2)
+        trainer.run()
+        assert trainer.updater.iteration == 9
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_no_handler_is_set(tmp_path):
+    """Python sets handlers in the main thread only; the run goes on without."""
+    handlers = []
+    trainer, *_ = build(tmp_path, stop=(2, "iteration"))
+    trainer.extend(lambda trainer: handlers.append(signal.getsignal(signal.SIGTERM)))
+    thread = threading.Thread(target=trainer.run)
+    thread.start()
+    thread.join(60)
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def test_a_signal_before_the_first_update_ends_the_run_there(tmp_path):
+    """While extensions are initialized, say; the state that it began with is saved."""
+
+    class Early(training.Extension):
+        def __call__(self, trainer):
+            pass
+
+        def initialize(self, trainer):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer, *_ = build(tmp_path)
+    trainer.extend(Early())
+    trainer.extend(extensions.snapshot())
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert (tmp_path / "snapshot_iter_0").is_dir()
+
+
+def test_a_signal_after_the_last_update_is_not_lost(tmp_path):
+    """The run is over and everything finalized; the process is still asked to end."""
+
+    class Late(training.Extension):
+        def __call__(self, trainer):
+            pass
+
+        def finalize(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer, *_ = build(tmp_path, stop=(1, "iteration"))
+    trainer.extend(Late())
+    with pytest.raises(Interrupted):
+        trainer.run()
+
+
+def test_a_snapshot_that_fails_then_is_the_error(tmp_path):
+    """What could not be saved is not passed over in silence."""
+    taken = extensions.snapshot(condition=lambda: 1 / 0)
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 2, (taken, (100, "iteration")))
+    with pytest.raises(ZeroDivisionError):
+        trainer.run()
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import resume_program
+from chainring.training import extensions
+trainer, *_ = resume_program.build({out!r}, stop=(100000, "iteration"))
+trainer.extend(extensions.snapshot(autoload=True, n_retains=1), trigger=(50, "iteration"))
+trainer.extend(lambda trainer: print("running", flush=True), name="ready", trigger=(20, "iteration"))
+trainer.run()
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_the_process_exits_with_the_code_of_the_signal_without_a_traceback(tmp_path, number, code):
+    """143 or 130, and the newest snapshot loads."""
+    program = PROGRAM.format(tests=str(Path(resume_program.__file__).parent), out=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "running\n"
+    sent = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert time.monotonic() - sent < 10
+    assert "not reached" not in out
+    assert err == ""
+    newest = max(tmp_path.glob("snapshot*"), key=lambda path: read_manifest(path).iteration)
+    trainer, *_ = resume_program.build(str(tmp_path / "elsewhere"))
+    trainer.extend(extensions.snapshot(), name="ready")
+    serializers.load(newest, trainer)
+    assert trainer.updater.iteration == read_manifest(newest).iteration
