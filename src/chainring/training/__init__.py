@@ -6,6 +6,7 @@ from chainring.training.extension import (
     PRIORITY_READER,
     PRIORITY_WRITER,
     Extension,
+    RollBack,
     make_extension,
 )
 from chainring.training.trainer import Trainer
@@ -18,6 +19,7 @@ __all__ = [
     "PRIORITY_EDITOR",
     "PRIORITY_READER",
     "PRIORITY_WRITER",
+    "RollBack",
     "StandardUpdater",
     "Trainer",
     "UpdateCallbacks",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chainring import generators
 from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
-from chainring.training import _session
+from chainring.training import _start
 from chainring.training._state import visit_part
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _UPDATES = 2
 def rehearse(trainer: Trainer, entries: list[Entry]) -> None:
     """Updates twice and calls every extension once, see `Trainer.rehearse`. Triggers are not asked."""
     with _put_back(trainer, entries), ExitStack() as stack:
-        _session.prepare(trainer)
+        _start.prepare(trainer)
         for entry in entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)

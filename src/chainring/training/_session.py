@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chainring import generators
-from chainring.names import named_parts
-from chainring.training import _record
+from chainring.notices import said
 from chainring.training._directory import RunDirectory
 from chainring.training._signals import Interruption
-from chainring.training.triggers.base import start
+from chainring.training._start import begin, load_newest, make_out
+from chainring.training.extension import RollBack
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -49,117 +45,37 @@ def _lived(trainer: Trainer) -> Generator[tuple[list[Entry], list[Entry]], None,
     started: list[Entry] = []
     trainer._has_begun = True
     failure: BaseException | None = None
-    directory: RunDirectory | None = None
     try:
         make_out(trainer.out)
         if trainer.comm.rank == 0:
-            directory = RunDirectory(trainer.out)
-        _load_newest(trainer, entries)
-        trainer._started_at = time.monotonic()
-        if directory is not None:
-            _settle(trainer, directory, entries)
-        prepare(trainer)
-        _start_triggers(trainer, entries)
-        for entry in entries:
-            trainer.extension_name = entry.name
-            entry.method("initialize")(trainer)
-            started.append(entry)
-        trainer.extension_name = None
-        _call_before_training(trainer, entries)
-        _restore_generators(trainer)
+            trainer._directory = RunDirectory(trainer.out)
+        begin(trainer, entries, started, load_newest)
         yield [entry for entry in entries if not entry.is_snapshot], [entry for entry in entries if entry.is_snapshot]
     except BaseException as error:
         failure = error
         error.add_note(f"raised {_where(trainer)}")
     failure = _end(trainer, entries, started, failure)
     trainer._total_time = trainer.elapsed_time
-    if directory is not None:
-        directory.release()
+    if trainer._directory is not None:
+        trainer._directory.release()
     return failure
 
 
-def _load_newest(trainer: Trainer, entries: list[Entry]) -> None:
-    """Continues from the newest state that an extension offers, before anything is initialized.
+def go_back(trainer: Trainer, reason: RollBack) -> None:
+    """Puts a run that is under way back to its newest snapshot, as if it had been ended and begun again.
 
-    Not where state was loaded already: who names a snapshot means that one.
+    Raises:
+        RollBack: there is no snapshot to go back to.
     """
-    found = []
+    entries = trainer._ordered()
+    found = [offer for entry in entries if (offer := entry.method("newest")(trainer)) is not None]
+    if not found:
+        raise reason
+    iteration, load = max(found, key=lambda offer: offer[0])
+    said(f"{reason}; the run goes back to iteration {iteration}")
     for entry in entries:
-        trainer.extension_name = entry.name
-        offer = entry.method("offer")(trainer)
-        found += [] if offer is None else [offer]
-    trainer.extension_name = None
-    if found and not trainer.is_resumed:
-        _, load = max(found, key=lambda offer: offer[0])
-        load()
-
-
-def _settle(trainer: Trainer, directory: RunDirectory, entries: list[Entry]) -> None:
-    """Makes room in ``out`` for the run, and records its start there."""
-    _check_names(entries)
-    origin = trainer._restored.origin
-    earlier = _record.read(directory.path)
-    files = {_record.NAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
-    known = files.union(earlier.get("files", ()))
-    if trainer.is_resumed:
-        directory.go_back(known, trainer.updater.iteration)
-        earlier = (_record.read(origin) if origin is not None else {}) or earlier
-        _record.write(trainer, earlier, known)
-    else:
-        directory.begin(known)
-        _record.write(trainer, {}, files)
-
-
-def _check_names(entries: list[Entry]) -> None:
-    """Refuses two extensions that would write what differs under one name."""
-    targets: dict[str, Any] = {}
-    for entry in entries:
-        for name in getattr(entry.extension, "writes", ()) if entry.is_snapshot else ():
-            target = getattr(entry.extension, "target", None)
-            if targets.setdefault(name, target) is not target:
-                raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
-
-
-def prepare(trainer: Trainer) -> None:
-    """What must be in place before an extension is initialized: the names of models, the shares of data."""
-    updater, comm = trainer.updater, trainer.comm
-    for name, model in updater.get_all_models().items():
-        for path, part in named_parts(name, model):
-            trainer.reporter.add_observer(path, part)
-    for source in updater.get_all_iterators().values():
-        if hasattr(source, "share"):
-            source.share(comm.rank, comm.size)
-
-
-def _start_triggers(trainer: Trainer, entries: list[Entry]) -> None:
-    triggers = (trainer.stop_trigger, *(entry.trigger for entry in entries))
-    for trigger in triggers:
-        start(trigger, trainer)
-    trainer._restored.warn_of_differences()
-
-
-def _call_before_training(trainer: Trainer, entries: list[Entry]) -> None:
-    """The calls of ``invoke_before_training``. On a resumed run what they report is thrown away."""
-    kept = trainer.observation
-    trainer.observation = {}
-    with trainer.reporter.scope(trainer.observation):
-        for entry in entries:
-            skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
-            if entry.invoke_before_training and not skipped:
-                if entry.observe is not None:
-                    entry.observe(trainer)
-                trainer.extension_name = entry.name
-                entry.extension(trainer)
-    trainer.extension_name = None
-    if trainer.is_resumed:
-        trainer.observation = kept
-
-
-def _restore_generators(trainer: Trainer) -> None:
-    restored = trainer._restored
-    if restored.generators is not None:
-        generators.set_state(restored.generators)
-        restored.generators = None
+        entry.method("finalize")()
+    begin(trainer, entries, [], lambda *_: load())
 
 
 def _where(trainer: Trainer) -> str:
@@ -196,36 +112,3 @@ def _call_all(steps: list[Step], failure: BaseException | None) -> BaseException
             elif error is not failure:
                 failure.add_note(f"afterwards {what} raised {type(error).__name__}: {error}")
     return failure
-
-
-def check_out(out: Any) -> None:
-    """Refuses an ``out`` that cannot become a directory one may write to, without making anything.
-
-    Raises:
-        TypeError: it is no path of text.
-        OSError: something else is in the way, or the permission is missing.
-    """
-    if not isinstance(out, (str, os.PathLike)):
-        raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
-    path = Path(out).absolute()
-    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if not existing.is_dir():
-        raise NotADirectoryError(f"out must be a directory, and {existing} is none; choose another out")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
-
-
-def make_out(out: Any) -> None:
-    """Makes the directory and tries whether a file can be written there.
-
-    Raises:
-        OSError: it cannot.
-    """
-    try:
-        os.makedirs(out, exist_ok=True)
-        probe = Path(out) / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
-        raise OSError(error.errno, rule, os.fspath(out)) from error

@@ -19,6 +19,13 @@ PRIORITY_READER = 100
 """For extensions that read the observation, such as a LogReport."""
 
 
+class RollBack(RuntimeError):  # noqa: N818 - it asks for something, and is an error only where that cannot be had
+    """Raised by an extension, it puts the run back to its newest snapshot, from which it goes on.
+
+    Without a snapshot it ends the run, as any error does.
+    """
+
+
 class Extension(Stateful):
     """Something that a trainer does when a trigger fires. Write ``__call__``; everything else is optional.
 
@@ -63,6 +70,13 @@ class Extension(Stateful):
     def offer(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         """What a new run could continue from: the iteration of a saved state, and what loads it. Or ``None``."""
         return None
+
+    def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
+        """The newest state that it has saved, as in `offer`, for a run under way that has to go back."""
+        return None
+
+    def before_snapshot(self, trainer: Trainer) -> None:
+        """Called at the end of an iteration in which snapshots are taken, before the first; an error leaves them untaken."""
 
     def initialize(self, trainer: Trainer) -> None:
         """Called once before the loop, when the state of a resumed run is back."""

@@ -13,12 +13,14 @@ from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer
 from chainring.serializers.stateful import Stateful
 from chainring.training import _plan, _rehearsal, _state
-from chainring.training._session import check_out, session
+from chainring.training._session import go_back, session
 from chainring.training._signals import Interruption
-from chainring.training.extension import Entry, name_of
+from chainring.training._start import check_out
+from chainring.training.extension import Entry, RollBack, name_of
 from chainring.training.triggers import get_stop_trigger
 
 if TYPE_CHECKING:
+    from chainring.training._directory import RunDirectory
     from chainring.training.updaters.base import Updater
 
 
@@ -73,6 +75,7 @@ class Trainer(Stateful):
         self._restored = _state.Restored()
         self.earlier_time = 0.0
         self._has_begun = False
+        self._directory: RunDirectory | None = None
         self._started_at: float | None = None
         self._total_time: float | None = None
         for extension in extensions:
@@ -168,10 +171,13 @@ class Trainer(Stateful):
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
         with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
             while self.interruption.received is None and not self.stop_trigger(self):
-                if not self._iterate(entries, snapshots):
-                    self._warn_of_the_end()
-                    break
-            self._take_last(snapshots)
+                try:
+                    if not self._iterate(entries, snapshots):
+                        self._warn_of_the_end()
+                        break
+                except RollBack as reason:
+                    go_back(self, reason)
+            self._take_last(entries, snapshots)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
@@ -189,25 +195,29 @@ class Trainer(Stateful):
                 self.extension_name = entry.name
                 entry.extension(self)
                 self.extension_name = None
-        for entry in [entry for entry in snapshots if self._is_due(entry)]:
-            self._call(entry)
+        due = [entry for entry in snapshots if self._is_due(entry)]
+        if due:
+            self._take(due, entries)
         return True
 
-    def _take_last(self, snapshots: list[Entry]) -> None:
+    def _take(self, due: list[Entry], entries: list[Entry]) -> None:
+        for entry in entries:
+            entry.method("before_snapshot")(self)
+        for entry in due:
+            self.extension_name = entry.name
+            entry.extension(self)
+            self.extension_name = None
+
+    def _take_last(self, entries: list[Entry], snapshots: list[Entry]) -> None:
         """The snapshots out of turn: all when a signal ends the run, else those from which a run begins by itself."""
         self.is_out_of_turn = True
         signalled = self.interruption.received is not None
-        for entry in snapshots:
-            if signalled or getattr(entry.extension, "autoload", False):
-                self._call(entry)
+        due = [entry for entry in snapshots if signalled or getattr(entry.extension, "autoload", False)]
+        if due:
+            self._take(due, entries)
         if signalled:
             saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
             said(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
-
-    def _call(self, entry: Entry) -> None:
-        self.extension_name = entry.name
-        entry.extension(self)
-        self.extension_name = None
 
     def _is_due(self, entry: Entry) -> bool:
         """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""

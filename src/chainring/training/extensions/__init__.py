@@ -2,6 +2,7 @@
 
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
+from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.progress_bar import ProgressBar
@@ -10,7 +11,9 @@ from chainring.training.extensions.snapshot import snapshot, snapshot_object
 __all__ = [
     "DumpGraph",
     "Evaluator",
+    "FailOnNonNumber",
     "LogReport",
+    "NonNumberError",
     "PrintReport",
     "ProgressBar",
     "dump_graph",

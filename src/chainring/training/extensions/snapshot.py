@@ -95,6 +95,10 @@ class Snapshot(Extension):
         self._series.label = self._series.label or trainer.extension_name
         if not self.autoload or trainer.is_resumed:  # who has loaded a snapshot by its name means that one
             return None
+        return self.newest(trainer)
+
+    def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
+        self._guarded(self._background.wait)
         store = Store(trainer.out)
         name = newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
         if name is None:

@@ -1,0 +1,217 @@
+"""FailOnNonNumber: what happens when a loss or a gradient is NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chainring import generators
+from chainring.names import unwrapped
+from chainring.notices import said
+from chainring.serializers.base import load_module
+from chainring.serializers.dictionary import DictionaryDeserializer, References, copied
+from chainring.serializers.saving import Encoded, read_state
+from chainring.serializers.store import Store
+from chainring.training.extension import Extension, RollBack
+from chainring.training.extensions._non_number import Flag, is_bad, remember
+from chainring.training.updaters._optimizer_state import parameter_names
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+POLICIES = ("stop", "skip", "rollback")
+
+
+class FailOnNonNumber(Extension):
+    """Watches the loss and the gradients of every update, before the optimizer steps.
+
+    With ``"stop"`` and ``"rollback"`` the answer is computed on the device and read one iteration later, so that the loop
+    does not wait for it; a snapshot waits for that of its own iteration, and is never taken of a state that is poisoned.
+    The run then goes back to its newest snapshot and comes to the same update again. There ``"stop"`` ends the run, and
+    ``"rollback"`` leaves that step out and goes on. ``"skip"`` waits for the answer in every iteration, and leaves out each
+    step whose gradients are no numbers: as if its batch had not been there. Without a snapshot to go back to, ``"stop"`` and
+    ``"rollback"`` end the run one iteration after the update.
+
+    Where a step is left out or the run is ended at it, what is needed to repeat it is saved as ``non_number_iter_<n>``: see
+    `replay`. That takes a `StandardUpdater`.
+
+    Args:
+        policy: ``"stop"``, ``"skip"`` or ``"rollback"``.
+
+    Raises:
+        ValueError: the policy is another.
+    """
+
+    trigger = (1, "iteration")
+    priority = 1000
+
+    def __init__(self, policy: Literal["stop", "skip", "rollback"] = "stop") -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy is one of {', '.join(map(repr, POLICIES))}, got {policy!r}")
+        self.policy = policy
+        self._known: set[int] = set()  # iterations whose updates are no numbers; not state: who goes back must remember
+        self._pending: list[tuple[int, Flag]] = []
+        self._before: dict[str, Any] | None = None
+        self._batches: list[Any] = []
+        self._undo: list[Any] = []
+        self._trainer: Trainer | None = None
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ("non_number_iter_{.iteration}",)
+
+    def initialize(self, trainer: Trainer) -> None:
+        updater = trainer.updater
+        self._trainer, self._pending = trainer, []
+        for optimizer in updater.get_all_optimizers().values():
+            handle = optimizer.register_step_pre_hook(self._look)
+            self._undo.append(handle.remove)
+        if hasattr(updater, "converter"):
+            self._undo.append(remember(updater, self._take_down))
+
+    def finalize(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._before, self._batches = None, []
+
+    @property
+    def _is_armed(self) -> bool:
+        """Whether this update is looked at before its step."""
+        assert self._trainer is not None
+        return self.policy == "skip" or self._trainer.updater.iteration + 1 in self._known
+
+    def _take_down(self, batch: Any) -> None:
+        """Keeps what the forward begins with: the batch, the generators, and the buffers that it changes."""
+        if not self._is_armed:
+            return
+        assert self._trainer is not None
+        if self._before is None:
+            self._batches = []
+            self._before = {"generators": generators.get_state()}
+            for name, model in self._trainer.updater.get_all_models().items():
+                buffers = dict(unwrapped(model).named_buffers())
+                self._before |= {f"{name}/{path.replace('.', '/')}": copied(buffer) for path, buffer in buffers.items()}
+        self._batches.append(batch)
+
+    def _look(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before a step: is there a number in every gradient, and in the loss?"""
+        trainer = self._trainer
+        assert trainer is not None
+        iteration = trainer.updater.iteration + 1
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = is_bad([*gradients, *_losses(trainer.observation)])
+        if not self._is_armed:
+            self._pending.append((iteration, Flag(bad)))
+        elif bool(bad):
+            self._leave_out(trainer, optimizer, iteration)
+
+    def _leave_out(self, trainer: Trainer, optimizer: Optimizer, iteration: int) -> None:
+        names = parameter_names(trainer.updater.get_all_models())
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(p.grad).all())]
+        where = f"in the gradients of {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}" if found else "in the loss"
+        bundle = self._save(trainer, iteration) if trainer.comm.rank == 0 else None
+        text = f"the update of iteration {iteration} has NaN or infinity {where}"
+        text += f"; FailOnNonNumber.replay({str(bundle)!r}, updater) repeats it" if bundle is not None else ""
+        if self.policy == "stop":
+            raise NonNumberError(text)
+        said(f"{text}; its step is left out")
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _save(self, trainer: Trainer, iteration: int) -> Path | None:
+        if self._before is None:
+            return None
+        state = References()
+        before = dict(self._before)
+        state("generators", before.pop("generators"))
+        state("batches", self._batches)
+        for name, model in trainer.updater.get_all_models().items():
+            for path, value in unwrapped(model).state_dict().items():
+                key = f"{name}/{path.replace('.', '/')}"
+                state(f"model:{key}", before.get(key, value))
+        store, name = Store(trainer.out), f"non_number_iter_{iteration}"
+        if not store.holds(name, iteration):
+            Encoded(state).commit(store, name, iteration)
+        return store.root / name
+
+    def __call__(self, trainer: Trainer) -> None:
+        self._before, self._batches = None, []
+        self._read(trainer, before=trainer.updater.iteration)
+
+    def before_snapshot(self, trainer: Trainer) -> None:
+        self._read(trainer, before=trainer.updater.iteration + 1)
+        parameters = [p for model in trainer.updater.get_all_models().values() for p in model.parameters()]
+        if bool(is_bad(parameters)):  # by other than a step, or by a step too large for the format
+            raise NonNumberError(f"a parameter is NaN or infinite after iteration {trainer.updater.iteration}")
+
+    def _read(self, trainer: Trainer, before: int) -> None:
+        """Acts upon the flags of the iterations before this one."""
+        while self._pending and self._pending[0][0] < before:
+            iteration, flag = self._pending.pop(0)
+            if flag.read():
+                self._known.add(iteration)
+                self._pending = []
+                raise RollBack(f"the update of iteration {iteration} had NaN or infinity in its loss or gradients")
+
+    @staticmethod
+    def replay(path: Any, updater: Any) -> None:
+        """Repeats an update that was saved, up to its step: the same batch, parameters, buffers and random numbers.
+
+        Afterwards the gradients can be looked at; run it within ``torch.autograd.detect_anomaly()`` to find the operation.
+
+        Args:
+            path: what was saved, ``non_number_iter_<n>`` in the run's directory.
+            updater: a `StandardUpdater` over the same models, made anew. Its iterators are asked for a batch that is
+                thrown away.
+
+        Raises:
+            CorruptError: it is not what was written.
+            RuntimeError: the models are others.
+        """
+        state = read_state(Path(path))
+        for name, model in updater.get_all_models().items():
+            prefix = f"model:{name}/"
+            saved = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            load_module(DictionaryDeserializer(saved), unwrapped(model))
+        batches = iter(state["batches"])
+
+        def give(batch: Any) -> Any:
+            if not given:
+                generators.set_state(state["generators"])
+            given.append(batch)
+            return next(batches)
+
+        given: list[Any] = []
+        undo = [remember(updater, give)]
+        undo += [optimizer.register_step_pre_hook(_stop).remove for optimizer in updater.get_all_optimizers().values()]
+        try:
+            updater.update()
+        except _Replayed:
+            pass
+        finally:
+            for call in undo:
+                call()
+
+
+class NonNumberError(RuntimeError):
+    """A loss, a gradient or a parameter is NaN or infinite."""
+
+
+class _Replayed(Exception):  # noqa: N818 - it ends the replay before the step
+    pass
+
+
+def _stop(*_: Any) -> None:
+    raise _Replayed
+
+
+def _losses(observation: Mapping[str, Any]) -> list[Tensor]:
+    """The losses that were reported in this iteration."""
+    values = [value for key, value in observation.items() if key.rpartition("/")[2] == "loss"]
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
