@@ -233,6 +233,47 @@ def test_a_snapshot_that_fails_then_is_the_error(tmp_path):
         trainer.run()
 
 
+WITH_WORKERS = """
+import sys, time, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from chainring import training
+from chainring.training import extensions
+
+class Slow(TensorDataset):
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return super().__getitem__(i)
+
+data = Slow(torch.randn(64, 3), torch.randn(64, 1))
+loader = DataLoader(data, 4, num_workers=2, persistent_workers={persistent})
+net = nn.Linear(3, 1)
+updater = training.StandardUpdater(
+    loader, torch.optim.SGD(net.parameters(), 0.01), net, loss_func=lambda net, x, t: ((net(x) - t) ** 2).mean()
+)
+trainer = training.Trainer(updater, (100000, "iteration"), out={out!r})
+trainer.extend(extensions.snapshot(), trigger=(100000, "iteration"))
+trainer.extend(lambda trainer: print("running", flush=True), name="ready", trigger=(20, "iteration"))
+trainer.run()
+"""
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
+def test_the_workers_of_a_data_loader_leave_a_signal_to_the_trainer(tmp_path, number, code, persistent):
+    """It comes to the whole group, as from a terminal or a scheduler; the iteration ends, and nobody stays behind."""
+    program = WITH_WORKERS.format(out=str(tmp_path), persistent=persistent)
+    arguments = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, "-c", program], **arguments)
+    assert process.stdout.readline() == "running\n"
+    os.killpg(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "")
+    assert len(list(tmp_path.glob("snapshot_iter_*"))) == 1
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})

@@ -12,6 +12,7 @@ import torch
 
 from chainring.generators import host_preserved, seed_host
 from chainring.iterators import _loaders
+from chainring.iterators._loader_workers import Closing, guarded
 from chainring.iterators.base import Iterator
 from chainring.order import stable_hash
 from chainring.serializers.base import has_state
@@ -41,6 +42,7 @@ class PassIterator(Iterator):
         self._generators = _loaders.generators_of(loader)
         self._first_state = self._outer_state = self._generator_state()
         self._pass: PythonIterator[Any] | None = None
+        self._closing: Closing | None = None
         self._fetched = Place(0, 0, self._first_state)
         self._again: list[tuple[Any, Place]] = []  # what was fetched and is not returned yet
         self._has_ended = False  # there is no other pass
@@ -107,7 +109,8 @@ class PassIterator(Iterator):
 
     def _open(self, number: int) -> None:
         state = self._generator_state()
-        with _seeded(self._known_seed(), number, -1):
+        with _seeded(self._known_seed(), number, -1), guarded(self.loader) as closing:
+            self._closing = closing
             self._pass = iter(self.loader() if _loaders.is_function(self.loader) else self.loader)
         self._is_spent = _loaders.is_one_pass(self.loader)
         self._fetched = Place(number + 1, 0, state)
@@ -120,6 +123,8 @@ class PassIterator(Iterator):
     def _drop_pass(self) -> None:
         if self._pass is not None and not self.repeat:
             self._put_generators(self._outer_state)
+        if self._closing is not None and not self.loader.persistent_workers:
+            self._closing.set()
         self._pass = None  # a DataLoader's workers end with its iterator
 
     def _stream(self, number: int, batch: int) -> AbstractContextManager[None]:
