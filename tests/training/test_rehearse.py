@@ -1,5 +1,6 @@
 """A rehearsal shows what would fail, and leaves no trace."""
 
+import os
 import random
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 import resume_program
 from chainring import training
+from chainring.training import extensions
 
 
 def whole_run(out, rehearses, accumulate=1):
@@ -26,6 +28,25 @@ def test_the_run_after_a_rehearsal_is_bit_for_bit_the_run_without_it(tmp_path, a
     """Parameters, Adam's state, log rows, consumed indices, fires and generators are equal."""
     expected = whole_run(tmp_path / "without", False, accumulate)
     assert whole_run(tmp_path / "with", True, accumulate) == expected
+
+
+def test_it_takes_snapshots_in_the_scratch_directory_and_the_run_takes_its_own(tmp_path):
+    """Also the best one, and with the watch over NaN: the snapshots of the run are those of a run without a rehearsal."""
+    taken = []
+    for rehearses in (False, True):
+        out = tmp_path / str(rehearses)
+        made = resume_program.with_snapshots(resume_program.build(str(out), stop=(6, "iteration")), autoload=True)
+        made[0].extend(extensions.FailOnNonNumber("rollback"))
+        if rehearses:
+            made[0].rehearse()
+            assert not out.exists()
+        made[0].run()
+        files = sorted(out.glob("*/*.safetensors"))
+        taken.append({str(file.relative_to(out)): file.read_bytes() for file in files})
+        assert os.readlink(out / "best") in os.listdir(out)
+    assert taken[0].keys() == taken[1].keys()
+    assert len(taken[0]) >= 7
+    assert taken[0] == taken[1]
 
 
 def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):

@@ -1,5 +1,6 @@
 """A NaN stops the run, is left out or undone, never saved as good, and can be repeated bit for bit."""
 
+import contextlib
 import math
 import os
 import pickle
@@ -12,7 +13,7 @@ import chainring
 from chainring import serializers, training
 from chainring.iterators import SerialIterator
 from chainring.serializers.manifest import CorruptError
-from chainring.training import RollBack, extensions
+from chainring.training import extensions
 from chainring.training.extensions import FailOnNonNumber, NonNumberError
 
 BAD = 5  # the iteration whose batch has a NaN
@@ -122,7 +123,7 @@ def test_stop_ends_the_run_and_no_snapshot_is_poisoned(tmp_path):
 def test_without_a_snapshot_the_run_ends_one_iteration_later(tmp_path, policy):
     """There is nothing to go back to."""
     trainer = trainer_of(tmp_path, policy, every=None)
-    with pytest.raises(RollBack, match=f"iteration {BAD} had NaN"):
+    with pytest.raises(NonNumberError, match=f"iteration {BAD} had NaN"):
         trainer.run()
     assert trainer.updater.iteration == BAD + 1
 
@@ -218,6 +219,25 @@ def test_rolling_back_survives_a_resume(tmp_path):
         serializers.load(tmp_path / str(k) / f"snapshot_iter_{k}", rest)
         rest.run()
         assert final(rest) == final(whole)
+
+
+@pytest.mark.parametrize(("policy", "ends"), [("stop", True), ("rollback", False)])
+def test_a_nan_that_does_not_come_again_stops_the_run_all_the_same(tmp_path, policy, ends):
+    """It depends on something that is not saved, here a count of calls, and that is said."""
+    calls = []
+
+    def loss_func(model, x, t):
+        calls.append(None)
+        return model(x, t) * (math.nan if len(calls) == BAD else 1)
+
+    updater = updater_of(bad=None)
+    updater.loss_func = loss_func
+    trainer = training.Trainer(updater, (9, "iteration"), out=str(tmp_path))
+    trainer.extend(FailOnNonNumber(policy))
+    trainer.extend(extensions.snapshot(), trigger=(2, "iteration"))
+    with pytest.raises(NonNumberError, match="not when it is repeated") if ends else contextlib.nullcontext():
+        trainer.run()
+    assert trainer.updater.iteration == (BAD if ends else 9)
 
 
 def test_nothing_of_it_stays_behind(tmp_path):

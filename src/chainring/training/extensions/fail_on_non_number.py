@@ -32,8 +32,8 @@ class FailOnNonNumber(Extension):
 
     With ``"stop"`` and ``"rollback"`` the answer is computed on the device and read one iteration later, so that the loop
     does not wait for it; a snapshot waits for that of its own iteration, and is never taken of a state that is poisoned.
-    The run then goes back to its newest snapshot and comes to the same update again. There ``"stop"`` ends the run, and
-    ``"rollback"`` leaves that step out and goes on. ``"skip"`` waits for the answer in every iteration, and leaves out each
+    The run then goes back to its newest snapshot and comes to the same update again, where it can be saved as it was. There
+    ``"stop"`` ends the run, and ``"rollback"`` leaves that step out and goes on. ``"skip"`` waits for the answer in every iteration, and leaves out each
     step whose gradients are no numbers: as if its batch had not been there. Without a snapshot to go back to, ``"stop"`` and
     ``"rollback"`` end the run one iteration after the update.
 
@@ -142,7 +142,13 @@ class FailOnNonNumber(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         self._before, self._batches = None, []
-        self._read(trainer, before=trainer.updater.iteration)
+        iteration = trainer.updater.iteration
+        if self.policy == "stop" and iteration in self._known:
+            raise NonNumberError(
+                f"the update of iteration {iteration} had NaN or infinity, and has not when it is repeated: it depends on "
+                "something that is not in the state of the run; `chainring verify-resume` finds what"
+            )
+        self._read(trainer, before=iteration)
 
     def before_snapshot(self, trainer: Trainer) -> None:
         self._read(trainer, before=trainer.updater.iteration + 1)
@@ -157,7 +163,7 @@ class FailOnNonNumber(Extension):
             if flag.read():
                 self._known.add(iteration)
                 self._pending = []
-                raise RollBack(f"the update of iteration {iteration} had NaN or infinity in its loss or gradients")
+                raise _GoBack(f"the update of iteration {iteration} had NaN or infinity in its loss or gradients")
 
     @staticmethod
     def replay(path: Any, updater: Any) -> None:
@@ -201,6 +207,10 @@ class FailOnNonNumber(Extension):
 
 class NonNumberError(RuntimeError):
     """A loss, a gradient or a parameter is NaN or infinite."""
+
+
+class _GoBack(RollBack, NonNumberError):
+    """Where there is no snapshot to go back to, it is the error that ends the run."""
 
 
 class _Replayed(Exception):  # noqa: N818 - it ends the replay before the step
