@@ -32,10 +32,11 @@ class FailOnNonNumber(Extension):
 
     With ``"stop"`` and ``"rollback"`` the answer is computed on the device and read one iteration later, so that the loop
     does not wait for it; a snapshot waits for that of its own iteration, and is never taken of a state that is poisoned.
-    The run then goes back to its newest snapshot and comes to the same update again, where it can be saved as it was. There
-    ``"stop"`` ends the run, and ``"rollback"`` leaves that step out and goes on. ``"skip"`` waits for the answer in every iteration, and leaves out each
-    step whose gradients are no numbers: as if its batch had not been there. Without a snapshot to go back to, ``"stop"`` and
-    ``"rollback"`` end the run one iteration after the update.
+    The run then goes back to its newest snapshot and comes to the same update again, where it can be saved as it was.
+    There ``"stop"`` ends the run, and ``"rollback"`` leaves that step out and goes on. Without a snapshot to go back to,
+    both end the run one iteration after the update.
+
+    ``"skip"`` waits for the answer in every iteration, and leaves out each step whose gradients are no numbers.
 
     Where a step is left out or the run is ended at it, what is needed to repeat it is saved as ``non_number_iter_<n>``: see
     `replay`. That takes a `StandardUpdater`.
@@ -209,7 +210,7 @@ class NonNumberError(RuntimeError):
     """A loss, a gradient or a parameter is NaN or infinite."""
 
 
-class _GoBack(RollBack, NonNumberError):
+class _GoBack(RollBack, NonNumberError):  # noqa: N818 - see RollBack
     """Where there is no snapshot to go back to, it is the error that ends the run."""
 
 
