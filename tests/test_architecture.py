@@ -28,7 +28,8 @@ LAYERS = [
     ("chainring.iterators.multiprocess", 4.1), ("chainring.iterators._work", 4.1), ("chainring.iterators._workers", 4.1),
     ("chainring.iterators", 4), ("chainring.converters", 4), ("chainring.nn", 4), ("chainring.serializers", 4),
     ("chainring.parallel", 4), ("chainring.writers", 4), ("chainring.training.updaters", 4.2),
-    ("chainring.training.extensions", 4.2), ("chainring.training", 5), ("chainring.cli", 5.1),
+    ("chainring.training.extensions", 4.2), ("chainring.training", 5), ("chainring.testing", 5),
+    ("chainring.cli", 5.1),
     ("chainring.__main__", 5.2), ("chainring", 5),
 ]  # fmt: skip
 DECIDES = ["progress.py", "reporter.py", "names.py", "training/trainer.py", "training/extension.py", "training/triggers"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import LoaderIterator, SerialIterator
+from chainring.iterators import LoaderIterator, MultiprocessIterator, SerialIterator
 
 SIZE, BATCH = 10, 4
 
@@ -81,6 +81,12 @@ SERIAL = {
         TransformDataset(arrays(size), lambda one: one), BATCH, order_sampler=sampled
     ),
 }
+WORKERS = {
+    "two workers": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, n_processes=2),
+    "one worker, in order": lambda size=SIZE: MultiprocessIterator(
+        Drawn(size), BATCH, shuffle=False, n_processes=1, n_prefetch=0
+    ),
+}
 LOADER = {
     "DataLoader": lambda size=SIZE: LoaderIterator(loader(size)),
     "DataLoader with a generator": lambda size=SIZE: LoaderIterator(
@@ -91,5 +97,5 @@ LOADER = {
     "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
 }
-ALL = SERIAL | LOADER
+ALL = SERIAL | WORKERS | LOADER
 STATELESS = [name for name in ALL if name != "a loader with state_dict"]

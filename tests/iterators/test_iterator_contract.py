@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from iterator_sources import ALL, BATCH, SERIAL, SIZE, STATELESS
+from iterator_sources import ALL, BATCH, SERIAL, SIZE, STATELESS, WORKERS
 
 from chainring.converters import concat_examples
 from chainring.iterators import Batch, Iterator
@@ -192,7 +192,7 @@ def test_finalize_may_be_called_again(make):
     iterator.finalize()
 
 
-@pytest.mark.parametrize("name", [*SERIAL, "DataLoader"])
+@pytest.mark.parametrize("name", [*SERIAL, *WORKERS, "DataLoader"])
 def test_another_number_of_examples_is_refused_on_resume(name):
     """An error that names both sizes (Q8)."""
     iterator = ALL[name]()
