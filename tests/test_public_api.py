@@ -12,8 +12,8 @@ import chainring
 
 PACKAGES = ["chainring"] + [
     f"chainring.{name}" for name in (
-        "converters", "datasets", "iterators", "nn", "parallel", "serializers", "training", "training.extensions",
-        "training.triggers", "writers",
+        "converters", "datasets", "iterators", "nn", "parallel", "serializers", "testing", "training",
+        "training.extensions", "training.triggers", "writers",
     )
 ]  # fmt: skip
 

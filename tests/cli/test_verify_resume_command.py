@@ -1,0 +1,90 @@
+"""chainring verify-resume tries a script as it is."""
+
+from pathlib import Path
+
+import pytest
+
+from chainring.cli import main
+
+MNIST = Path(__file__).parent.parent.parent / "examples" / "mnist" / "train_mnist.py"
+
+SCRIPT = """
+import sys
+import torch
+import chainring
+from chainring import iterators, training
+from parts import Counting
+
+if __name__ == "__main__":
+    chainring.deterministic(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = iterators.SerialIterator([torch.full((2,), float(i)) for i in range(6)], 2)
+    trainer = training.Trainer(training.StandardUpdater(data, optimizer, model), (100, "iteration"), out=sys.argv[1])
+    trainer.run()
+    open(f"{sys.argv[1]}.model", "w").close()
+"""
+
+PARTS = """
+import torch
+
+class Counting(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x).square().mean() / self.calls
+"""
+
+
+def test_the_example_continues_bit_for_bit(tmp_path, capsys):
+    """The digits script with its evaluation, log and snapshots, of which nothing is left."""
+    arguments = ["--iterations", "18", "--kill-after", "16", str(MNIST), "-e", "3", "-o", str(tmp_path / "result")]
+    assert main(["verify-resume", *arguments]) == 0
+    assert "bit for bit the uninterrupted one" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_forgets_something_fails_with_1_and_is_explained(tmp_path, capsys):
+    """It imports from its own directory and has an argument; what comes after its run is not executed."""
+    script, kept = tmp_path / "train.py", tmp_path / "kept"
+    script.write_text(SCRIPT)
+    (tmp_path / "parts.py").write_text(PARTS)
+    numbers = ["--iterations", "4", "--kill-after", "2", "--keep", str(kept)]
+    assert main(["verify-resume", *numbers, str(script), str(tmp_path / "result")]) == 1
+    shown = capsys.readouterr().out
+    assert "differs first in iteration 3, in the observation: observation/main/loss: " in shown
+    assert "model 'main'.calls: 2 -> 0" in shown
+    assert (kept / "out of the whole run" / "run.json").exists()
+    assert not (tmp_path / "result.model").exists()
+    assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("print('nothing to train')", "no Trainer in it has run"),
+        (
+            "from chainring import training\nupdater = training.Updater()\n"
+            "first, second = training.Trainer(updater), training.Trainer(updater)\nfirst.run()",
+            "made two Trainers",
+        ),
+        ("raise LookupError('no data')", "LookupError: no data"),
+    ],
+)
+def test_a_script_that_cannot_be_tried_fails_with_2_and_a_reason(tmp_path, capsys, script, reason):
+    """Without a trainer, with two, or with an error, whose traceback is shown."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    assert main(["verify-resume", str(path)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there_fails_with_2(tmp_path, capsys):
+    """As do numbers that leave nothing to resume."""
+    assert main(["verify-resume", str(tmp_path / "absent.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+    assert main(["verify-resume", "--kill-after", "20", str(MNIST)]) == 2
+    assert "killed after 1 to 19" in capsys.readouterr().err
