@@ -156,7 +156,7 @@ def test_a_batch_may_take_longer_than_the_timeout_of_an_example():
 
 @pytest.mark.parametrize("state", ["at work", "stuck", "stopped", "stuck and stopped"])
 def test_finalize_takes_less_than_five_seconds_and_leaves_nothing(state):
-    """No process, thread, open file or file in shared memory; with three workers that do not listen."""
+    """No process, thread, open file or file in shared memory; with three workers that do not listen (Q12)."""
     before = what_is_held()
     iterator = iterate(lambda i: for_ever(i) if i > 3 and "stuck" in state else torch.ones(90_000), n_processes=3)
     next(iterator)
