@@ -137,6 +137,9 @@ class Workers:
         with _blocked(), _quiet():
             try:
                 self._iterator = iter(self._loader)
+            except RuntimeError:
+                self._watch.raise_when_dead(patience=1.0)  # torch's handler was quicker
+                raise
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 if self._method == "fork":
                     raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -56,8 +57,8 @@ class Background:
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
-    def start(self, call: Callable[[], None]) -> None:
-        """Waits for the call before, and starts this one.
+    def start(self, call: Callable[[], None], after: Iterable[Background] = ()) -> None:
+        """Waits for the call before, and starts this one, which begins when those under way in ``after`` have ended.
 
         Raises:
             Exception: what the call before has raised.
@@ -65,7 +66,18 @@ class Background:
         self.wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
-        self._running = self._thread.submit(call)
+        earlier = _running(after)
+
+        def begin() -> None:
+            futures.wait(earlier)
+            call()
+
+        self._running = self._thread.submit(begin)
+
+    @staticmethod
+    def let_end(others: Iterable[Background]) -> None:
+        """Waits until what is under way there has ended; if it has failed, it is raised there."""
+        futures.wait(_running(others))
 
     def wait(self) -> None:
         """Waits until nothing is running.
@@ -93,3 +105,7 @@ class Background:
         finally:
             if thread is not None:
                 thread.shutdown()
+
+
+def _running(others: Iterable[Background]) -> list[Future[None]]:
+    return [other._running for other in others if other._running is not None]

@@ -62,7 +62,8 @@ class RunDirectory:
         later = [name for name, since in own.items() if since is not None and since > iteration]
         if not later:
             return
-        later += [name for name in own if "/" not in name and self._store.linked(name) in later]
+        # Links go first, so that none leads nowhere when the process is killed on the way.
+        later = [name for name in own if "/" not in name and self._store.linked(name) in later] + later
         files = [name for name in own if (self.path / name).is_file() and name not in later]
         moved = self._move(later, "abandoned", copies=files)
         said(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")

@@ -156,7 +156,7 @@ def make_out(out: Any) -> None:
     """
     try:
         os.makedirs(out, exist_ok=True)
-        probe = Path(out) / f".writable-{os.getpid()}"
+        probe = Path(out) / f".writable-{os.getpid()}-{time.monotonic_ns()}.tmp"  # of a name that is swept
         probe.touch()
         probe.unlink()
     except OSError as error:

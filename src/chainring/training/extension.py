@@ -40,6 +40,7 @@ class Extension(Stateful):
         skip_on_resume: whether the call before training is left out in a run that continues an earlier one.
         is_snapshot: whether it takes down the state of the run. Such extensions are called last, after every trigger of
             the iteration has been asked.
+        has_fixed_name: of a snapshot, whether every one has the same name, as the best has.
         autoload: of a snapshot, whether a run continues from the newest one, and is taken down when it ends.
     """
 
@@ -49,6 +50,7 @@ class Extension(Stateful):
     skip_on_resume: bool = False
     is_snapshot: bool = False
     autoload: bool = False
+    has_fixed_name: bool = False
 
     @property
     def writes(self) -> Sequence[str]:

@@ -179,6 +179,11 @@ class Trainer(Stateful):
                     go_back(self, reason)
             self._take_last(entries, snapshots)
 
+    @property
+    def snapshots(self) -> list[Any]:
+        """The extensions that take down the state of the run."""
+        return [entry.extension for entry in self._entries.values() if entry.is_snapshot]
+
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
         before = self.observation
@@ -203,7 +208,7 @@ class Trainer(Stateful):
     def _take(self, due: list[Entry], entries: list[Entry]) -> None:
         for entry in entries:
             entry.method("before_snapshot")(self)
-        for entry in due:
+        for entry in sorted(due, key=_continues):
             self.extension_name = entry.name
             entry.extension(self)
             self.extension_name = None
@@ -265,6 +270,12 @@ class Trainer(Stateful):
         if isinstance(serializer, Deserializer) and self._started_at is not None:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
         _state.serialize(self, serializer, list(self._entries.values()), self._restored)
+
+
+def _continues(entry: Entry) -> tuple[bool, bool]:
+    """Puts snapshots last from which a run continues: it does not take the others of that iteration again."""
+    fixed = getattr(entry.extension, "has_fixed_name", False)
+    return bool(getattr(entry.extension, "autoload", False)), not fixed
 
 
 def _check_extension(extension: Any) -> None:

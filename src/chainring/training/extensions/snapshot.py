@@ -78,6 +78,7 @@ class Snapshot(Extension):
             _check_target(target)
         self.autoload = autoload
         self._series = Series(filename, n_retains)
+        self.has_fixed_name = self._series.is_fixed
         self.target = target
         self._condition = condition
         self._saves_errors = snapshot_on_error
@@ -126,9 +127,12 @@ class Snapshot(Extension):
         write = self._prepared(trainer)
         if write is None:
             return
+        # Who continues from this one does not take the others of its iteration again: they are on the disk before it.
+        others = [other._background for other in trainer.snapshots if isinstance(other, Snapshot)]
         if self._asynchronous and self._has_started:  # called by hand, nobody waits, and a run sweeps what is unfinished
-            self._background.start(write)
+            self._background.start(write, after=others)
         else:
+            Background.let_end(others)
             self._guarded(write)
 
     def _prepared(self, trainer: Trainer) -> Write | None:
