@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test check lint wheel bench clean
+.PHONY: help install demo test check lint wheel faults bench clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,7 +23,11 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest
 
-check: lint wheel  ## what CI runs besides the tests: style, types, and a wheel installed elsewhere
+check: lint wheel  ## what CI runs besides the tests: style, types, a wheel installed elsewhere, a few of each fault
+	$(BIN)/python tests/faults/run.py
+
+faults: install  ## kills, signals, damage, in large numbers: about an hour
+	$(BIN)/python tests/faults/run.py --large
 
 lint: install  ## style and types
 	$(BIN)/ruff check .

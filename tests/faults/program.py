@@ -1,0 +1,169 @@
+"""The run to which it is done: everything that draws, counts or remembers, in a fraction of a second."""
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import chainring
+from chainring import generators, iterators, serializers, training
+from chainring.datasets import DatasetMixin
+from chainring.serializers.manifest import read_manifest
+from chainring.training import extensions, triggers
+
+EXAMPLES, BATCH, ITERATIONS, PERIOD = 37, 6, 30, 3
+
+
+class Noisy(DatasetMixin):
+    """Points with noise from three generators; `fault` is called with each index, and may do what data do at times."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    def __len__(self):
+        return EXAMPLES
+
+    def get_example(self, i):
+        if self.fault is not None:
+            self.fault(i)
+        x = np.full(4, i / EXAMPLES, np.float32) + np.random.normal(size=4).astype(np.float32) + random.random()
+        return torch.from_numpy(x).float() + torch.rand(4), i % 3
+
+
+class Net(nn.Module):
+    """Dropout draws from the global generator, BatchNorm keeps statistics, what is reported draws from the other two."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.4), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x, t):
+        loss = nn.functional.cross_entropy(self.body(x), t)
+        chainring.report({"loss": loss, "data": x.sum(), "draw": np.random.rand() + random.random()}, self)
+        return loss
+
+
+class Schedule(training.Extension):
+    """Reports the learning rate of the update, and lets torch's scheduler step."""
+
+    priority = training.PRIORITY_WRITER
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [7, 13, 20], 0.5)
+
+    def __call__(self, trainer):
+        chainring.report({"lr": self.optimizer.param_groups[0]["lr"]})
+        self.scheduler.step()
+
+    def serialize(self, serializer):
+        serializer.visit("scheduler", self.scheduler)
+
+
+class Updater(training.StandardUpdater):
+    """Counts the iterations that were begun, so that a signal can be told from one that came between two."""
+
+    begun = 0
+    inside = False
+
+    def update(self):
+        self.begun, self.inside = self.iteration + 1, True
+        super().update()
+
+
+class Last(training.Extension):
+    """Is called when everything else of an iteration is over, and before that once when the run starts."""
+
+    is_snapshot = True
+    priority = -1000
+
+    def __init__(self, started, ended):
+        self.started, self.ended = started, ended
+
+    def initialize(self, trainer):
+        self.started()
+
+    def __call__(self, trainer):
+        self.ended(trainer)
+
+
+def iterator(workers, fault, timeout, **settings):
+    """The same batches from this process or from workers."""
+    if not workers:
+        return iterators.SerialIterator(Noisy(fault), BATCH, **settings)
+    return iterators.MultiprocessIterator(
+        Noisy(fault), BATCH, n_processes=workers, dataset_timeout=timeout, start_method="fork", **settings
+    )
+
+
+def build(out, workers=0, start="autoload", fault=None, timeout=30.0, started=lambda: None, ended=lambda trainer: None):
+    """A trainer over fresh objects.
+
+    Args:
+        out: the directory of the run.
+        workers: the processes that make the training batches.
+        start: ``"autoload"``, ``"anew"``, or the name of the snapshot in ``out`` to continue from.
+        fault: called with the index of each training example.
+        timeout: seconds that an example may take.
+        started: called when every extension is initialized.
+        ended: called with the trainer at the end of every iteration.
+    """
+    chainring.deterministic(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    updater = Updater(iterator(workers, fault, timeout), optimizer, net)
+    trainer = training.Trainer(updater, (ITERATIONS, "iteration"), out=out)
+    held_out = iterators.SerialIterator(Noisy(), 8, repeat=False, shuffle=False)
+    trainer.extend(extensions.Evaluator(held_out, net), trigger=(2, "iteration"))
+    trainer.extend(Schedule(optimizer))
+    trainer.extend(extensions.LogReport(trigger=(2, "iteration")))
+    trainer.extend(extensions.snapshot(autoload=start == "autoload", n_retains=2), trigger=(PERIOD, "iteration"))
+    best = triggers.MinValueTrigger("main/loss", (4, "iteration"))  # noisy, and its means go across snapshots
+    trainer.extend(extensions.snapshot("best"), trigger=best)
+    trainer.extend(Last(started, ended))
+    if start not in ("autoload", "anew"):
+        serializers.load(Path(out) / start, trainer)
+    return trainer
+
+
+def outcome(trainer):
+    """A digest of each part that a run killed on its way must have in common with one that was not."""
+    updater, out = trainer.updater, Path(trainer.out)
+    best = os.readlink(out / "best")
+    parts = {
+        "iteration": updater.iteration,
+        "parameters": updater.get_model("main").state_dict(),
+        "optimizer": updater.get_optimizer("main").state_dict(),
+        "schedule": trainer.get_extension("Schedule").scheduler.state_dict(),
+        "generators": generators.get_state(),
+        "observation": trainer.observation,
+        "log": rows_of(trainer.get_extension("LogReport").log),
+        "log.jsonl": rows_of(json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()),
+        "log file": rows_of(json.loads((out / "log").read_text())),
+        "best": (best, tensors_of(out / best)),
+        "newest": tensors_of(out / f"snapshot_iter_{updater.iteration}"),
+    }
+    return {name: hashlib.sha256(repr(_plain(part)).encode()).hexdigest()[:16] for name, part in parts.items()}
+
+
+def rows_of(rows):
+    """The rows of a log without what a clock has measured."""
+    return [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
+
+
+def tensors_of(snapshot):
+    """The size and checksum of each file of tensors in a snapshot: model, optimizer and generators, to the last bit."""
+    return {name: sizes for name, sizes in read_manifest(snapshot).files.items() if name.endswith(".safetensors")}
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return [(str(key), _plain(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
