@@ -11,7 +11,14 @@ from chainring.training.extension import (
 )
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger
-from chainring.training.updaters import StandardUpdater, UpdateCallbacks, UpdateContext, Updater
+from chainring.training.updaters import (
+    StandardUpdater,
+    UpdateCallbacks,
+    UpdateContext,
+    Updater,
+    clip_grad_norm,
+    clip_grad_value,
+)
 
 __all__ = [
     "Extension",
@@ -25,6 +32,8 @@ __all__ = [
     "UpdateCallbacks",
     "UpdateContext",
     "Updater",
+    "clip_grad_norm",
+    "clip_grad_value",
     "get_trigger",
     "make_extension",
 ]
