@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Iterator as PythonIterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,8 @@ class Workers:
             if process.is_alive():  # torch has not got so far as to know of it
                 process.terminate()
                 process.join(1.0)
+            if process.exitcode == -signal.SIGKILL:
+                _remove_shared_memory(process.pid)
             if process.exitcode is not None:
                 process.close()
         self._watch.processes.clear()
@@ -182,6 +185,14 @@ class Workers:
     def __del__(self) -> None:
         if hasattr(self, "_loader"):  # otherwise __init__ has failed
             self.close()
+
+
+def _remove_shared_memory(pid: int | None) -> None:
+    """Removes what a worker left that was killed between making a file in shared memory and taking its name away."""
+    # otherwise others open it by its name
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _unchanged(answer: Any) -> Any:
