@@ -26,7 +26,7 @@ test: install  ## the tests a contributor runs
 check: lint wheel  ## what CI runs besides the tests: style, types, a wheel installed elsewhere, a few of each fault
 	$(BIN)/python tests/faults/run.py
 
-faults: install  ## kills, signals, damage, in large numbers: about an hour
+faults: install  ## kills, signals, damage, in large numbers: a quarter of an hour
 	$(BIN)/python tests/faults/run.py --large
 
 lint: install  ## style and types
