@@ -31,6 +31,7 @@ class Orders:
         self._kept: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, and the positions that _block holds
         self._block: Indices = np.empty(0, np.int64)
         self.size = dataset_size if sampler is None else len(self._sampled(0, 0))
+        self._stretch = _BLOCK if sampler is None else max(self.size, 1)  # a sampler makes whole epochs, so one is kept
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
         """The indices at positions ``start`` to ``stop`` of an epoch's order."""
@@ -39,10 +40,10 @@ class Orders:
             return self._block[start - first : stop - first]
         if self._sampler is None and not self._shuffle:
             return np.arange(start, stop)
-        middle = start - start % _BLOCK + _BLOCK
+        middle = start - start % self._stretch + self._stretch
         if stop > middle:
             return np.concatenate([self.indices(seed, epoch, start, middle), self.indices(seed, epoch, middle, stop)])
-        first, last = middle - _BLOCK, min(self.size, middle)
+        first, last = middle - self._stretch, min(self.size, middle)
         self._block = self._make_block(seed, epoch, first, last)
         self._kept = seed, epoch, first, last
         return self._block[start - first : stop - first]

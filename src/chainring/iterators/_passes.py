@@ -47,6 +47,7 @@ class PassIterator(Iterator):
         self._again: list[tuple[Any, Place]] = []  # what was fetched and is not returned yet
         self._has_ended = False  # there is no other pass
         self._is_spent = False  # a loader of one pass was begun
+        self._after_open: dict[str, Any] = {}  # the generators of a resumed run, once the loader has found its place
 
     def _fetch(self) -> tuple[Any, Place]:
         """The loader's next batch, from another pass where one has ended, and the place after it."""
@@ -112,6 +113,8 @@ class PassIterator(Iterator):
         with _seeded(self._known_seed(), number, -1), guarded(self.loader) as closing:
             self._closing = closing
             self._pass = iter(self.loader() if _loaders.is_function(self.loader) else self.loader)
+        self._put_generators(self._after_open)
+        self._after_open = {}
         self._is_spent = _loaders.is_one_pass(self.loader)
         self._fetched = Place(number + 1, 0, state)
 
@@ -151,8 +154,11 @@ class PassIterator(Iterator):
         with _seeded(self._known_seed(), self._fetched.passes, -1):  # some begin a pass to tell
             return self.loader.state_dict()
 
-    def _resume_own(self, place: Place, own: Any) -> None:
+    def _resume_own(self, place: Place, own: Any, generators: dict[str, Any]) -> None:
         passes, taken, state = place
+        # A loader finds its place again with other draws than it took the first time (torchdata's does without the seed of
+        # its workers), and the next pass would be another one.
+        self._after_open = generators if self.repeat else {}
         if taken:
             _loaders.tell_epoch(self.loader, passes - 1)
         with host_preserved():

@@ -145,9 +145,10 @@ class LoaderIterator(PassIterator):
             state = self._generator_state()
         place = Place(serializer("passes", passes), serializer("taken", taken), serializer("generators", state))
         own = serializer("loader", self._loader_state() if saving else None)
+        generators = serializer("generators_now", self._generator_state())  # after the loader's, which may draw
         if not saving:
             self._check_sizes(sizes, place.taken)
-            self._resume(place, own)
+            self._resume(place, own, generators)
             self._has_ended = ended
 
     def _sizes(self) -> dict[str, int | None]:
@@ -164,12 +165,12 @@ class LoaderIterator(PassIterator):
             if counts and before != now[what]:
                 raise ValueError(f"iterator {self.name!r} has {what} = {now[what]}, the saved run had {before}; {remedy}")
 
-    def _resume(self, place: Place, own: Any) -> None:
+    def _resume(self, place: Place, own: Any, generators: dict[str, Any]) -> None:
         passes, taken, state = place
         self._drop_pass()
         self._again, self._since_mark = [], None
         if own is not None and has_state(self.loader):
-            self._resume_own(place, own)
+            self._resume_own(place, own, generators)
         else:
             if self.repeat or not taken:
                 self._put_generators(state)
@@ -190,7 +191,7 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
     if _is_dataset(source):
         raise TypeError(
             f"an iterator of batches is needed, got the dataset {type(source).__name__}, which gives single examples; "
-            "wrap it: SerialIterator(dataset, batch_size)"
+            "wrap it: SerialIterator(dataset, batch_size), or LoaderIterator(dataset) if its items are batches"
         )
     if isinstance(source, (torch.nn.Module, torch.optim.Optimizer, Mapping)):
         raise TypeError(f"an iterator of batches is needed, got {type(source).__name__}")
@@ -202,5 +203,7 @@ def _is_dataset(source: Any) -> bool:
     if isinstance(source, (IterableDataset, DataLoader)):
         return False
     if isinstance(source, (Dataset, np.ndarray, torch.Tensor)) or hasattr(source, "get_example"):
+        return True
+    if hasattr(source, "__getitems__"):  # by which torch's DataLoader asks for several examples at once
         return True
     return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
