@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from chainring.datasets import (
+    ConcatenatedDataset,
     DatasetMixin,
+    DictDataset,
     SubDataset,
     TransformDataset,
     TupleDataset,
@@ -38,6 +40,8 @@ ALIKE = {
     "SubDataset": SubDataset([9, 0, 1, 4, 9, 16, 7], 1, 6),
     "ordered SubDataset": SubDataset(np.array([16, 4, 0, 9, 1]), 0, 5, [2, -1, 1, -2, 0]),
     "TransformDataset": TransformDataset(range(5), lambda i: i * i),
+    "ConcatenatedDataset": ConcatenatedDataset([0, 1], [], np.array([4]), [9, 16]),
+    "DictDataset": TransformDataset(DictDataset(n=range(5), square=[k * k for k in range(5)]), lambda one: one["square"]),
     "TupleDataset": TransformDataset(TupleDataset(range(5), [k * k for k in range(5)]), lambda pair: pair[1]),
 }
 

@@ -2,26 +2,39 @@
 
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin
+from chainring.datasets.concatenated_dataset import ConcatenatedDataset
+from chainring.datasets.dict_dataset import DictDataset
 from chainring.datasets.digits import get_digits
+from chainring.datasets.image_dataset import ImageDataset, LabeledImageDataset
 from chainring.datasets.mnist import FASHION_MNIST, MNIST, get_fashion_mnist, get_mnist
 from chainring.datasets.sub_dataset import (
     SubDataset,
+    get_cross_validation_datasets,
+    get_cross_validation_datasets_random,
     split_dataset,
     split_dataset_n,
     split_dataset_n_random,
     split_dataset_random,
 )
+from chainring.datasets.text_dataset import TextDataset
 from chainring.datasets.transform_dataset import TransformDataset
 from chainring.datasets.tuple_dataset import TupleDataset
 
 __all__ = [
+    "ConcatenatedDataset",
     "DatasetMixin",
+    "DictDataset",
     "FASHION_MNIST",
+    "ImageDataset",
+    "LabeledImageDataset",
     "MNIST",
     "RemoteFiles",
     "SubDataset",
+    "TextDataset",
     "TransformDataset",
     "TupleDataset",
+    "get_cross_validation_datasets",
+    "get_cross_validation_datasets_random",
     "get_digits",
     "get_fashion_mnist",
     "get_mnist",

@@ -112,6 +112,41 @@ def split_dataset_n_random(dataset: Any, n: int, seed: int | None = None) -> lis
     return split_dataset_n(dataset, n, _random_order(dataset, seed))
 
 
+def get_cross_validation_datasets(
+    dataset: Any, n_folds: int, order: Sequence[int] | None = None
+) -> list[tuple[SubDataset, SubDataset]]:
+    """For each fold the examples to train on, and those to test with: every example is tested with in one fold.
+
+    The sizes of the test sets differ by at most one. As in Chainer, the first fold is tested with the end of the order
+    and the last with its start; training goes on after the test set and round from the end to the start.
+
+    Args:
+        dataset: the dataset to split.
+        n_folds: how many folds.
+        order: integer indices of ``dataset``, one for each example; by default its own order.
+
+    Raises:
+        ValueError: ``n_folds`` is below 2 or above the number of examples, or the order is none of the dataset.
+    """
+    size = len(dataset)
+    if not 2 <= n_folds <= size:
+        raise ValueError(f"n_folds is from 2 to {size}, the number of examples, got {n_folds}")
+    indices = np.arange(size) if order is None else _checked_order(order, size)
+    bounds = [size * fold // n_folds for fold in range(n_folds + 1)]
+    splits = []
+    for start, end in reversed(list(pairwise(bounds))):
+        turned: Any = np.concatenate([indices[end:], indices[:end]])  # ends with the test set
+        splits.append(split_dataset(dataset, size - (end - start), turned))
+    return splits
+
+
+def get_cross_validation_datasets_random(
+    dataset: Any, n_folds: int, seed: int | None = None
+) -> list[tuple[SubDataset, SubDataset]]:
+    """`get_cross_validation_datasets` in a random order; ``seed`` as in `split_dataset_random`."""
+    return get_cross_validation_datasets(dataset, n_folds, _random_order(dataset, seed))
+
+
 def _random_order(dataset: Any, seed: int | None) -> Any:
     seed = stable_hash("split", torch.initial_seed()) if seed is None else seed
     return epoch_order(seed, 0, len(dataset))

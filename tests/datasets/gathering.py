@@ -1,0 +1,27 @@
+"""What a dataset's batches are, gathered as columns and asked for one by one."""
+
+import torch
+
+from chainring.columns import gather_of
+from chainring.converters import concat_examples
+from chainring.iterators import Batch
+
+
+def assert_gathers_alike(dataset, indices):
+    """A gather gives bit for bit what the examples one by one give, dtypes and structure too."""
+    gathered = concat_examples(Batch(columns=gather_of(dataset)(indices), length=len(indices)))
+    _assert_same(gathered, concat_examples([dataset[int(i)] for i in indices]))
+
+
+def _assert_same(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        one, other = tuple(one.values()), tuple(other.values())
+    if isinstance(one, tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_same(a, b)
+    else:
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
