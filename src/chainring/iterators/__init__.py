@@ -3,9 +3,11 @@
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.multiprocess import MultiprocessIterator
+from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, WeightedOrderSampler
 from chainring.iterators.serial import SerialIterator
 from chainring.order import epoch_order
 
 __all__ = [
-    "Batch", "Iterator", "LoaderIterator", "MultiprocessIterator", "SerialIterator", "as_iterator", "epoch_order",
+    "Batch", "BucketOrderSampler", "Iterator", "LoaderIterator", "MultiprocessIterator", "NoRepeatOrderSampler",
+    "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip
