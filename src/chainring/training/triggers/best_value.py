@@ -5,14 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state, serialize_method
-from chainring.summary import DictSummary
-from chainring.training.triggers._get_trigger import get_trigger
-from chainring.training.triggers.base import Trigger, start
+from chainring.serializers.base import AbstractSerializer
+from chainring.training.triggers._mean import MeanTrigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 _COMPARE = "compare is called with the best value so far and a new one, and says whether the new one is better"
 
 
-class BestValueTrigger(Trigger):
+class BestValueTrigger(MeanTrigger):
     """Fires when the mean of a reported value is better than every mean before.
 
     Each time that it is asked it takes the value into account, weighted as the updates are. When its own trigger fires, it
@@ -39,37 +36,16 @@ class BestValueTrigger(Trigger):
     """
 
     def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: Any = (1, "epoch")) -> None:
-        if not isinstance(key, str):
-            raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
         _check_compare(compare)
-        self.key = key
         self.compare = compare
-        self.trigger = get_trigger(trigger)
-        self.forget()
+        super().__init__(key, trigger)
 
     def forget(self) -> None:
-        self._summary = DictSummary()
+        super().forget()
         self._best: float | None = None
-        self._seen: set[str] = set()  # the keys since the trigger last fired, as long as they may have to be named
-        self._has_warned = False
 
-    def initialize(self, trainer: Trainer) -> None:
-        super().initialize(trainer)
-        start(self.trigger, trainer)
-
-    def ask(self, trainer: Trainer) -> bool:
-        observation = trainer.observation
-        if self.key in observation:
-            self._summary.add({self.key: observation[self.key]}, getattr(trainer.updater, "weight", 1))
-        if not self._has_warned:
-            self._seen.update(observation)
-        if not self.trigger(trainer):
-            return False
-        means, self._summary = self._summary.compute_mean(), DictSummary()
-        if self.key not in means:
-            self._warn(trainer.updater.iteration)
-        self._seen.clear()
-        return self._is_better(means.get(self.key, math.nan))
+    def judge(self, mean: float, trainer: Trainer) -> bool:
+        return self._is_better(mean)
 
     def _is_better(self, mean: float) -> bool:
         """Whether a mean is the best so far; if so it is remembered."""
@@ -81,38 +57,9 @@ class BestValueTrigger(Trigger):
         self._best = mean
         return True
 
-    def _warn(self, iteration: int) -> None:
-        """Says once that there was nothing to compare, because a key that is never reported would otherwise go unnoticed."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        if self.key in self._seen:
-            what, remedy = f"what was reported as {self.key!r} is no single number", "report one, for example .mean()"
-        else:
-            what = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
-            remedy = (
-                "check the key; give an interval in which it is reported, and to the extension that has this trigger "
-                "a lower priority than to the one that reports it"
-            )
-        warnings.warn(
-            f"{self} has nothing to compare at iteration {iteration}: since its interval began {what}. "
-            f"It does not fire, and this is said once; {remedy}",
-            stacklevel=4,
-        )
-
     def serialize(self, serializer: AbstractSerializer) -> None:
-        super().serialize(serializer)
-        key, kind = serializer("key", self.key), serializer("trigger_type", type(self.trigger).__name__)
         self._best = serializer("best", self._best)
-        self._seen = set(serializer("seen", sorted(self._seen, key=str)))
-        self._has_warned = serializer("has_warned", self._has_warned)
-        self._summary.serialize(serializer["summary"])
-        # Settings are never state: the best value of another key says nothing, nor does the state of another trigger.
-        if not isinstance(serializer, Serializer) and key != self.key:
-            self.forget()
-        has_own = serialize_method(self.trigger) is not None or has_state(self.trigger)
-        if kind == type(self.trigger).__name__ and has_own:
-            serializer.visit("trigger", self.trigger)
+        super().serialize(serializer)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.key!r}, {_shown(self.compare)}, {_shown(self.trigger)})"

@@ -1,0 +1,259 @@
+"""EarlyStoppingTrigger: training ends when a reported value has not become better for a while."""
+
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from counting import CountingUpdater, Fires, a_trainer
+
+from chainring import report, serializers
+from chainring.training import extensions, triggers
+
+Early = triggers.EarlyStoppingTrigger
+NAN = math.nan
+EVERY, EVERY_2 = (1, "iteration"), (2, "iteration")
+MAX = (100, "iteration")
+
+
+class Reporting(CountingUpdater):
+    """Reports one given observation an update, under weights that change."""
+
+    def __init__(self, observations, weights=None):
+        super().__init__(per_epoch=2)
+        self.observations, self.weights = observations, weights
+
+    def update_core(self):
+        if self.iteration < len(self.observations):
+            report(self.observations[self.iteration])
+        self.weight = 1 if self.weights is None else self.weights[self.iteration]
+
+
+def of(key, values):
+    return [{key: value} for value in values]
+
+
+def stopped_at(out, trigger, observations, weights=None):
+    """After how many updates a run ends that has this stop trigger."""
+    trainer = a_trainer(out, Reporting(observations, weights), trigger)
+    trainer.run()
+    return trainer.updater.iteration
+
+
+ACCURACY = [0.5, 0.5, 0.6, 0.7, 0.6, 0.4, 0.3, 0.2]
+LOSS = [100, 80, 30, 10, 20, 24, 30, 35]
+
+
+@pytest.mark.parametrize(("key", "values"), [("main/accuracy", ACCURACY), ("main/loss", LOSS)])
+def test_it_stops_when_patience_checks_in_a_row_brought_no_improvement(tmp_path, key, values):
+    """Three by default; whether greater is better follows from the key."""
+    assert stopped_at(tmp_path, Early(EVERY, key, max_trigger=MAX), of(key, values)) == 7
+
+
+def test_the_defaults_check_the_main_loss_each_epoch(tmp_path):
+    """Epochs of two iterations here: three without improvement after the second."""
+    losses = [5, 5, 4, 4, 4, 5, 5, 5, 6, 6, 1, 1]
+    assert stopped_at(tmp_path, Early(), of("main/loss", losses)) == 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "expected"), [("max", "loss", 3), ("min", "accuracy", 5), ("auto", "x", 5), ("auto", "a/accuracy_5", 3)]
+)
+def test_the_mode_says_what_is_better(tmp_path, mode, key, expected):
+    """Given, it holds whatever the key is called."""
+    trigger = Early(EVERY, key, patience=2, mode=mode, max_trigger=MAX)
+    assert stopped_at(tmp_path, trigger, of(key, [5, 4, 3, 3, 3, 3])) == expected
+
+
+def test_an_improvement_begins_the_count_anew(tmp_path):
+    """Two bad checks, a good one, and then three bad ones."""
+    assert stopped_at(tmp_path, Early(EVERY, "x", max_trigger=MAX), of("x", [5, 6, 6, 4, 4, 4, 4, 0])) == 7
+
+
+def test_nan_is_no_improvement(tmp_path):
+    """Neither first nor later; a number after it is compared with the best before it."""
+    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [3, NAN, 3, 1])) == 3
+    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [NAN, 3, NAN, NAN])) == 4
+    assert stopped_at(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), of("x", [NAN, NAN, 1])) == 2
+
+
+def test_a_check_compares_the_weighted_mean_of_its_interval(tmp_path):
+    """Tensors will do for values and weights."""
+    values, trigger = of("x", [1, 1, 0, torch.tensor(1.5), 0, 1.5]), Early(EVERY_2, "x", 1, max_trigger=MAX)
+    assert stopped_at(tmp_path, trigger, values) == 6
+    assert stopped_at(tmp_path, trigger, values, [1, 1, 1, torch.tensor(3.0), 1, 3]) == 4
+
+
+def test_a_check_without_the_key_neither_counts_nor_resets_and_warns_once(tmp_path):
+    """A validation less often than the check does not end training, and does not keep it going (T14)."""
+    observations = [{"x": 3, "y": 1}, {"y": 1}, {"x": 3}, {"z": 1}, {"x": "?"}, {"x": 3}, {}, {"x": 3}]
+    with pytest.warns(UserWarning, match=r"'x' was not reported; reported were \['y'\]") as caught:
+        assert stopped_at(tmp_path, Early(EVERY, "x", 3, max_trigger=MAX), observations) == 8
+    assert len(caught) == 1
+    assert "has nothing to compare at iteration 2" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("maximum", [(3, "epoch"), (6, "iteration"), triggers.IntervalTrigger(3, "epoch")])
+def test_max_trigger_means_reached(tmp_path, maximum):
+    """As the stop trigger of a trainer does, also for a run that begins behind it."""
+    trigger = Early(EVERY, "x", max_trigger=maximum)
+    assert stopped_at(tmp_path, trigger, of("x", range(20, 0, -1))) == 6
+    trainer = a_trainer(tmp_path, Reporting([]), Early(EVERY, "x", max_trigger=maximum))
+    trainer.updater.iteration = 7
+    with pytest.warns(UserWarning, match="nothing to compare"):
+        trainer.run()
+    assert trainer.updater.iteration == 7
+
+
+def test_without_a_max_trigger_only_patience_ends_training(tmp_path):
+    """None never fires."""
+    assert stopped_at(tmp_path, Early(EVERY, "x", 1, max_trigger=None), of("x", [*range(150, 0, -1), 9])) == 151
+
+
+def test_a_progress_bar_takes_its_length_from_max_trigger(tmp_path):
+    """And has no total where it does not say one."""
+    assert Early(max_trigger=(7, "epoch")).get_training_length() == (7, "epoch")
+    for maximum, shown in [((4, "iteration"), "iteration 3/4"), (lambda trainer: False, "iteration 3,")]:
+        trigger, out = Early(EVERY, "x", 2, max_trigger=maximum), io.StringIO()
+        trainer = a_trainer(tmp_path, Reporting(of("x", [1, 1, 1])), trigger)
+        trainer.extend(extensions.ProgressBar(out=out, update_interval=1))
+        trainer.run()
+        assert shown in out.getvalue()
+
+
+def test_two_extensions_that_share_it_get_the_same_answer(tmp_path):
+    """From the check that ends its patience on, until an improvement; a value counts once an iteration (T13)."""
+    shared, fired = Early(EVERY_2, "x", 1, max_trigger=None), [Fires(), Fires()]
+    trainer = a_trainer(tmp_path, Reporting(of("x", [3, 3, 3, 3, 9, 9, 1, 1])), (8, "iteration"))
+    for each in fired:
+        trainer.extend(each, trigger=shared)
+    trainer.run()
+    assert [each.iterations for each in fired] == [[4, 5, 6, 7]] * 2
+
+
+def test_verbose_says_why_it_stops(tmp_path, capsys):
+    """Once, with the best value; without it nothing is printed."""
+    stopped_at(tmp_path / "a", Early(EVERY, "x", 2, max_trigger=MAX), of("x", [5, 6, 7]))
+    assert capsys.readouterr().out == ""
+    stopped_at(tmp_path / "b", Early(EVERY, "x", 2, verbose=True, max_trigger=MAX), of("x", [5, 6, 7]))
+    assert capsys.readouterr().out == (
+        "training stops early, at epoch 1, iteration 3: x has been no better than 5.0 in 2 checks, and was 7.0 in the last\n"
+    )
+
+
+def test_no_value_is_read_from_its_device_before_a_check(tmp_path):
+    """Tensors without data stand in for those on an accelerator: to read one is an error."""
+    values = of("x", torch.empty(9, device="meta"))
+    assert stopped_at(tmp_path, Early((50, "iteration"), "x", max_trigger=(9, "iteration")), values) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"patience": 0}, ValueError, "patience is how many checks.*at least 1; got 0"),
+        ({"patience": 2.5}, TypeError, "an integer; got 2.5"),
+        ({"patience": True}, TypeError, "an integer; got True"),
+        ({"mode": "maximum"}, ValueError, 'mode is "auto", "max" or "min", got \'maximum\''),
+        ({"monitor": None}, TypeError, "the key is that of a reported value.*got None"),
+        ({"check_trigger": (0, "epoch")}, ValueError, "above 0, got 0"),
+        ({"max_trigger": (1, "epochs")}, ValueError, "'epochs'"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(settings, error, message):
+    """The error gives the rule and the value."""
+    with pytest.raises(error, match=message):
+        Early(**settings)
+
+
+def test_it_is_shown_as_it_was_made(tmp_path):
+    """With the mode that it took."""
+    assert str(Early()) == "EarlyStoppingTrigger(IntervalTrigger(1, 'epoch'), 'main/loss', 3, 'min')"
+
+
+VALUES = [5, 4, NAN, 6, 3, 3, 9, 3, 2, 4, 4, 4, 4, 4, 0]
+
+
+def run(out, trigger, until=None, state=None, observations=None):
+    """Trains to the end or to an iteration: where it ended, the warnings, and the state, of which the trigger is part."""
+    observations = of("x", VALUES) if observations is None else observations
+    trainer = a_trainer(out, Reporting(observations, range(1, len(observations) + 1)), trigger)
+    trainer.extend(lambda trainer: None, "until")
+    if until is not None:
+        trainer.stop_trigger = _Until(trigger, until)
+    if state is not None:
+        trainer.load_state_dict(state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run()
+    return trainer.updater.iteration, [str(warning.message) for warning in caught], trainer.state_dict()
+
+
+class _Until(Early):
+    """The same trigger, cut short: where a snapshot falls it has not been asked at the last iteration."""
+
+    def __init__(self, trigger, until):
+        vars(self).update(vars(trigger))
+        self.until = until
+
+    def __call__(self, trainer):
+        return trainer.updater.iteration >= self.until or super().__call__(trainer)
+
+
+_Until.__name__ = "EarlyStoppingTrigger"  # so that the whole run takes over its state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Early(EVERY, "x", 5, max_trigger=MAX),
+        lambda: Early(EVERY_2, "x", 3, max_trigger=(2, "second")),
+        lambda: Early(triggers.ManualScheduleTrigger([1, 4, 7, 8], "iteration"), "x", 2, max_trigger=(13, "iteration")),
+        lambda: Early(EVERY, "y", 5, max_trigger=triggers.MinValueTrigger("x", (3, "iteration"))),
+        lambda: Early(triggers.MaxValueTrigger("x", EVERY_2), "x", 1, max_trigger=None),
+    ],
+)
+def test_saved_and_loaded_after_any_iteration_it_stops_where_it_would_have(tmp_path, make):
+    """With the same best value, count and half interval, and the warnings of both runs together are those of one (T4)."""
+    end, warned, last = run(tmp_path, make())
+    for k in range(end + 1):
+        _, warned_before, state = run(tmp_path, make(), k)
+        ended, warned_after, resumed = run(tmp_path, make(), None, state)
+        assert (ended, warned_before + warned_after) == (end, warned), k
+        own = [{key: value for key, value in each.items() if key.startswith("stop_trigger/")} for each in (resumed, last)]
+        assert str(own[0]) == str(own[1]), k
+
+
+@pytest.mark.parametrize("k", range(1, 6))
+def test_saved_to_a_file_it_comes_back(tmp_path, k):
+    """The best value and the count, NaN and infinities."""
+    trigger, given = Early(EVERY, "x", 2, max_trigger=None), []
+    trainer = a_trainer(tmp_path, Reporting(of("x", [NAN, math.inf, 2, math.inf, NAN, 1])))
+    for iteration in range(6):
+        if iteration == k:
+            serializers.save(tmp_path / "saved", trigger)
+            trigger = Early(EVERY, "x", 2, max_trigger=None)
+            serializers.load(tmp_path / "saved", trigger)
+        with trainer.reporter.scope(trainer.observation):
+            trainer.updater.update()
+        given.append(trigger(trainer))
+    assert given == [False, False, False, False, True, False]
+
+
+def test_patience_and_length_are_settings(tmp_path):
+    """A run that has ended does nothing more when it is resumed; with more patience, or a later end, it goes on."""
+    values = of("x", [5, 6, 6, 6, 6, 6, 6])
+    end, _, state = run(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), observations=values)
+    assert end == run(tmp_path, Early(EVERY, "x", 2, max_trigger=MAX), None, state, values)[0] == 3
+    assert run(tmp_path, Early(EVERY, "x", 4, max_trigger=MAX), None, state, values)[0] == 5
+    _, _, state = run(tmp_path, Early(EVERY, "x", 4, max_trigger=(2, "iteration")), observations=values)
+    assert run(tmp_path, Early(EVERY, "x", 4, max_trigger=MAX), None, state, values)[0] == 5
+
+
+def test_resumed_with_another_key_or_mode_it_starts_anew(tmp_path):
+    """The best value of another says nothing."""
+    values = of("x", [5, 6, 6, 6, 6, 6, 6])
+    _, _, state = run(tmp_path, Early(EVERY, "x", 3, max_trigger=(3, "iteration")), observations=values)
+    assert run(tmp_path, Early(EVERY, "x", 3, "max", max_trigger=MAX), None, state, values)[0] == 7
+    observations = [{"x": 0, "y": 1}] * 8
+    assert run(tmp_path, Early(EVERY, "y", 3, max_trigger=MAX), None, state, observations)[0] == 7
