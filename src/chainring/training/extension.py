@@ -148,14 +148,16 @@ class Entry:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         trigger: asked once an iteration.
         observe: the extension's `observe`, or ``None`` if it has none of its own.
+        call: calls the extension. A profiler puts a call that it times in its place.
     """
 
-    __slots__ = ("extension", "invoke_before_training", "is_snapshot", "name", "observe", "priority", "trigger")
+    __slots__ = ("call", "extension", "invoke_before_training", "is_snapshot", "name", "observe", "priority", "trigger")
 
     def __init__(
         self, extension: Any, name: str, trigger: Any, priority: int | None, invoke_before_training: bool | None
     ) -> None:
         self.extension = extension
+        self.call: Callable[[Trainer], Any] = extension
         self.name = name
         self.trigger = get_trigger(_first(trigger, getattr(extension, "trigger", None), Extension.trigger))
         self.priority: int = _first(priority, getattr(extension, "priority", None), Extension.priority)

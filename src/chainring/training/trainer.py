@@ -198,7 +198,7 @@ class Trainer(Stateful):
                 entry.observe(self)
             if entry.trigger(self):
                 self.extension_name = entry.name
-                entry.extension(self)
+                entry.call(self)
                 self.extension_name = None
         due = [entry for entry in snapshots if self._is_due(entry)]
         if due:
@@ -210,7 +210,7 @@ class Trainer(Stateful):
             entry.method("before_snapshot")(self)
         for entry in sorted(due, key=_continues):
             self.extension_name = entry.name
-            entry.extension(self)
+            entry.call(self)
             self.extension_name = None
 
     def _take_last(self, entries: list[Entry], snapshots: list[Entry]) -> None:

@@ -1,0 +1,45 @@
+"""InverseShift: falls as a power of the number of calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chainring.training.extensions._shift import ScalingShift, not_negative, number
+from chainring.training.extensions._shift import power as raised
+
+
+class InverseShift(ScalingShift):
+    """Sets an attribute to ``init * (1 + gamma * calls) ** -power``.
+
+    Before the first update it is ``init``.
+
+    Args:
+        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
+            every group.
+        gamma: 0 or above.
+        power: below 0 the attribute grows.
+        init: the value before the first call; ``None`` takes the one that the groups have.
+        target: where the shift ends; ``None`` has no end.
+        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+
+    Raises:
+        TypeError: a setting is of another kind.
+        ValueError: ``gamma`` is below 0, ``target`` is not on the way; or, when the run starts, the groups lack the
+            attribute, or differ in it while there is no ``init``.
+    """
+
+    def __init__(
+        self,
+        attr: str,
+        gamma: float,
+        power: float,
+        init: float | None = None,
+        target: float | None = None,
+        optimizer: Any = None,
+    ) -> None:
+        self.gamma = not_negative("gamma", gamma)
+        self.power = number("power", power)
+        super().__init__(attr, init, target, self.power < 0, optimizer)
+
+    def factor(self, calls: int) -> float:
+        return raised(1 + self.gamma * calls, -self.power)

@@ -1,0 +1,71 @@
+"""observe_value and observe_lr: what is looked up, and not reported by a model, into the observation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from chainring.training.extension import PRIORITY_WRITER, make_extension
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+
+def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    """An extension that reports what a function of the trainer returns, by default after every epoch.
+
+    Args:
+        observation_key: of the value in the observation.
+        target_func: called with the trainer.
+
+    Raises:
+        TypeError: the key is no string, or the function cannot be called.
+    """
+    _check_key(observation_key)
+    if not callable(target_func):
+        raise TypeError(f"target_func is called with the trainer, got {target_func!r}; write lambda trainer: ...")
+
+    @make_extension(trigger=(1, "epoch"), default_name="observe_value", priority=PRIORITY_WRITER)
+    def observe(trainer: Trainer) -> None:
+        _report(trainer, {observation_key: target_func(trainer)})
+
+    return observe
+
+
+def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Callable[[Trainer], Any]:
+    """An extension that reports the learning rate of an optimizer, by default after every epoch.
+
+    It is the one of the last update, as the scheduler or shift that changes it comes later in the iteration. Where there are
+    several groups of parameters, those after the first are reported too, as ``lr/1``, ``lr/2`` and so on.
+
+    Args:
+        optimizer_name: of the optimizer in the updater; an unknown one is refused when the run starts.
+        observation_key: of the value in the observation.
+
+    Raises:
+        TypeError: a name is no string.
+    """
+    _check_key(observation_key)
+    if not isinstance(optimizer_name, str):
+        raise TypeError(f'optimizer_name is that of an optimizer in the updater, such as "main"; got {optimizer_name!r}')
+
+    def initialize(trainer: Trainer) -> None:
+        trainer.updater.get_optimizer(optimizer_name)
+
+    @make_extension((1, "epoch"), "observe_lr", PRIORITY_WRITER, initializer=initialize)
+    def observe(trainer: Trainer) -> None:
+        groups = trainer.updater.get_optimizer(optimizer_name).param_groups
+        keys = [observation_key, *(f"{observation_key}/{number}" for number in range(1, len(groups)))]
+        _report(trainer, {key: group["lr"] for key, group in zip(keys, groups, strict=True)})
+
+    return observe
+
+
+def _report(trainer: Trainer, values: dict[str, Any]) -> None:
+    with trainer.reporter.scope(trainer.observation):
+        trainer.reporter.report(values)
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f'observation_key is the key of a reported value, such as "lr"; got {key!r}')

@@ -1,0 +1,249 @@
+"""Profiler: where the time of a run goes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chainring.files import replace
+from chainring.training.extension import Extension
+from chainring.training.triggers.base import never
+from chainring.training.updaters.callbacks import UpdateCallbacks
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+PHASES = ("data", "forward", "backward", "communication", "update", "loop")
+TABLE = "profile.txt"
+TRACE = "profile_trace.json"
+
+_STAGES = {
+    "forward_on_start": "data",
+    "forward_on_finish": "forward",
+    "backward_on_start": "forward",
+    "backward_on_finish": "backward",
+    "comm_on_start": "update",
+    "comm_on_finish": "communication",
+    "update_on_start": "update",
+    "update_on_finish": "update",
+}
+"""At each callback of an updater, the phase that has just ended."""
+
+
+class Profiler(Extension):
+    """Measures how long each phase of an iteration takes, and writes a table of it into ``out`` when the run ends.
+
+    The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
+    ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (all else between two
+    updates, such as triggers). They are seconds of this process on a monotonic clock: where an accelerator works behind
+    the loop, a phase is the time until its work was handed over, and the trace tells the rest. Nothing is waited for, and
+    a phase costs under a microsecond.
+
+    The phases are those of a `StandardUpdater`; of an updater that does all by itself, what is not known to be another
+    phase counts as ``update``.
+
+    Args:
+        trace: the first and the last iteration, counted from 1, of which ``torch.profiler`` records every operation into
+            ``profile_trace.json``, a Chrome trace (see it at https://ui.perfetto.dev). ``None`` records none.
+
+    Attributes:
+        seconds: of each phase so far in this run.
+        iterations: updates measured.
+
+    Raises:
+        TypeError: ``trace`` is no pair of integers.
+        ValueError: it is no range of iterations.
+    """
+
+    def __init__(self, *, trace: tuple[int, int] | None = None) -> None:
+        self.trigger = never
+        self._trace = None if trace is None else _checked(trace)
+        self._undo: list[Callable[[], None]] = []
+        self._out: Path | None = None
+        self._recorder: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.iterations = 0
+        self._last: float | None = None
+        self._has_stages = False  # whether the callbacks tell where this update is
+        self._is_stepping = False  # whether this update has come to its first step
+
+    @property
+    def writes(self) -> Sequence[str]:
+        return (TABLE,) if self._trace is None else (TABLE, TRACE)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Does nothing: it measures all the time, and its trigger never fires."""
+
+    def initialize(self, trainer: Trainer) -> None:
+        self._reset()
+        self._out = Path(trainer.out) if trainer.comm.rank == 0 else None
+        updater: Any = trainer.updater
+        self._put(updater, "update", self._timed_update(updater))
+        if callable(getattr(updater, "converter", None)):
+            self._put(updater, "converter", self._timed_converter(updater.converter))
+        if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
+            self._put(updater, "callbacks", self._with_marks(updater.callbacks))
+        for optimizer in updater.get_all_optimizers().values():
+            self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+        for entry in trainer._ordered():
+            if entry.extension is not self:
+                self._time_entry(entry)
+        reporter = trainer.reporter
+        reporter.watchers += (self._see,)
+        self._undo.append(lambda: _remove_watcher(reporter, self._see))
+
+    def _put(self, updater: Any, name: str, value: Any) -> None:
+        """Sets an attribute of the updater until the run ends."""
+        had_own, before = name in vars(updater), getattr(updater, name)
+        setattr(updater, name, value)
+
+        def undo() -> None:
+            if getattr(updater, name) is not value:
+                return  # another has put its own there meanwhile
+            if had_own:
+                setattr(updater, name, before)
+            else:
+                delattr(updater, name)
+
+        self._undo.append(undo)
+
+    def _time_entry(self, entry: Any) -> None:
+        """Times what an extension does each iteration, and when its trigger fires."""
+        phase = f"extension:{entry.name}"
+        self.seconds[phase] = 0.0
+        for name in ("call", "observe"):
+            own = getattr(entry, name)
+            if own is not None:
+                setattr(entry, name, self._timed(own, phase))
+                self._undo.append(functools.partial(setattr, entry, name, own))
+
+    def _timed(self, own: Callable[[Any], Any], phase: str) -> Callable[[Any], Any]:
+        def timed(trainer: Any) -> Any:
+            self._mark("loop")
+            try:
+                return own(trainer)
+            finally:
+                self._mark(phase)
+
+        return timed
+
+    def _mark(self, phase: str) -> None:
+        """The time since the last mark was that of this phase."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds[phase] += now - self._last
+        self._last = now
+
+    def _timed_update(self, updater: Any) -> Callable[[], None]:
+        update = updater.update
+
+        def timed() -> None:
+            self._has_stages = self._is_stepping = False
+            self._mark("loop")
+            if self._trace is not None:
+                self._record(updater.iteration + 1, *self._trace)
+            update()
+            self._mark("update")
+            self.iterations += 1
+
+        return timed
+
+    def _timed_converter(self, converter: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(batch: Any, device: Any) -> Any:
+            converted = converter(batch, device)
+            self._mark("data")
+            return converted
+
+        return timed
+
+    def _with_marks(self, callbacks: UpdateCallbacks) -> UpdateCallbacks:
+        """The updater's callbacks, with a mark before them where a stage finishes, and after them where one starts."""
+        marked: dict[str, Any] = {}
+        for name, phase in _STAGES.items():
+            own: tuple[Any, ...] = getattr(callbacks, name)
+            mark = self._stage(phase)
+            marked[name] = (mark, *own) if name.endswith("finish") else (*own, mark)
+        return UpdateCallbacks(**marked)
+
+    def _stage(self, phase: str) -> Callable[[Any], None]:
+        def mark(context: Any) -> None:
+            self._has_stages = True
+            self._mark(phase)
+
+        return mark
+
+    def _see(self, key: str, value: Any) -> None:
+        # Without stages, the loss that is reported with its graph is the end of the forward.
+        if not self._has_stages and isinstance(value, Tensor) and value.requires_grad:
+            self._mark("forward")
+
+    def _before_step(self, *_: Any) -> None:
+        # A step that calls the step of its base class comes here twice.
+        self._mark("update" if self._has_stages or self._is_stepping else "backward")
+        self._is_stepping = True
+
+    def _after_step(self, *_: Any) -> None:
+        self._mark("update")
+
+    def _record(self, iteration: int, first: int, last: int) -> None:
+        """Starts the trace before its first iteration, ends it before the one after its last."""
+        if self._recorder is None and first <= iteration <= last and self._out is not None:
+            self._recorder = torch.profiler.profile()
+            self._recorder.start()
+        elif iteration > last:
+            self._end_trace()
+
+    def _end_trace(self) -> None:
+        if self._recorder is None or self._out is None:
+            return
+        recorder, self._recorder = self._recorder, None
+        recorder.stop()
+        beside = self._out / f".{TRACE}.tmp"
+        recorder.export_chrome_trace(str(beside))
+        os.replace(beside, self._out / TRACE)
+
+    def finalize(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if self.iterations:
+            self._mark("loop")
+        self._last = None
+        self._end_trace()
+        if self.iterations and self._out is not None:
+            replace(self._out / TABLE, self.table().encode())
+
+    def table(self) -> str:
+        """The phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
+        total = sum(self.seconds.values())
+        rows = [(phase, seconds) for phase, seconds in self.seconds.items() if seconds] + [("all", total)]
+        width = max(len(phase) for phase, _ in rows) + 2
+        lines = [f"{self.iterations} iterations", f"{'phase':<{width}}{'share':>7}{'ms/iteration':>15}{'seconds':>12}"]
+        for phase, seconds in rows:
+            share, each = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
+            lines.append(f"{phase:<{width}}{share:>7.1%}{each:>15.3f}{seconds:>12.3f}")
+        return "\n".join(lines) + "\n"
+
+
+def _remove_watcher(reporter: Any, watcher: Callable[[str, Any], None]) -> None:
+    reporter.watchers = tuple(other for other in reporter.watchers if other != watcher)
+
+
+def _checked(trace: Any) -> tuple[int, int]:
+    rule = "trace is the first and the last iteration to record, counted from 1, such as (10, 12)"
+    if not isinstance(trace, (tuple, list)) or len(trace) != 2 or not all(type(each) is int for each in trace):
+        raise TypeError(f"{rule}; got {trace!r}")
+    first, last = trace
+    if not 1 <= first <= last:
+        raise ValueError(f"{rule}; got {trace!r}")
+    return first, last

@@ -1,0 +1,155 @@
+"""Throughput: iterations, examples and tokens a second, and the peak of memory."""
+
+import time
+
+import pytest
+import torch
+from regressions import Regression, same_regression, updater_of
+from resuming import parts, whole
+from scripted import Counting
+
+from chainring import training
+from chainring.training import extensions
+
+EVERY_2 = (2, "iteration")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The monotonic clock, which goes when it is told to."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def rates_of(out, clock, updater, length=4, throughput=None, seconds=0.5, name=None):
+    """What is reported in each iteration, of so many seconds, without the peak of memory."""
+    seen = []
+
+    def look(trainer):
+        rates = {key: float(value) for key, value in trainer.observation.items() if "_per_second" in key}
+        seen.append(rates)
+
+    def go(trainer):
+        clock[0] += seconds
+
+    trainer = training.Trainer(updater, (length, "iteration"), out=str(out))
+    trainer.extend(look, priority=0)
+    trainer.extend(go, priority=900)
+    trainer.extend(extensions.Throughput(trigger=EVERY_2) if throughput is None else throughput, name=name)
+    trainer.run()
+    return seen
+
+
+def test_iterations_and_examples_a_second_are_reported_when_the_trigger_fires(tmp_path, clock):
+    """Two iterations of four examples take a second here; the rest of the interval counts from the last report."""
+    rates = {"throughput/iterations_per_second": 2.0, "throughput/examples_per_second": 8.0}
+    assert rates_of(tmp_path, clock, updater_of()) == [{}, rates, {}, rates]
+
+
+def test_the_interval_is_an_epoch_unless_another_is_given(tmp_path, clock):
+    """Of three iterations here."""
+    seen = rates_of(tmp_path, clock, updater_of(), 6, extensions.Throughput())
+    assert [bool(rates) for rates in seen] == [False, False, True] * 2
+
+
+def test_the_whole_loop_is_timed(tmp_path, clock):
+    """Also what other extensions take after it, which falls into its next interval."""
+    trainer = training.Trainer(updater_of(), (4, "iteration"), out=str(tmp_path))
+    trainer.extend(extensions.Throughput(trigger=EVERY_2))
+    seen = []
+    trainer.extend(lambda trainer: clock.__setitem__(0, clock[0] + 1), "go", priority=1)
+    trainer.extend(
+        lambda trainer: seen.append(trainer.observation["throughput/iterations_per_second"]), "look", EVERY_2, priority=2
+    )
+    trainer.run()
+    assert seen == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_accumulated_parts_count(tmp_path, clock, accumulate):
+    """An update of three parts has three batches."""
+    seen = rates_of(tmp_path, clock, updater_of(accumulate=accumulate), 2)
+    assert seen[-1]["throughput/examples_per_second"] == 8.0 * accumulate
+
+
+class Weighted(Regression):
+    """Its loss counts tokens, of which an example has ten."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x, t):
+        return {"loss": super().forward(x, t), "weight": self.of(10 * len(x))}
+
+
+@pytest.mark.parametrize("of", [int, torch.tensor])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_tokens_are_counted_where_the_loss_is_weighted(tmp_path, clock, of, accumulate):
+    """Beside the examples; nowhere else."""
+    seen = rates_of(tmp_path, clock, updater_of(Weighted(of), accumulate=accumulate))
+    assert [rates.get("throughput/tokens_per_second") for rates in seen] == [None, 80.0 * accumulate] * 2
+    assert seen[1]["throughput/examples_per_second"] == 8.0 * accumulate
+
+
+def test_an_updater_without_a_converter_has_iterations_only(tmp_path, clock):
+    """What an example is, is its own affair."""
+    assert rates_of(tmp_path, clock, Counting())[1] == {"throughput/iterations_per_second": 2.0}
+
+
+def test_two_of_them_have_names_of_their_own(tmp_path, clock):
+    """The keys begin with the name of the extension."""
+    assert set(rates_of(tmp_path, clock, Counting(), name="speed")[1]) == {"speed/iterations_per_second"}
+
+
+def test_the_peak_of_memory_never_sinks(tmp_path):
+    """In MiB of the process, where the models are on the host: what is held is in it, and what was held stays."""
+    peaks, held = [], []
+
+    def hold(trainer):
+        held[:] = [torch.ones(2**23)] if trainer.updater.iteration == 2 else []
+
+    trainer = training.Trainer(updater_of(), (3, "iteration"), out=str(tmp_path))
+    trainer.extend(hold, priority=900)
+    trainer.extend(extensions.Throughput(trigger=(1, "iteration")))
+    trainer.extend(lambda trainer: peaks.append(trainer.observation["throughput/peak_memory_mib"]), "look")
+    trainer.run()
+    assert 32 < peaks[0] <= peaks[1] <= peaks[2] < 100_000
+
+
+def test_a_log_report_takes_it_down(tmp_path):
+    """In the row of the same iteration."""
+    log = extensions.LogReport(trigger=EVERY_2)
+    trainer = training.Trainer(updater_of(), (4, "iteration"), str(tmp_path), [log, extensions.Throughput(EVERY_2)])
+    trainer.run()
+    assert all(row["throughput/examples_per_second"] > 0 for row in log.log)
+
+
+def test_training_is_the_same_with_it_and_the_converter_is_put_back(tmp_path):
+    """Beside another extension that looks at the batches, in either order."""
+    plain, timed = updater_of(), updater_of()
+    converter = timed.converter
+    for updater, own in ((plain, []), (timed, [extensions.FailOnNonNumber(), extensions.Throughput()])):
+        training.Trainer(updater, (4, "iteration"), str(tmp_path), own).run()
+    assert timed.converter is converter
+    for own, other in zip(*(updater.get_model("main").parameters() for updater in (plain, timed)), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_the_seconds_before_a_resume_do_not_count(tmp_path, clock):
+    """It has no state: a resumed interval is timed from where this process began."""
+
+    def make():
+        seen, updater = [], updater_of(same_regression())
+        go = training.make_extension(default_name="go", priority=900)(lambda _: clock.__setitem__(0, clock[0] + 1))
+        look = training.make_extension(default_name="look", trigger=(4, "iteration"))(
+            lambda trainer: seen.append(trainer.observation["throughput/iterations_per_second"])
+        )
+        look.seen = seen
+        return updater, [go, extensions.Throughput((4, "iteration")), look]
+
+    _, _, (_, _, look) = whole(tmp_path, make, 4)
+    (_, _, _), (trainer, _, (_, _, resumed)) = parts(tmp_path / "cut", make, 4, 3, way="file")
+    assert look.seen == resumed.seen == [1.0]
+    assert not any(key.startswith("extensions/throughput") for key in trainer.state_dict())
