@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.serializers.stateful import Stateful
 
@@ -160,9 +161,9 @@ class DictSummary(Stateful):
         """Takes an observation into account with ``weight``; a value given as ``(value, weight)`` brings its own.
 
         Of an object with ``compute()`` and ``reset()``, such as a metric of torchmetrics, the value is computed when the
-        mean is asked for, and the object then starts anew. Other values that are no single numbers, such as strings and
-        arrays, are passed over. Tensors must not change
-        afterwards in place, which holds for what was reported.
+        mean is asked for, and the object then starts anew; of a mapping, such as a ``MetricCollection`` computes, each
+        number is ``key/its name``. Other values that are no single numbers, such as strings and arrays, are passed over.
+        Tensors must not change afterwards in place, which holds for what was reported.
 
         Raises:
             ValueError: a weight is not a single number.
@@ -198,7 +199,7 @@ class DictSummary(Stateful):
                 self._of(key).add(*value)
             elif is_scalar(value):
                 self._of(key).add(value, weight)
-            elif callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None)):
+            elif is_metric(value):
                 self._metrics[key] = value
 
     def _compute(self) -> None:
@@ -206,10 +207,9 @@ class DictSummary(Stateful):
         self._fold()
         metrics, self._metrics = self._metrics, {}
         for key, metric in metrics.items():
-            value = metric.compute()
-            metric.reset()
-            if is_scalar(value):
-                self._of(key).add(value)
+            for name, value in take(key, metric).items():
+                if is_scalar(value):
+                    self._of(name).add(value)
 
     def _of(self, key: str) -> Summary:
         if key not in self._summaries:
@@ -231,9 +231,11 @@ class DictSummary(Stateful):
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._fold()
+        if isinstance(serializer, Serializer):
+            warn_of_unsaved(self._metrics)
         names: list[str] = serializer("names", list(self._summaries))
         if not isinstance(serializer, Serializer):
-            self._summaries = {name: Summary() for name in names}
+            self._summaries, self._metrics = {name: Summary() for name in names}, {}
         for number, name in enumerate(names):  # by number: a name may hold slashes
             self._summaries[name].serialize(serializer[str(number)])
 

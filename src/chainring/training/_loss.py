@@ -99,6 +99,27 @@ def _checked_weight(weight: Any) -> Any:
     return weight.detach() if isinstance(weight, Tensor) else weight
 
 
+def differentiate(loss: Tensor) -> None:
+    """Runs the backward of a loss.
+
+    Gradient checkpointing runs parts of the forward again in there. What they report again is not taken, or a part that
+    is called twice would end with the value of its first call.
+    """
+    reporter = current_reporter()
+    if reporter is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    observation = reporter.observation
+    during: dict[str, Any] = {}
+    reporter.observation = during
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        reporter.observation = observation
+    if during:  # what is new there, such as the size of a gradient in a tensor's hook, is a report as any other
+        observation.update({**during, **observation})
+
+
 def check_loss(loss: Any) -> None:
     """Refuses what cannot be differentiated.
 

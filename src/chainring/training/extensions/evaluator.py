@@ -13,6 +13,7 @@ from chainring import generators
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Iterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
+from chainring.metrics import own_metrics
 from chainring.names import named_parts
 from chainring.reporter import Reporter, report
 from chainring.serializers.base import AbstractSerializer
@@ -28,7 +29,8 @@ class Evaluator(Extension):
     """Runs the model over an iterator once and reports the means of what it reports, as ``validation/main/loss``.
 
     No gradients are computed, every submodule's training flag is put back, and random generators are left as they were.
-    Means are weighted by the number of examples, so they do not depend on the batch size.
+    Means are weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of
+    the model count this evaluation alone, and afterwards are what they were.
 
     Args:
         iterator: gives batches of one pass; a ``DataLoader`` or another iterable of batches is wrapped. One, or a mapping
@@ -117,13 +119,13 @@ class Evaluator(Extension):
             for path, part in named_parts(name, model):
                 reporter.add_observer(path, part)
         summary = DictSummary()
-        with torch.no_grad(), generators.preserved(), _evaluating(self._targets):
+        with torch.no_grad(), generators.preserved(), own_metrics(self._targets.values()), _evaluating(self._targets):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):
                     weight = self._evaluate_batch(batch)
                 summary.add(observation, weight)
-        return summary.compute_mean()
+            return summary.compute_mean()
 
     def _evaluate_batch(self, batch: Any) -> Any:
         args, kwargs = arguments(self.converter(batch, self.device))

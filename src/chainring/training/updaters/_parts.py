@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from chainring.reporter import current_observation, report_scope
 from chainring.summary import weighted_means
-from chainring.training._loss import check_loss
+from chainring.training._loss import check_loss, differentiate
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._gradients import bring_back, clear, rescale, set_aside, sum_over_ranks
 from chainring.training.updaters._precision import Full
@@ -124,7 +124,7 @@ class InParts(Registered):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        self._precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        differentiate(self._precision.scale(loss))
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
 

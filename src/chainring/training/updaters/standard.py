@@ -11,7 +11,7 @@ from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.parallel.communicator import Communicator
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, loss_and_weight
+from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, differentiate, loss_and_weight
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._gradients import clear
 from chainring.training.updaters._optimizer_state import hyperparameters
@@ -130,7 +130,7 @@ class StandardUpdater(InParts):
         inputs = self.converter(batch, self.device)
         loss, weight = self._loss(inputs)
         check_loss(loss)
-        loss.backward()
+        differentiate(loss)
         for optimizer in self._stepping:
             optimizer.step()
         self.weight = weight if weight is not None else batch.weight if type(batch) is Batch else len(batch)
