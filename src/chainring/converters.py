@@ -64,9 +64,9 @@ def _moved(device: torch.device | None, x: Any) -> Any:
 
 
 def _sent(device: torch.device, x: Tensor) -> Tensor:
-    # To an accelerator the copy may go on while the host prepares what follows. On the way back nothing would wait for
-    # it, and the host would read a tensor that is not there yet.
-    return x.to(device, non_blocking=device.type != "cpu")
+    # To CUDA the copy may go on while the host prepares what follows. On the way back nothing would wait for it, and the
+    # host would read a tensor that is not there yet; MPS reads a source that was freed meanwhile (pytorch#189690).
+    return x.to(device, non_blocking=device.type == "cuda")
 
 
 def concat_examples(batch: Sequence[Any], device: Device = None, padding: Any = None) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import DevicePrefetcher, LoaderIterator, MultiprocessIterator, SerialIterator
 
 SIZE, BATCH = 10, 4
 
@@ -97,5 +97,9 @@ LOADER = {
     "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
 }
-ALL = SERIAL | WORKERS | LOADER
-STATELESS = [name for name in ALL if name != "a loader with state_dict"]
+AHEAD = {
+    f"{name}, ahead": lambda size=SIZE, make=make: DevicePrefetcher(make(size), "cpu")
+    for name, make in (SERIAL | WORKERS | LOADER).items()
+}
+ALL = SERIAL | WORKERS | LOADER | AHEAD
+STATELESS = [name for name in ALL if not name.startswith("a loader with state_dict")]

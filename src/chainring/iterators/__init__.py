@@ -1,6 +1,7 @@
 """Where batches come from."""
 
 from chainring.iterators.base import Batch, Iterator
+from chainring.iterators.device_prefetcher import DevicePrefetcher
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, WeightedOrderSampler
@@ -8,6 +9,6 @@ from chainring.iterators.serial import SerialIterator
 from chainring.order import epoch_order
 
 __all__ = [
-    "Batch", "BucketOrderSampler", "Iterator", "LoaderIterator", "MultiprocessIterator", "NoRepeatOrderSampler",
-    "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
+    "Batch", "BucketOrderSampler", "DevicePrefetcher", "Iterator", "LoaderIterator", "MultiprocessIterator",
+    "NoRepeatOrderSampler", "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip

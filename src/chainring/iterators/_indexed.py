@@ -196,5 +196,6 @@ def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSample
         raise ValueError(f"a batch size is an integer of at least 1, got {batch_size!r}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"a seed is an integer or None, got {seed!r}")
-    if sampler is not None and not callable(sampler):
-        raise TypeError(f"an order sampler is called with (seed, epoch, size), got {type(sampler).__name__}")
+    if sampler is not None and (isinstance(sampler, type) or not callable(sampler)):
+        kind = f"the class {sampler.__name__}: make one" if isinstance(sampler, type) else type(sampler).__name__
+        raise TypeError(f"an order sampler is called with (seed, epoch, size), got {kind}")

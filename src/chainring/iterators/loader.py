@@ -99,7 +99,7 @@ class LoaderIterator(PassIterator):
         super().share(rank, size)
 
     def reset(self) -> None:
-        self._restart(self._fetched.passes)
+        self._restart(self._returned.passes)
 
     def rewind(self) -> None:
         self._restart(0)
