@@ -12,6 +12,7 @@ from chainring.training.extension import (
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger
 from chainring.training.updaters import (
+    ParallelUpdater,
     StandardUpdater,
     UpdateCallbacks,
     UpdateContext,
@@ -26,6 +27,7 @@ __all__ = [
     "PRIORITY_EDITOR",
     "PRIORITY_READER",
     "PRIORITY_WRITER",
+    "ParallelUpdater",
     "RollBack",
     "StandardUpdater",
     "Trainer",

@@ -3,6 +3,15 @@
 from chainring.training.updaters.base import Updater
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 from chainring.training.updaters.clipping import clip_grad_norm, clip_grad_value
+from chainring.training.updaters.parallel import ParallelUpdater
 from chainring.training.updaters.standard import StandardUpdater
 
-__all__ = ["StandardUpdater", "UpdateCallbacks", "UpdateContext", "Updater", "clip_grad_norm", "clip_grad_value"]
+__all__ = [
+    "ParallelUpdater",
+    "StandardUpdater",
+    "UpdateCallbacks",
+    "UpdateContext",
+    "Updater",
+    "clip_grad_norm",
+    "clip_grad_value",
+]

@@ -1,0 +1,181 @@
+"""ParallelUpdater: one process, several devices, each with a replica of the model and a part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chainring.converters import Device, concat_examples, to_device
+from chainring.metrics import is_metric
+from chainring.names import named_parts
+from chainring.reporter import Reporter, current_observation, current_reporter, report_scope
+from chainring.summary import weighted_means
+from chainring.training._loss import arguments, check_call, check_loss, loss_and_weight
+from chainring.training.updaters import _arguments
+from chainring.training.updaters._replicas import (
+    Replica,
+    bring_gradients,
+    check_names,
+    is_unshaped,
+    refresh,
+    replicas_of,
+)
+from chainring.training.updaters.standard import StandardUpdater
+
+Answer = tuple[Any, Any, dict[str, Any]]
+"""The loss of a part, what it weighs, and what was reported beside it."""
+
+
+class ParallelUpdater(StandardUpdater):
+    """Splits each batch over replicas of the model; its update is that of `StandardUpdater` on the whole batch.
+
+    Replica i of n computes the loss of ``batch[i::n]``, the main model first; of a batch with fewer examples than there
+    are replicas the last ones get nothing. Losses, and what is reported during the forward, are averaged by weight: the
+    number of examples, or what the loss returns as ``"weight"``. Gradients are summed into the main model, which is the
+    one that the optimizers train, that is saved, and under whose name all replicas report.
+
+    Before every forward a replica gets the main model's parameters, buffers and training flags. What its forward writes
+    into buffers is forgotten, so running statistics are those of the main model's part of each batch.
+
+    Args:
+        iterator, optimizer, converter, loss_func: see `StandardUpdater`; ``converter`` and ``loss_func`` are called once
+            for each part, with its device and its replica.
+        model: the main model, of which a copy is made for each other device.
+        models: the replicas by name instead, all of one form; the parameters are those of ``models["main"]``.
+        devices: the device of each replica by its name; devices may repeat. Without, replicas stay where they are.
+
+    Raises:
+        ValueError: neither ``models`` nor ``devices`` is given, or they differ in names, or the models in their form.
+        KeyError: one of them lacks ``"main"``.
+        TypeError: see `StandardUpdater`.
+    """
+
+    def __init__(
+        self,
+        iterator: Any,
+        optimizer: Any,
+        model: nn.Module | None = None,
+        *,
+        models: Mapping[str, nn.Module] | None = None,
+        devices: Mapping[str, Device] | None = None,
+        converter: Callable[..., Any] = concat_examples,
+        loss_func: Callable[..., Any] | None = None,
+    ) -> None:
+        check_names(model, models, devices)
+        main = _arguments.models({"main": model} if models is None else dict(models))["main"]
+        device = None if devices is None else devices["main"]
+        super().__init__(iterator, optimizer, {"main": main}, converter=converter, device=device, loss_func=loss_func)
+        if type(self).update_core is ParallelUpdater.update_core:
+            _arguments.require_main(self._iterators, self._models)
+            _arguments.refuse_closures(self._optimizers)
+        self._replicas = replicas_of(main, models, devices)
+        self.device = self._replicas[0].device
+        self._named_in: Reporter | None = None
+
+    def update_core(self) -> None:
+        """One update: the parts of the next batch, their losses, one backward through all, and a step."""
+        batch = next(self._iterators["main"])
+        count = max(1, min(len(batch), len(self._replicas)))
+        used = self._replicas[:count]
+        shards = [batch[number::count] for number in range(count)]
+        with self.autocast():
+            answers = self._forward(used, shards)
+        losses = [loss for loss, _, _ in answers]
+        device = losses[0].device
+        weights = [to_device(device, weight) for _, weight, _ in answers]
+        outer = current_observation()
+        if outer is not None:
+            outer.update(_merged([observation for _, _, observation in answers], weights, device))
+        self.backward(_mean(losses, weights), sum(weights))
+        for replica in used[1:]:
+            bring_gradients(replica.model, self._models["main"])
+        for name in self._optimizers:
+            self.step(name)
+
+    def _forward(self, used: Sequence[Replica], shards: Sequence[Any]) -> list[Answer]:
+        """What each replica answers to its part of the batch."""
+        self._name_replicas()
+        main, *others = used
+        # All begin with the buffers that the main model begins with. A model of lazy layers has none, and no parameters,
+        # before its first forward.
+        is_first = is_unshaped(main.model)
+        self._refresh([] if is_first else others)
+        answers = [self._answer(main, shards[0])]
+        self._refresh(others if is_first else [])
+        return answers + [self._answer(replica, shard) for replica, shard in zip(others, shards[1:], strict=True)]
+
+    def _refresh(self, replicas: Sequence[Replica]) -> None:
+        for replica in replicas:
+            refresh(self._models["main"], replica.model)
+
+    def _answer(self, replica: Replica, shard: Any) -> Answer:
+        inputs = self.converter(shard, replica.device)
+        observation: dict[str, Any] = {}
+        with nullcontext() if current_reporter() is None else report_scope(observation), replica.current():
+            loss, weight = self._loss_of(replica.model, inputs)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            check_loss(loss)  # raises, and says what is wrong
+        return loss, _examples(shard) if weight is None else weight, observation
+
+    def _loss_of(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        function = self.loss_func
+        args, kwargs = arguments(batch)
+        if function is None:
+            return loss_and_weight(model(*args, **kwargs), "main")
+        if not self._checked:
+            check_call(function, model, batch)
+            self._checked = True
+        return loss_and_weight(function(model, *args, **kwargs), "main")
+
+    def _name_replicas(self) -> None:
+        """Lets the parts of every replica report under the names of the main model's."""
+        reporter = current_reporter()
+        if reporter is None or reporter is self._named_in:
+            return
+        for replica in self._replicas[1:]:
+            for path, part in named_parts("main", replica.model):
+                reporter.add_observer(path, part)
+        self._named_in = reporter
+
+
+def _examples(batch: Any) -> Any:
+    """How many examples of a batch count."""
+    weight = getattr(batch, "weight", None)
+    return len(batch) if weight is None else weight
+
+
+def _mean(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
+    """The weighted mean where the first loss is, with the graphs of all."""
+    if len(losses) == 1:
+        return losses[0]
+    total: Any = sum(weights)
+    if not isinstance(total, Tensor) and not total:  # nothing counts, and without parts nothing would be divided either
+        weights, total = [1] * len(losses), len(losses)
+    first = losses[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)  # of a count, in the digits of the loss
+    shares = [(weight.to(dtype) if isinstance(weight, Tensor) else weight) / total for weight in weights]
+    return sum((loss.to(first.device) * share for loss, share in zip(losses, shares, strict=True)), first.new_zeros(()))
+
+
+def _merged(seen: Sequence[dict[str, Any]], weights: Sequence[Any], device: torch.device) -> dict[str, Any]:
+    """What the replicas reported, as one: numbers by weighted mean, of all else the last."""
+    if len(seen) == 1:
+        return seen[0]
+    parts = [{key: _beside(value, device) for key, value in own.items()} for own in seen]
+    for key in dict.fromkeys(key for own in parts for key in own):
+        metrics = {id(own[key]) for own in parts if is_metric(own.get(key))}
+        if len(metrics) > 1:
+            raise TypeError(
+                f"{key!r} is a metric of which each replica has its own, and each has counted a part of the batch; report "
+                "the metric's value of the batch, which is averaged, or keep one metric outside the model, for all replicas"
+            )
+    return weighted_means(list(zip(parts, weights, strict=True)))
+
+
+def _beside(value: Any, device: torch.device) -> Any:
+    """A reported value where those of the other replicas are, so that they can be averaged."""
+    return to_device(device, value) if isinstance(value, (Tensor, tuple)) else value
