@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
 class Communicator:
     """A world of one: this process is rank 0 of 1, and what it exchanges with the others it already has.
 
-    It goes through every part of a run, so that a run of several ranks is the same run with another communicator.
+    It goes through every part of a run, so that a run of several ranks is the same run with another communicator. One of
+    your own overrides `all_reduce`, `broadcast`, `gather_object` and `barrier`; the rest is made from them.
+
+    Every rank calls the same methods in the same order: each waits for the others.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: how many there are.
+        local_rank: the number of this process on its machine.
+        device: where this rank computes.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
+
+    def begin(self) -> None:
+        """Called when a run starts. A world of one warns where there are other processes that it does not know of."""
+        started = dist.is_available() and dist.is_initialized()
+        if self.size == 1 and started and dist.get_world_size() > 1:
+            warnings.warn(
+                f"{dist.get_world_size()} ranks have been started, and every rank trains on all data by itself, because "
+                "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
+                stacklevel=2,
+            )
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         """Replaces each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""
@@ -30,8 +51,33 @@ class Communicator:
         """What every rank gave, in the order of the ranks, on every rank."""
         return [obj]
 
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        """What rank ``root`` gave, on every rank."""
+        return self.gather_object(obj if self.rank == root else None)[root]
+
+    def start_max(self, number: int) -> Callable[[], int]:
+        """Begins to find the largest of what the ranks gave; the call that it returns waits for it."""
+        largest = max(self.gather_object(number))
+        return lambda: largest
+
     def barrier(self) -> None:
         """Waits until every rank has come here."""
 
+    def beside(self) -> Communicator:
+        """A communicator of the same ranks for use in another thread, whose calls do not mix with those of this one."""
+        return self
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Called where a run fails: tells the other ranks why, so that none waits for this one.
+
+        Returns:
+            What this rank is to raise: the error itself, or a `RankFailed` with the traceback of the rank that failed first.
+        """
+        return error
+
     def close(self) -> None:
         """Ends the exchange; afterwards the communicator must not be used."""
+
+
+class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
+    """Another rank has failed, and this one stops with it; the text is that rank's traceback."""

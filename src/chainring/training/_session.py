@@ -31,7 +31,7 @@ def session(trainer: Trainer) -> Iterator[tuple[list[Entry], list[Entry]]]:
     updater are finalized. The first error is the one raised, and later ones become its notes. A signal that asks the
     run to end is no failure: when everything is finalized, `Interrupted` is raised.
     """
-    with Interruption() as trainer.interruption:
+    with Interruption(trainer.comm) as trainer.interruption:
         failure = yield from _lived(trainer)
         if failure is None and trainer.interruption.received is not None:
             failure = trainer.interruption.error()
@@ -52,8 +52,8 @@ def _lived(trainer: Trainer) -> Generator[tuple[list[Entry], list[Entry]], None,
         begin(trainer, entries, started, load_newest)
         yield [entry for entry in entries if not entry.is_snapshot], [entry for entry in entries if entry.is_snapshot]
     except BaseException as error:
-        failure = error
         error.add_note(f"raised {_where(trainer)}")
+        failure = trainer.comm.failed(error)
     failure = _end(trainer, entries, started, failure)
     trainer._total_time = trainer.elapsed_time
     if trainer._directory is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -29,12 +30,21 @@ class Interruption:
     A handler that was there is called too, and is put back at the end. What is ignored stays ignored. In a thread, where
     Python sets no handlers, nothing is changed.
 
+    Of several ranks, all end after the same iteration: at the beginning of each they start to compare what they have
+    received, and read at the beginning of the next what came out. So none waits for the others, and a run ends at most two
+    iterations after the signal.
+
+    Args:
+        comm: the communicator of the ranks.
+
     Attributes:
-        received: the number of the first signal, ``None`` before one came.
+        received: the number of the first signal, ``None`` before one came; of several ranks, of the largest that any got.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, comm: Any = None) -> None:
         self.received: int | None = None
+        self._comm = comm
+        self._compared: Callable[[], int] | None = None
         self._count = 0
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -54,6 +64,22 @@ class Interruption:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
+
+    def asks_to_end(self) -> bool:
+        """Whether the run is to end here; asked at the beginning of each iteration."""
+        if self._comm is None or self._comm.size == 1:
+            return self.received is not None
+        compared, self._compared = self._compared, self._comm.start_max(self.received or 0)
+        number = 0 if compared is None else compared()
+        self.received = number or self.received
+        return number > 0
+
+    def settle(self) -> None:
+        """At the end of the loop: what was received too late to be agreed upon does not count among several ranks."""
+        if self._comm is not None and self._comm.size > 1:
+            compared, self._compared = self._compared, None
+            number = 0 if compared is None else compared()
+            self.received = number or None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

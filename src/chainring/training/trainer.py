@@ -170,13 +170,14 @@ class Trainer(Stateful):
         if self._has_begun:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
         with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
-            while self.interruption.received is None and not self.stop_trigger(self):
+            while not self.interruption.asks_to_end() and not self.stop_trigger(self):
                 try:
                     if not self._iterate(entries, snapshots):
                         self._warn_of_the_end()
                         break
                 except RollBack as reason:
                     go_back(self, reason)
+            self.interruption.settle()
             self._take_last(entries, snapshots)
 
     @property

@@ -1,0 +1,225 @@
+"""Ranks that are processes, under torchrun or another launcher: a communicator over torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chainring.converters import Device, as_device
+from chainring.parallel.communicator import Communicator, RankFailed
+
+_BUCKET = 25 << 20  # bytes that are exchanged at once
+_SLOWEST = timedelta(minutes=30)  # that a rank may come later than the others
+_FIRST = "chainring/failed"
+_PATIENCE = timedelta(seconds=3)  # for the traceback of a rank that has closed its connections
+
+
+def create_communicator(device: Device = None) -> Communicator:
+    """The communicator of this process, as the environment says that torchrun sets; without a launcher a world of one.
+
+    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``. Tensors on the host
+    are exchanged by gloo, those on an NVIDIA accelerator by NCCL. A process group that is there already is used.
+
+    Args:
+        device: where this rank computes; by default the accelerator of its number on this machine, or the host where
+            there is none. The updater and the extensions take it from ``comm.device``.
+
+    Raises:
+        RuntimeError: a variable of the environment is missing while others are there.
+        ValueError: there is no such device.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    rank, size, local_rank = _place() if not started else (dist.get_rank(), dist.get_world_size(), _local_rank())
+    own = _own_device(device, local_rank)
+    if size == 1 and not started:
+        alone = Communicator()
+        alone.device = own
+        return alone
+    if own.type != "cpu":
+        torch.accelerator.set_device_index(own)
+    store = None if started else _start(rank, size, own)
+    return ProcessGroupCommunicator(own, local_rank, store)
+
+
+def _place() -> tuple[int, int, int]:
+    """Rank, size and local rank, as the launcher says."""
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise RuntimeError(
+            f"a launcher sets {', '.join(names)}, and {', '.join(missing)} is missing here; start with "
+            "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _local_rank()
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def _own_device(device: Device, local_rank: int) -> torch.device:
+    if device is not None:
+        return as_device(device) or torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.accelerator.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no accelerator of its own, there are {torch.accelerator.device_count()}: start "
+            'fewer processes on this machine, or give device="cpu"'
+        )
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, local_rank)
+
+
+def _start(rank: int, size: int, device: torch.device) -> dist.Store:
+    """Starts the process group, and returns the store by which the ranks have met."""
+    found, _, _ = next(dist.rendezvous("env://", rank, size, timeout=_SLOWEST))
+    # When a launcher restarts the ranks, what they had said before lies in its store still.
+    store = dist.PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_SLOWEST,
+        device_id=device if is_cuda else None,
+    )  # fmt: skip
+    return store
+
+
+class ProcessGroupCommunicator(Communicator):
+    """The ranks of torch.distributed's process group.
+
+    Tensors go through a group of its backend, everything else through one of gloo's on the host, which does not wait for
+    the device. The default group is left to DDP and FSDP.
+
+    Args:
+        device: where this rank computes.
+        local_rank: its number on this machine.
+        store: by which the ranks have met, if this communicator has started the process group, which it then also ends.
+    """
+
+    def __init__(self, device: torch.device, local_rank: int, store: dist.Store | None) -> None:
+        self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
+        self._store = store
+        self._tensors: Any = dist.new_group(timeout=_SLOWEST)
+        self._objects: Any = dist.new_group(backend="gloo", timeout=_SLOWEST)
+        self._is_open = True
+        atexit.register(self.close)
+
+    def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
+        for bucket in _buckets(tensors):
+            flat = _flat(bucket)
+            dist.all_reduce(flat, group=self._tensors)
+            _put(bucket, flat.div_(self.size) if average else flat)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        for bucket in _buckets(tensors):
+            flat = _flat(bucket)
+            dist.broadcast(flat, root, group=self._tensors)
+            _put(bucket, flat)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj, group=self._objects)
+        return gathered
+
+    def start_max(self, number: int) -> Callable[[], int]:
+        held = torch.tensor(number)
+        work: Any = dist.all_reduce(held, dist.ReduceOp.MAX, group=self._objects, async_op=True)
+
+        def wait() -> int:
+            work.wait()
+            return int(held)
+
+        return wait
+
+    def barrier(self) -> None:
+        self.gather_object(None)
+
+    def beside(self) -> Communicator:
+        return ProcessGroupCommunicator(self.device, self.local_rank, None)
+
+    def failed(self, error: BaseException) -> BaseException:
+        if self._store is None or not self._is_open or isinstance(error, RankFailed):
+            return error
+        said = self._said_by_others(error)
+        if said is None:
+            self._tell(error)
+            return error
+        failure = RankFailed(said)
+        failure.__cause__ = error
+        return failure
+
+    def _said_by_others(self, error: BaseException) -> str | None:
+        """What the rank said that failed first, if it was another."""
+        store = self._store
+        assert store is not None
+        try:
+            if _is_of_connection(error):
+                store.wait([_FIRST], _PATIENCE)
+            elif not store.check([_FIRST]):
+                return None
+            return store.get(_FIRST).decode()
+        except (RuntimeError, OSError):  # nobody has said anything, or the store went with its rank
+            if _is_of_connection(error):
+                error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
+            return None
+
+    def _tell(self, error: BaseException) -> None:
+        """Leaves the traceback for the others, and wakes those that wait for this rank."""
+        store = self._store
+        assert store is not None
+        if not _is_of_connection(error):
+            text = "".join(traceback.format_exception(error))
+            store.compare_set(_FIRST, "", f"rank {self.rank} has failed, and all stop with it:\n\n{text}")
+        # An exchange ends for the others when this end of it is closed. Those of DDP end with the process; a snapshot
+        # under way, which goes through a group of its own, is finished.
+        self._is_open = False
+        for group in (self._tensors, self._objects):
+            dist.destroy_process_group(group)
+        del self._tensors, self._objects, group  # it is closed when nobody holds it any more
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self._store is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store, self._is_open = None, False
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Whether an exchange has failed because another rank has left it."""
+    words = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype and device, as many as are exchanged at once."""
+    for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            if bucket and size + tensor.nbytes > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def _flat(bucket: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+
+
+def _put(bucket: list[Tensor], flat: Tensor) -> None:
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
