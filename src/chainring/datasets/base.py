@@ -45,6 +45,21 @@ class DatasetMixin:
         return i % size
 
 
+def require_datasets(where: str, *datasets: Any) -> None:
+    """Refuses now what would fail when its length or an example is asked for.
+
+    Raises:
+        TypeError: one has no ``__len__`` or no ``__getitem__``.
+    """
+    for dataset in datasets:
+        if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__
+            raise TypeError(
+                f"{where} is made of datasets, which have __len__ and __getitem__(i); got {kind}. "
+                "Make a list of what can only be iterated, or hand an iterable of batches to the updater as it is"
+            )
+
+
 def indexes_plainly(dataset: DatasetMixin, kind: type[DatasetMixin]) -> bool:
     """Whether ``dataset`` indexes as ``kind`` does: nobody has overridden how an example comes about."""
     own = type(dataset)

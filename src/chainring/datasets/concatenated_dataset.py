@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from chainring.columns import Gather, gather_of
-from chainring.datasets.base import DatasetMixin, indexes_plainly
+from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 from chainring.order import Indices
 
 
@@ -21,11 +21,13 @@ class ConcatenatedDataset(DatasetMixin):
 
     Raises:
         ValueError: there is none.
+        TypeError: one has no ``__len__`` or no ``__getitem__``.
     """
 
     def __init__(self, *datasets: Any) -> None:
         if not datasets:
             raise ValueError("a ConcatenatedDataset needs at least one dataset, got none")
+        require_datasets("a ConcatenatedDataset", *datasets)
         self.datasets = datasets
         self._ends: Indices = np.cumsum([len(dataset) for dataset in datasets], dtype=np.int64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.columns import Gather, gather_all
-from chainring.datasets.base import DatasetMixin, indexes_plainly
+from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
 class DictDataset(DatasetMixin):
@@ -16,11 +16,13 @@ class DictDataset(DatasetMixin):
 
     Raises:
         ValueError: there is none, or their lengths differ.
+        TypeError: one has no ``__len__`` or no ``__getitem__``.
     """
 
     def __init__(self, **datasets: Any) -> None:
         if not datasets:
             raise ValueError("a DictDataset needs at least one dataset, got none")
+        require_datasets("a DictDataset", *datasets.values())
         lengths = {key: len(dataset) for key, dataset in datasets.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the datasets of a DictDataset must have the same length, got {lengths}")

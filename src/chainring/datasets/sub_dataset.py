@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chainring.columns import Gather, gather_of
-from chainring.datasets.base import DatasetMixin, indexes_plainly
+from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 from chainring.order import Indices, epoch_order, stable_hash
 
 
@@ -24,12 +24,17 @@ class SubDataset(DatasetMixin):
         order: integer indices of ``dataset``, one for each example; positions are then those of this order.
 
     Raises:
+        TypeError: ``dataset`` is none, or a position no integer.
         ValueError: the positions do not lie in the dataset; or the order has another length than the dataset, or holds
             something else than integers that are numbers of its examples.
     """
 
     def __init__(self, dataset: Any, start: int, finish: int, order: Sequence[int] | None = None) -> None:
+        require_datasets("a SubDataset", dataset)
         size = len(dataset)
+        for position in (start, finish):
+            if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+                raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
         self.dataset = dataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chainring.datasets.base import DatasetMixin
+from chainring.datasets.base import DatasetMixin, require_datasets
 
 
 class TransformDataset(DatasetMixin):
@@ -17,12 +17,13 @@ class TransformDataset(DatasetMixin):
             iterator, a function of seed, epoch and index.
 
     Raises:
-        TypeError: ``transform`` cannot be called.
+        TypeError: ``transform`` cannot be called, or ``dataset`` is none.
     """
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
         if not callable(transform):
             raise TypeError(f"transform is a function of one example, got {type(transform).__name__}")
+        require_datasets("a TransformDataset", dataset)
         self.dataset = dataset
         self.transform = transform
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.columns import Gather, gather_all
-from chainring.datasets.base import DatasetMixin, indexes_plainly
+from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
 class TupleDataset(DatasetMixin):
@@ -16,11 +16,13 @@ class TupleDataset(DatasetMixin):
 
     Raises:
         ValueError: there is none, or their lengths differ.
+        TypeError: one has no ``__len__`` or no ``__getitem__``.
     """
 
     def __init__(self, *datasets: Any) -> None:
         if not datasets:
             raise ValueError("a TupleDataset needs at least one dataset, got none")
+        require_datasets("a TupleDataset", *datasets)
         lengths = [len(dataset) for dataset in datasets]
         if len(set(lengths)) > 1:
             raise ValueError(f"the datasets of a TupleDataset must have the same length, got {lengths}")

@@ -114,9 +114,14 @@ def make_extension(
         on_error: called with the trainer and the exception when the run fails.
 
     Raises:
-        TypeError, ValueError: the trigger is none, see `get_trigger`.
+        TypeError, ValueError: the trigger is none, see `get_trigger`; the priority is no number; or a function cannot be
+            called.
     """
     get_trigger(trigger)
+    _check_priority(priority)
+    for name, call in (("finalizer", finalizer), ("initializer", initializer), ("on_error", on_error)):
+        if call is not None and not callable(call):
+            raise TypeError(f"{name} is a function, got {call!r}; write {name}=f and not {name}=f()")
 
     def decorate(function: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
         if not callable(function):
@@ -156,6 +161,7 @@ class Entry:
     def __init__(
         self, extension: Any, name: str, trigger: Any, priority: int | None, invoke_before_training: bool | None
     ) -> None:
+        _check_priority(priority)
         self.extension = extension
         self.call: Callable[[Trainer], Any] = extension
         self.name = name
@@ -182,6 +188,12 @@ def name_of(extension: Any, name: str | None) -> str:
     """What an extension is called: the given name, its ``default_name``, its ``__name__``, or that of its class."""
     own = (getattr(extension, "default_name", None), getattr(extension, "__name__", None))
     return str(_first(name, *own, type(extension).__name__))
+
+
+def _check_priority(priority: Any) -> None:
+    """Refuses now what could not be ordered when the run starts."""
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, (int, float))):
+        raise TypeError(f"a priority is a number, such as PRIORITY_WRITER (300); got {priority!r}")
 
 
 def _first(*values: Any) -> Any:

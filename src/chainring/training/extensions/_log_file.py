@@ -7,7 +7,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,20 @@ class LogFile:
     def checksum(self) -> list[Any]:
         """The name of the lines' file, its length in bytes, and its CRC-32."""
         return [self.lines.name, self._size, self._crc]
+
+
+def key_list(name: str, keys: Any) -> list[str]:
+    """The keys of a log's columns.
+
+    Raises:
+        TypeError: they are no iterable of strings, or a single string.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"{name} is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
+    listed = list(keys) if isinstance(keys, Iterable) else None
+    if listed is None or not all(isinstance(key, str) for key in listed):
+        raise TypeError(f'{name} is an iterable of keys, such as ["epoch", "main/loss"]; got {keys!r}')
+    return listed
 
 
 def read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:

@@ -47,7 +47,7 @@ class ExponentialMovingAverage(Extension):
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
-        if not 0 <= decay < 1:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
         self.decay = decay
         self._source: nn.Module = unwrapped(model)

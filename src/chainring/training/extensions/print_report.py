@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from chainring.training.extension import Extension
+from chainring.training.extensions._log_file import key_list
 from chainring.training.extensions._terminal import columns_of, flush
 
 if TYPE_CHECKING:
@@ -24,14 +25,19 @@ class PrintReport(Extension):
         entries: the keys that are columns; ``None`` takes those of the first row.
         log_report: the name under which the LogReport is registered.
         out: where to print; ``None`` is the ``sys.stdout`` of the moment.
+
+    Raises:
+        TypeError: an argument is of another kind.
     """
 
     skip_on_resume = True
 
     def __init__(self, entries: Sequence[str] | None = None, log_report: str = "LogReport", out: Any = None) -> None:
-        if isinstance(entries, str):
-            raise TypeError(f"entries is a sequence of keys, got the string {entries!r}; write [{entries!r}]")
-        self._entries = None if entries is None else list(entries)
+        if not isinstance(log_report, str) and not hasattr(log_report, "log"):
+            raise TypeError(f'log_report is the name of a LogReport in the trainer, such as "LogReport"; got {log_report!r}')
+        if out is not None and not callable(getattr(out, "write", None)):
+            raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
+        self._entries = None if entries is None else key_list("entries", entries)
         self._log_report = log_report
         self._out = out
         self._log: list[dict[str, Any]] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -48,6 +49,8 @@ class ProgressBar(Extension):
     ) -> None:
         if training_length is not None:
             _check_length(training_length)
+        if out is not None and not callable(getattr(out, "write", None)):
+            raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
         for name, number in (("update_interval", update_interval), ("bar_length", bar_length)):
             if not isinstance(number, int):
                 raise TypeError(f"{name} is an integer, got {number!r}")
@@ -139,8 +142,8 @@ class ProgressBar(Extension):
 def _check_length(length: Any) -> None:
     if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
         raise TypeError(f'training_length is (number, "iteration") or (number, "epoch"), got {length!r}')
-    if length[1] not in ("iteration", "epoch") or not float(length[0]) > 0:
-        raise ValueError(f'training_length is a number above 0 and "iteration" or "epoch", got {length!r}')
+    if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
+        raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
 
 
 def _format(bar: str, has_total: bool) -> str:
