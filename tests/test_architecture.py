@@ -10,12 +10,14 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # The first prefix that fits says the layer of a module. An import points to a lower layer, or stays in its folder.
 LAYERS = [
-    ("chainring._version", 0), ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", 0),
+    ("chainring._version", 0), ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", -1),
     ("chainring.order", 0), ("chainring.columns", 0), ("chainring.files", 0), ("chainring.plain", 0),
-    ("chainring.environment", 0.1), ("chainring.parallel.communicator", 0),
+    ("chainring.environment", 0.1), ("chainring.communicator", -1),
+    ("chainring.sharding", -1),
     ("chainring.serializers.base", 0), ("chainring.serializers.dictionary", 0.1), ("chainring.serializers.lock", 0.1),
     ("chainring.serializers.manifest", 0.1), ("chainring.serializers.store", 0.2),
     ("chainring.serializers.stateful", 0.2), ("chainring.metrics", 0.2), ("chainring.summary", 0.3),
+    ("chainring.merging", 0.4),
     ("chainring.reporter", 1), ("chainring.generators", 1), ("chainring.training.updaters._optimizer_state", 1),
     ("chainring.writers.base", 2), ("chainring.iterators.base", 2), ("chainring.training.triggers", 2),
     ("chainring.training.updaters.base", 2), ("chainring.training.updaters.callbacks", 2),
@@ -24,7 +26,9 @@ LAYERS = [
     ("chainring.training._plan", 3), ("chainring.training._state", 3),
     ("chainring.training._start", 3), ("chainring.training._session", 3.05), ("chainring.training.trainer", 3.1),
     ("chainring.datasets.digits", 4.1), ("chainring.datasets.mnist", 4.1), ("chainring.datasets", 4),
-    ("chainring.serializers.saving", 4.1), ("chainring.serializers.npz", 4.1), ("chainring.serializers.background", 4.1),
+    ("chainring.serializers.saving", 4.1), ("chainring.serializers.seal", 4.02),
+    ("chainring.serializers.shards", 4.05), ("chainring.serializers.ranks", 4.05),
+    ("chainring.serializers.npz", 4.1), ("chainring.serializers.background", 4.1),
     ("chainring.iterators.multiprocess", 4.1), ("chainring.iterators._work", 4.1), ("chainring.iterators._workers", 4.1),
     ("chainring.iterators.device_prefetcher", 4.1),
     ("chainring.iterators", 4), ("chainring.converters", 4), ("chainring.nn", 4), ("chainring.serializers", 4),

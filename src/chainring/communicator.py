@@ -49,11 +49,11 @@ class Communicator:
 
     def gather_object(self, obj: Any) -> list[Any]:
         """What every rank gave, in the order of the ranks, on every rank."""
-        return [obj]
+        return [obj] * self.size
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
         """What rank ``root`` gave, on every rank."""
-        return self.gather_object(obj if self.rank == root else None)[root]
+        return self.gather_object(obj)[root]
 
     def start_max(self, number: int) -> Callable[[], int]:
         """Begins to find the largest of what the ranks gave; the call that it returns waits for it."""
@@ -77,6 +77,19 @@ class Communicator:
 
     def close(self) -> None:
         """Ends the exchange; afterwards the communicator must not be used."""
+
+
+class _Foreign(Communicator):
+    """An object that has only some of the attributes: the rest is made from them."""
+
+    def __init__(self, comm: Any) -> None:
+        names = ("rank", "size", "local_rank", "device", "all_reduce", "broadcast", "gather_object", "barrier", "close")
+        vars(self).update({name: getattr(comm, name) for name in names if hasattr(comm, name)})
+
+
+def as_communicator(comm: Any) -> Communicator:
+    """The communicator itself; an object of another class that has its attributes, with what it lacks made from them."""
+    return comm if isinstance(comm, Communicator) else _Foreign(comm)
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed

@@ -101,6 +101,12 @@ def host_preserved() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
+def seed_all(*parts: int | str) -> None:
+    """Seeds every generator from a hash of ``parts``, that of the accelerator too."""
+    seed_host(*parts)
+    torch.manual_seed(stable_hash(*parts))
+
+
 def seed_host(*parts: int | str) -> None:
     """Seeds the three generators of the host from a hash of ``parts``."""
     key = stable_hash(*parts)

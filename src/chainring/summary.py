@@ -8,7 +8,7 @@ grouped. Values that live on a device are stacked there in blocks, because a tho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chainring.communicator import Communicator
 from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.serializers.stateful import Stateful
@@ -87,13 +88,30 @@ class Summary(Stateful):
         variance = _mean([(value - mean) * (value - mean) for value in values], weights)
         return mean, math.sqrt(variance) if variance == variance else variance
 
+    def over(self, comm: Communicator) -> Summary:
+        """The summary of what has been added on all ranks."""
+        merged = Summary()
+        for values, weights in comm.gather_object(self._numbers()):
+            merged._extend(values, weights)
+        return merged
+
+    def _extend(self, values: list[float], weights: list[float]) -> None:
+        if values:
+            self.add_block(torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))
+
     def serialize(self, serializer: AbstractSerializer) -> None:
+        saved = self.over(serializer.comm) if isinstance(serializer, Serializer) and serializer.comm.size > 1 else self
+        saved.visit(serializer)
+
+    def visit(self, serializer: AbstractSerializer) -> None:
+        """Saves what this rank has, or loads what all had on rank 0: a mean does not depend on who holds the values."""
         saving = isinstance(serializer, Serializer)
         values, weights = self._numbers() if saving else ([], [])
         loaded = serializer("values", torch.tensor(values, dtype=torch.float64))
         loaded_weights = serializer("weights", torch.tensor(weights, dtype=torch.float64))
         if not saving:
-            self._new, self._blocks = [], [(loaded, loaded_weights)] if len(loaded) else []
+            holds = len(loaded) and serializer.comm.rank == 0
+            self._new, self._blocks = [], [(loaded, loaded_weights)] if holds else []
 
 
 def _stacked(values: list[Any]) -> Tensor:
@@ -134,15 +152,16 @@ def _shown(value: Any) -> str:
 
 
 def _mean(values: list[float], weights: list[float]) -> float:
-    total = _sum(weights)
+    total = sum_of(weights)
     if not total:
         return math.nan
-    mean = _sum([value * weight for value, weight in zip(values, weights, strict=True)]) / total
+    mean = sum_of([value * weight for value, weight in zip(values, weights, strict=True)]) / total
     # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
     return min(max(mean, min(values)), max(values)) if math.isfinite(mean) else mean
 
 
-def _sum(numbers: list[float]) -> float:
+def sum_of(numbers: list[float]) -> float:
+    """The sum, correctly rounded, so that it does not depend on the order."""
     try:
         return math.fsum(numbers)
     except (OverflowError, ValueError):  # infinities of both signs, or past the largest float: as IEEE addition has it
@@ -229,15 +248,29 @@ class DictSummary(Stateful):
             statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
         return statistics
 
+    def over(self, comm: Communicator) -> DictSummary:
+        """The summary of what has been added on all ranks. Metrics are computed, and start anew."""
+        self._compute()
+        return self if comm.size == 1 else self._gathered(comm)
+
+    def _gathered(self, comm: Communicator) -> DictSummary:
+        merged = DictSummary()
+        for rank in comm.gather_object({name: summary._numbers() for name, summary in self._summaries.items()}):
+            for name, numbers in rank.items():
+                merged._of(name)._extend(*numbers)
+        return merged
+
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._fold()
-        if isinstance(serializer, Serializer):
+        saved, saving = self, isinstance(serializer, Serializer)
+        if saving:
             warn_of_unsaved(self._metrics)
-        names: list[str] = serializer("names", list(self._summaries))
-        if not isinstance(serializer, Serializer):
-            self._summaries, self._metrics = {name: Summary() for name in names}, {}
+            saved = self if serializer.comm.size == 1 else self._gathered(serializer.comm)
+        names: list[str] = serializer("names", list(saved._summaries))
+        if not saving:
+            self._rows, self._summaries, self._metrics = [], {name: Summary() for name in names}, {}
         for number, name in enumerate(names):  # by number: a name may hold slashes
-            self._summaries[name].serialize(serializer[str(number)])
+            saved._summaries[name].visit(serializer[str(number)])
 
 
 def _column(values: list[Any]) -> Tensor | None:
@@ -253,37 +286,3 @@ def _column(values: list[Any]) -> Tensor | None:
         return torch.stack(values)
     except RuntimeError:  # some have dimensions, or lie on another device
         return None
-
-
-def weighted_means(parts: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:
-    """Merges the observations of the parts of one update: numbers by weighted mean, on their device; of all else the last.
-
-    Args:
-        parts: an observation and its weight (a number or a tensor without dimensions), one for each part.
-    """
-    merged: dict[str, Any] = {}
-    for key in dict.fromkeys(key for values, _ in parts for key in values):
-        held = [(values[key], weight) for values, weight in parts if key in values]
-        if all(is_scalar(value) for value, _ in held):
-            merged[key], _ = _merged_scalars(held)
-        elif all(_is_weighted(value) for value, _ in held):
-            merged[key] = _merged_scalars([value for value, _ in held])
-        else:
-            merged[key] = held[-1][0]
-    return merged
-
-
-def _is_weighted(value: Any) -> bool:
-    return type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
-
-
-def _merged_scalars(held: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    total = sum(weight for _, weight in held)
-    if not isinstance(total, Tensor) and total == 0:  # nothing counts: a plain mean, which weighs nothing later
-        return sum(_wide(value) for value, _ in held) / len(held), total
-    return sum(_wide(value) * weight for value, weight in held) / total, total
-
-
-def _wide(value: Any) -> Any:
-    """A tensor of few bits as float32, in which a sum of products neither overflows nor loses the value."""
-    return value.float() if isinstance(value, Tensor) and value.dtype.itemsize < 4 else value

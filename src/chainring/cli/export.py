@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from chainring.cli._snapshot import find
-from chainring.serializers import tensor_file
+from chainring.serializers import seal
 from chainring.serializers.saving import only_model, read_state
 
 
@@ -42,5 +42,5 @@ def run(options: argparse.Namespace) -> None:
     if left_out:
         print(f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}")
     Path(options.file).parent.mkdir(parents=True, exist_ok=True)
-    tensor_file.write_sealed(options.file, tensors)
+    seal.write_sealed(options.file, tensors)
     print(f"{options.file}: {len(tensors)} tensors of {directory}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring.cli._snapshot import printable, snapshots
-from chainring.serializers import tensor_file
+from chainring.serializers import seal, tensor_file
 from chainring.serializers.manifest import CorruptError, verify
 
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _verify_file(path: Path) -> None:
     try:
-        is_sealed = tensor_file.check_seal(path)
+        is_sealed = seal.check_seal(path)
         tensors = tensor_file.read(path)
     except ValueError as error:
         raise CorruptError(str(error)) from error

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from chainring.iterators._orders import Orders, OrderSampler
@@ -100,7 +99,7 @@ class IndexedIterator(Iterator):
 
     def _known_seed(self) -> int:
         if self._seed is None:
-            self._seed = stable_hash("order", torch.initial_seed(), self.name)
+            self._seed = stable_hash("order", self.derived_from(), self.name)
         return self._seed
 
     def _key(self, epoch: int) -> tuple[int, int]:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-
 from chainring.generators import host_preserved, seed_host
 from chainring.iterators import _loaders
 from chainring.iterators._loader_workers import Closing, guarded
@@ -136,7 +134,7 @@ class PassIterator(Iterator):
 
     def _known_seed(self) -> int:
         if self._seed is None:
-            self._seed = stable_hash("loader", torch.initial_seed(), self.name)
+            self._seed = stable_hash("loader", self.derived_from(), self.name)
         return self._seed
 
     def _generator_state(self) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, overload
 
+import torch
+
 from chainring.columns import rows
 from chainring.serializers.stateful import Stateful
 
@@ -65,6 +67,7 @@ class Iterator(Stateful):
             ``None`` where an epoch's length is unknown.
         step: by how much a batch advances the position.
         name: what its updater calls it.
+        initial_seed: from which a seed of ``None`` is derived beside the name; by default ``torch.initial_seed()``.
     """
 
     batch_size: int
@@ -75,6 +78,7 @@ class Iterator(Stateful):
     previous_epoch_detail: float | None = None
     step: int = 1
     name: str = "main"
+    initial_seed: int | None = None
     rank: int = 0
     size: int = 1
     _batch_size_is_known: bool = True
@@ -121,6 +125,10 @@ class Iterator(Stateful):
             )
         self.rank, self.size = rank, size
 
+    def derived_from(self) -> int:
+        """What a seed of ``None`` is derived from, beside the name."""
+        return torch.initial_seed() if self.initial_seed is None else self.initial_seed
+
     def finalize(self) -> None:
         """Lets go of what the iterator holds, such as worker processes. Calling it again does nothing."""
 
@@ -134,3 +142,11 @@ class Iterator(Stateful):
 
 
 PythonIterator.register(Iterator)
+
+
+def share_out(iterator: Any, comm: Any) -> None:
+    """Tells an iterator its rank's share; a seed that is not given becomes that of rank 0 on all."""
+    if hasattr(iterator, "share"):
+        if comm.size > 1:
+            iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
+        iterator.share(comm.rank, comm.size)

@@ -94,6 +94,16 @@ class DevicePrefetcher(Iterator):
         self.iterator.name = name
 
     @property
+    def initial_seed(self) -> int | None:
+        """From which a seed of ``None`` is derived."""
+        found: int | None = self.iterator.initial_seed
+        return found
+
+    @initial_seed.setter
+    def initial_seed(self, seed: int | None) -> None:
+        self.iterator.initial_seed = seed
+
+    @property
     def progress(self) -> tuple[int, int, int | None] | None:
         progress: tuple[int, int, int | None] | None = self._returned.counts[-1]
         return progress

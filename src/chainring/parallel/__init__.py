@@ -1,6 +1,6 @@
 """Several devices and several ranks."""
 
-from chainring.parallel.communicator import Communicator, RankFailed
+from chainring.communicator import Communicator, RankFailed
 from chainring.parallel.data_parallel import DataParallel
 from chainring.parallel.process_group import create_communicator
 from chainring.parallel.scatter import gather, scatter

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
+from chainring.communicator import Communicator, RankFailed
 from chainring.converters import Device, as_device
-from chainring.parallel.communicator import Communicator, RankFailed
+from chainring.notices import be_silent
 
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _SLOWEST = timedelta(minutes=30)  # that a rank may come later than the others
@@ -82,11 +85,11 @@ def _own_device(device: Device, local_rank: int) -> torch.device:
     return torch.device(kind.type, local_rank)
 
 
-def _start(rank: int, size: int, device: torch.device) -> dist.Store:
+def _start(rank: int, size: int, device: torch.device) -> Any:
     """Starts the process group, and returns the store by which the ranks have met."""
-    found, _, _ = next(dist.rendezvous("env://", rank, size, timeout=_SLOWEST))
+    found, _, _ = next(rendezvous("env://", rank, size, timeout=_SLOWEST))
     # When a launcher restarts the ranks, what they had said before lies in its store still.
-    store = dist.PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    store = PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_SLOWEST,
@@ -107,12 +110,14 @@ class ProcessGroupCommunicator(Communicator):
         store: by which the ranks have met, if this communicator has started the process group, which it then also ends.
     """
 
-    def __init__(self, device: torch.device, local_rank: int, store: dist.Store | None) -> None:
+    def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
         self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
         self._store = store
         self._tensors: Any = dist.new_group(timeout=_SLOWEST)
         self._objects: Any = dist.new_group(backend="gloo", timeout=_SLOWEST)
         self._is_open = True
+        if self.rank != 0:
+            be_silent()
         atexit.register(self.close)
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
@@ -168,7 +173,7 @@ class ProcessGroupCommunicator(Communicator):
                 store.wait([_FIRST], _PATIENCE)
             elif not store.check([_FIRST]):
                 return None
-            return store.get(_FIRST).decode()
+            return str(store.get(_FIRST), "utf-8")
         except (RuntimeError, OSError):  # nobody has said anything, or the store went with its rank
             if _is_of_connection(error):
                 error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
@@ -220,6 +225,6 @@ def _flat(bucket: list[Tensor]) -> Tensor:
 
 
 def _put(bucket: list[Tensor], flat: Tensor) -> None:
-    parts = flat.split([tensor.numel() for tensor in bucket])
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.detach().copy_(part.view_as(tensor))

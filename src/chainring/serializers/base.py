@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from chainring.communicator import Communicator
+from chainring.names import without_wrappers
+from chainring.sharding import is_sharded, laid_out_like
+
 
 class AbstractSerializer:
     """Where state goes to or comes from. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
@@ -22,9 +26,12 @@ class AbstractSerializer:
         directory: the directory in which the snapshot lies; ``None`` where state stays in memory. What is appended to a
             file beside the snapshot, such as the rows of a log, need not be written again into each snapshot: a reference
             to the file will do.
+        comm: the communicator of the ranks that save or load together, each in the same order. What each rank has for itself
+            is gathered while saving, and is given to rank 0 while loading. State that stays in memory is the rank's own.
     """
 
     directory: Path | None = None
+    comm: Communicator = Communicator()
 
     def __getitem__(self, key: str) -> AbstractSerializer:
         raise NotImplementedError
@@ -100,8 +107,9 @@ class Deserializer(AbstractSerializer):
 
 def save_module(serializer: AbstractSerializer, module: Any) -> None:
     """Saves each entry of a module's state under its name, with slashes for dots."""
+    clean = without_wrappers(module)
     for name, value in module.state_dict().items():
-        serializer(name.replace(".", "/"), value)
+        serializer(clean(name).replace(".", "/"), value)
 
 
 def load_module(deserializer: Deserializer, module: Any) -> None:
@@ -110,11 +118,17 @@ def load_module(deserializer: Deserializer, module: Any) -> None:
     Raises:
         RuntimeError: entries are missing, unexpected, or of another shape.
     """
-    own = module.state_dict()
-    names = {name.replace(".", "/"): name for name in own}  # a name may hold slashes of its own
+    own, clean = module.state_dict(), without_wrappers(module)
+    names = {clean(name).replace(".", "/"): name for name in own}  # a name may hold slashes of its own
     saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
+    saved = {name: _laid_out(value, own.get(name)) for name, value in saved.items()}
     kept = {name: own[name] for name, value in saved.items() if value is None and hasattr(own.get(name), "detach")}
     module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
+
+
+def _laid_out(value: Any, own: Any) -> Any:
+    """A saved tensor as the model holds its own: of a sharded one this rank's part."""
+    return laid_out_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
 
 
 def has_state(obj: Any) -> bool:

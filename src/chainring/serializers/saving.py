@@ -11,14 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from chainring import generators
+from chainring.communicator import as_communicator
 from chainring.environment import versions
 from chainring.files import described, flush_directory, flush_file, write_bytes
-from chainring.names import unwrapped
-from chainring.serializers import tensor_file, typed_json
+from chainring.names import unwrapped, without_wrappers
+from chainring.serializers import ranks, seal, shards, tensor_file, typed_json
 from chainring.serializers.base import has_state, load_module, save_module, serialize_method
 from chainring.serializers.dictionary import DictionaryDeserializer, References
 from chainring.serializers.manifest import CorruptError, verify
-from chainring.serializers.store import Store
+from chainring.serializers.store import Store, WriteFile
+from chainring.sharding import chunk_of, is_sharded
 
 STATE = "state.json"
 TENSORS = "rank00000-of-00001.safetensors"
@@ -60,30 +62,52 @@ class Encoded:
     """
 
     def __init__(self, state: References) -> None:
-        self._text, self.tensors = typed_json.encode(state.target)
-        self._referred = state.referred
+        self._text, tensors = typed_json.encode(state.target)
+        self._referred, self._comm = state.referred, state.comm
+        chunks = {name: chunk_of(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
+        plain = {name: tensor for name, tensor in tensors.items() if name not in chunks and self._comm.rank == 0}
+        own = {name: chunk for name, chunk in chunks.items() if chunk is not None}
+        self.is_sharded = bool(chunks)
+        self.tensors = {**plain, **{name: chunk.tensor for name, chunk in own.items()}}
+        self._places = {name: (chunk.offsets, chunk.shape) for name, chunk in own.items()}
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
         if (reason := generators.why_inexact()) is not None:
             self.about["not bit-exact"] = reason
 
-    def commit(self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None) -> None:
-        """Writes it into a store, see `Store.commit`; the files that it refers to are flushed first."""
+    def commit(
+        self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None, comm: Any = None
+    ) -> None:
+        """Writes it into a store, see `Store.commit`; the files that it refers to are flushed first.
+
+        Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
+        """
         for path in self._referred:
             flush_file(path)
-        files = {
-            TENSORS: lambda place: tensor_file.write(place, self.tensors),
-            STATE: lambda place: write_bytes(place, self._text),
-        }
-        store.commit(name, files, iteration, {**self.about, **(about or {})})
+
+        def write(place: Path) -> tuple[int, int]:
+            return tensor_file.write(place, self.tensors, places=self._places)
+
+        said = {**self.about, **(about or {})}
+        files: dict[str, WriteFile] = {STATE: lambda place: write_bytes(place, self._text)}
+        if not self.is_sharded or self._comm.size == 1:
+            if self._comm.rank == 0:
+                store.commit(name, {TENSORS: write, **files}, iteration, said)
+        elif self._comm.rank == 0:
+            ranks.lead(comm, store, name, write, files, iteration, said)
+        else:
+            ranks.follow(comm, write)
 
 
-def state_of(obj: Any, directory: Path | None = None) -> References:
+def state_of(obj: Any, directory: Path | None = None, comm: Any = None) -> References:
     """The state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
+
+    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
 
     Raises:
         TypeError: the object has none.
     """
     serializer = References(directory)
+    serializer.comm = serializer.comm if comm is None else comm
     method = serialize_method(obj)
     if method is not None:
         method(serializer)
@@ -118,7 +142,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         return
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
-    tensor_file.check_seal(source)
+    seal.check_seal(source)
     tensors = tensor_file.read(source)
     if not is_module(obj):
         raise TypeError(
@@ -127,7 +151,14 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         )
     prefix = path_in_snapshot.strip("/").replace("/", ".")
     part = {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
-    unwrapped(obj).load_state_dict(part if prefix else tensors, strict=strict)
+    _load_tensors(obj, part if prefix else tensors, strict)
+
+
+def _load_tensors(module: Any, tensors: Mapping[str, Tensor], strict: bool) -> None:
+    """Puts the entries of a file into a model, whose own may stand below the prefixes of wrappers."""
+    own, clean = module.state_dict(), without_wrappers(module)
+    names = {clean(name): name for name in own}
+    module.load_state_dict({names.get(name, name): value for name, value in tensors.items()}, strict=strict)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -137,10 +168,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         CorruptError: it is not what was written.
     """
     manifest = verify(directory)
-    tensors: dict[str, Tensor] = {}
-    for name in manifest.files:
-        if name.endswith(".safetensors"):
-            tensors |= tensor_file.read(directory / name)
+    tensors = shards.read_all([directory / name for name in manifest.files if name.endswith(".safetensors")])
     if STATE not in manifest.files:
         raise CorruptError(f"{directory} has no {STATE}")
     return typed_json.decode((directory / STATE).read_bytes(), tensors)
@@ -154,6 +182,7 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
     saved.directory = source.parent
+    saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     method = serialize_method(obj)
     if is_module(obj):
         load_module(saved, unwrapped(obj))
@@ -186,7 +215,8 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: one of them is no tensor.
     """
-    tensors: dict[str, Tensor] = unwrapped(module).state_dict()
+    clean = without_wrappers(module)
+    tensors: dict[str, Tensor] = {clean(name): value for name, value in module.state_dict().items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -200,7 +230,7 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes one file beside, and renames it over what is there."""
     beside = target.with_name(f".{target.name}-{os.getpid()}-{time.monotonic_ns()}.tmp")
     try:
-        tensor_file.write_sealed(beside, tensors)
+        seal.write_sealed(beside, tensors)
         os.replace(beside, target)
         flush_directory(target.parent)
     except BaseException as error:

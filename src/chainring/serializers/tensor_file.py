@@ -6,6 +6,7 @@ has no word for stands in the file's metadata under ``"chainring"``, as JSON fro
     {"strides": [9, 1, 3]}      elements between neighbours of a dimension, if not those of row-major order
     {"dtype": "complex128"}     the dtype of which the stored numbers are a view
     {"same_as": "encoder/w"}    stored under that name only
+    {"offsets": [4, 0], "shape": [8, 2]}   where in a tensor of that shape it begins, of which it is a part
 
 Any other reader opens the file; it sees every value, but no strides, two float64 for a complex128, and a tied tensor once.
 """
@@ -14,9 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,10 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 CHUNK = 8 * 2**20  # bytes per write
 
-_MARKS = "chainring"
-_SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
-_WRITER = re.compile(rb'"writer":"chainring"')
-_MAX_HEADER = 100_000_000  # bytes; safetensors refuses to read more
+MARKS = "chainring"
+MAX_HEADER = 100_000_000  # bytes; safetensors refuses to read more
 _FORMAT_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -43,15 +41,21 @@ _VIEWS = {  # dtypes that not every reader of the format knows: stored as
 _VIEW_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _VIEWS}
 
 Marks = dict[str, dict[str, Any]]
+Place = tuple[Sequence[int], Sequence[int]]
+"""Where a part of a tensor begins in each dimension, and the shape of the whole."""
 
 
 def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> tuple[int, int]:
     """Writes a new file and waits until the disk has it. Returns its size in bytes and its CRC-32.
 
     No more than 8 MB are copied at a time. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
-    and a slice comes back dense; the same view of the same storage is written once. The directory is not synced.
+    and a slice comes back dense; the same view of the same storage is written once. The directory is not synced. ``places``
+    are those of the tensors that are parts of larger ones.
 
     Raises:
         TypeError: a tensor whose dtype or layout the format lacks; the message names it.
@@ -61,6 +65,8 @@ def write(
     for name, tensor in tensors.items():
         _check(name, tensor)
     marks, stored = _marked(tensors)
+    for name, (offsets, shape) in (places or {}).items():
+        marks.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
     header = _header(stored, marks, metadata or {})
     with Path(path).open("xb") as file:
         try:
@@ -83,7 +89,7 @@ def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> di
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             stored = set(file.keys())
-            marks = _parsed((file.metadata() or {}).get(_MARKS, "{}"))
+            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
             tied = {name: mark["same_as"] for name, mark in marks.items() if "same_as" in mark}
             if marks.keys() - stored - tied.keys() or tied.keys() & stored or not stored.issuperset(tied.values()):
                 raise ValueError("its marks and its tensors disagree")
@@ -98,51 +104,21 @@ def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> di
     return {name: found[tied.get(name, name)] for name in wanted}
 
 
-def write_sealed(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a new file as `write` does, with its own checksum in its metadata, for a file that has no manifest.
-
-    The checksum is the CRC-32 of the file with eight zeros in its place.
-    """
-    _, crc = write(path, tensors, {"writer": _MARKS, "crc32": "00000000"})
-    with Path(path).open("r+b") as file:
-        found = _SEAL.search(file.read(_length_of_header(file)))
-        assert found is not None
-        file.seek(found.start(1))
-        file.write(b"%08x" % crc)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def check_seal(path: str | os.PathLike[str]) -> bool:
-    """Compares a file that `write_sealed` wrote with its checksum. One of another writer has none: then it is false.
+def places(path: str | os.PathLike[str]) -> dict[str, Place]:
+    """Of each tensor of a file that is a part of a larger one, where it belongs.
 
     Raises:
-        ValueError: the file is not what was written, or no file: to open a pipe would be to wait for ever.
+        ValueError: the file is damaged, or no safetensors file.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is no plain file; give the path of a model's file")
-    with Path(path).open("rb") as file:
-        header = bytearray(file.read(_length_of_header(file)))
-        seal = _SEAL.search(header)
-        if seal is None and not _WRITER.search(header):
-            return False
-        crc, written = 0, b""
-        if seal is not None:
-            written = bytes(seal.group(1))
-            header[slice(*seal.span(1))] = b"00000000"
-            crc = zlib.crc32(header)
-            while chunk := file.read(CHUNK):
-                crc = zlib.crc32(chunk, crc)
-        if written != b"%08x" % crc:
-            raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
-    return True
-
-
-def _length_of_header(file: BinaryIO) -> int:
-    """The bytes up to the first tensor, as far as the file says and holds them; the position is put back."""
-    claimed = int.from_bytes(file.read(8), "little")
-    file.seek(0)
-    return 8 + min(claimed, _MAX_HEADER)
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
+            found = {name: (mark["offsets"], mark["shape"]) for name, mark in marks.items() if "offsets" in mark}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is damaged or no tensor file: {error}. Use another snapshot") from error
+    if not all(type(number) is int for place in found.values() for part in place for number in part):
+        raise ValueError(f"{path} is damaged: a place is given by integers. Use another snapshot")
+    return found
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
@@ -187,10 +163,10 @@ def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[str, str]) -> bytes:
-    if _MARKS in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError(f"metadata maps str to str and leaves the key {_MARKS!r} to this module, unlike {metadata!r:.200}")
+    if MARKS in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ValueError(f"metadata maps str to str and leaves the key {MARKS!r} to this module, unlike {metadata!r:.200}")
     header: dict[str, Any] = {}
-    notes = {**metadata, _MARKS: json.dumps(marks)} if marks else dict(metadata)
+    notes = {**metadata, MARKS: json.dumps(marks)} if marks else dict(metadata)
     if notes:
         header["__metadata__"] = notes
     start = 0
@@ -202,9 +178,9 @@ def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER:
+    if len(text) > MAX_HEADER:
         raise ValueError(
-            f"a header of {len(text)} bytes is more than the {_MAX_HEADER} that safetensors reads: write two files"
+            f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors reads: write two files"
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -242,7 +218,7 @@ def _parsed(text: str) -> Marks:
         marks = json.loads(text)
     except RecursionError:
         raise ValueError("its marks are nested too deep") from None
-    kinds = {"strides": list, "dtype": str, "same_as": str}
+    kinds = {"strides": list, "dtype": str, "same_as": str, "offsets": list, "shape": list}
     if not isinstance(marks, dict) or not all(
         isinstance(mark, dict) and all(type(value) is kinds.get(key) for key, value in mark.items())
         for mark in marks.values()

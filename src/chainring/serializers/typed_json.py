@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from chainring.sharding import is_sharded
+
 FORMAT = 1
 MAX_DEPTH = 100  # containers within containers; deeper than any state, far below what recursion can bear
 
@@ -113,7 +115,7 @@ class _Encoder:
         return [self.value(below, key, depth + 1), self.value(below, item, depth + 1)]
 
     def _tensor(self, path: str, tensor: torch.Tensor, depth: int) -> str:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_sharded(tensor):
             raise TypeError(f"{path}: {type(tensor).__name__} cannot be saved; save the plain tensor that it wraps")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             what = f"layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"

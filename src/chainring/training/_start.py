@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from chainring import generators
+from chainring.iterators.base import share_out
 from chainring.names import named_parts
 from chainring.training import _record
 from chainring.training._directory import RunDirectory
@@ -32,6 +35,7 @@ def begin(
     """
     trainer._started_at = None  # until then state may be loaded
     load(trainer, entries)
+    trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
     trainer._started_at = time.monotonic()
     if trainer._directory is not None:
         _settle(trainer, trainer._directory, entries)
@@ -94,9 +98,11 @@ def prepare(trainer: Trainer) -> None:
     for name, model in updater.get_all_models().items():
         for path, part in named_parts(name, model):
             trainer.reporter.add_observer(path, part)
+    comm.begin()
     for source in updater.get_all_iterators().values():
-        if hasattr(source, "share"):
-            source.share(comm.rank, comm.size)
+        share_out(source, comm)
+    if hasattr(updater, "start"):
+        updater.start()
 
 
 def _start_triggers(trainer: Trainer, entries: list[Entry]) -> None:
@@ -125,10 +131,14 @@ def _call_before_training(trainer: Trainer, entries: list[Entry]) -> None:
 
 
 def _restore_generators(trainer: Trainer) -> None:
-    restored = trainer._restored
+    restored, rank = trainer._restored, trainer.comm.rank
     if restored.generators is not None:
         generators.set_state(restored.generators)
         restored.generators = None
+    elif restored.happened:  # saved by fewer ranks
+        generators.seed_all("rank", rank, trainer.updater.iteration)
+    elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
+        generators.seed_all("rank", rank, torch.initial_seed())
 
 
 def check_out(out: Any) -> None:

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring import generators
+from chainring.notices import changed_setting
 from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method
 from chainring.summary import is_scalar
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
+
+
+_OTHER_RANKS = "examples and their order are the same, and the last bits are not"
 
 
 class Restored:
@@ -82,8 +86,7 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     stop = type(trainer.stop_trigger).__name__
     if serializer("stop_trigger_type", stop) == stop:
         visit_part(serializer, "stop_trigger", trainer.stop_trigger)
-    # Of this rank; put back immediately before the first update, because a script may draw between load and run.
-    drawn = serializer["generators"](str(trainer.comm.rank), restored.generators or generators.get_state())
+    drawn = _generators(trainer, serializer["generators"], restored)
     observation = serializer["observation"]
     if isinstance(serializer, Deserializer):
         trainer.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
@@ -98,6 +101,26 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     for entry in entries:
         visit_part(serializer["extensions"], entry.name, entry.extension)
         visit_part(serializer["extension_triggers"], entry.name, entry.trigger)
+
+
+def _generators(trainer: Trainer, serializer: AbstractSerializer, restored: Restored) -> Any:
+    """The state of this rank's generators, ``None`` where there is none of it because fewer ranks have saved.
+
+    It is put back immediately before the first update, because a script may draw between load and run.
+    """
+    own = str(trainer.comm.rank)
+    if isinstance(serializer, Deserializer):
+        saved = {path.partition("/")[0] for path in serializer.paths()}
+        if trainer.comm.rank == 0 and len(saved) != trainer.comm.size:
+            changed_setting("number of ranks", len(saved), trainer.comm.size, _OTHER_RANKS)
+        return serializer(own, None) if own in saved else None
+    drawn = restored.generators or generators.get_state()
+    if serializer.comm.size == 1:
+        serializer(own, drawn)
+    else:
+        for rank, state in enumerate(serializer.comm.gather_object(drawn)):
+            serializer(str(rank), state)
+    return drawn
 
 
 def visit_part(serializer: AbstractSerializer, name: str, part: Any) -> None:

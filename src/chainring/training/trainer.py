@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from chainring.communicator import as_communicator
 from chainring.notices import said
 from chainring.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer
@@ -86,7 +87,7 @@ class Trainer(Stateful):
     @property
     def comm(self) -> Any:
         """The communicator of the ranks that train together: the updater's."""
-        return self.updater.comm
+        return as_communicator(self.updater.comm)
 
     @property
     def elapsed_time(self) -> float:

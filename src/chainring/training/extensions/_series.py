@@ -75,14 +75,17 @@ class Series:
         """The directory of the snapshot of that name."""
         return f"{name}_iter_{iteration}" if self._has_links else name
 
-    def publish(self, store: Store, encoded: Encoded, name: str, iteration: int, in_turn: bool = True) -> None:
+    def publish(
+        self, store: Store, encoded: Encoded, name: str, iteration: int, in_turn: bool = True, comm: Any = None
+    ) -> None:
         """Writes a snapshot, links it, and then removes those that are not to be kept.
 
         One that is taken because the run ends, and not because it is the best, does not take the fixed name.
         """
         real = self.real(name, iteration)
         takes_name = in_turn or not self.is_fixed
-        encoded.commit(store, real, iteration, {KEY: self.label} if takes_name else {KEY: self.label, OUT_OF_TURN: True})
+        about = {KEY: self.label} if takes_name else {KEY: self.label, OUT_OF_TURN: True}
+        encoded.commit(store, real, iteration, about, comm)
         if not takes_name:
             return
         replaced = None

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from chainring import generators
+from chainring.communicator import Communicator
 from chainring.converters import Device, as_device, concat_examples
-from chainring.iterators.base import Iterator
+from chainring.iterators.base import Iterator, share_out
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.metrics import own_metrics
 from chainring.names import named_parts
@@ -44,7 +45,7 @@ class Evaluator(Extension):
 
     Raises:
         ValueError: the iterator repeats, so an evaluation would never end; or there is nothing to call.
-        TypeError: something of another kind stands where an iterator or a model belongs.
+        TypeError: something of another kind stands where an iterator, a model or a function belongs.
     """
 
     trigger = (1, "epoch")
@@ -69,6 +70,10 @@ class Evaluator(Extension):
                 raise TypeError(
                     f"an Evaluator takes the model second, an nn.Module; target {name!r} is {type(model).__name__}"
                 )
+        functions = {"converter": converter, "eval_hook": eval_hook, "eval_func": eval_func}
+        for name, function in functions.items():
+            if not callable(function) and (function is not None or name == "converter"):
+                raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
         if "main" not in self._iterators or (eval_func is None and "main" not in self._targets):
             raise ValueError('an Evaluator needs an iterator "main", and a target "main" or an eval_func')
         for name, source in self._iterators.items():
@@ -78,6 +83,7 @@ class Evaluator(Extension):
         self.device = as_device(device)
         self.eval_hook = eval_hook
         self.eval_func = eval_func
+        self._comm: Communicator = Communicator()
 
     def get_iterator(self, name: str) -> Any:
         """The iterator of that name."""
@@ -96,9 +102,9 @@ class Evaluator(Extension):
         return dict(self._targets)
 
     def initialize(self, trainer: Trainer) -> None:
+        self._comm = trainer.comm
         for source in self._iterators.values():
-            if hasattr(source, "share"):
-                source.share(trainer.comm.rank, trainer.comm.size)
+            share_out(source, trainer.comm)
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluates, and reports the means under the name that the extension has in the trainer; returns them so."""
@@ -119,13 +125,15 @@ class Evaluator(Extension):
             for path, part in named_parts(name, model):
                 reporter.add_observer(path, part)
         summary = DictSummary()
+        if self._comm.size > 1:  # of a model in training, each rank has statistics of its own share
+            self._comm.broadcast([buffer for model in self._targets.values() for buffer in model.buffers()])
         with torch.no_grad(), generators.preserved(), own_metrics(self._targets.values()), _evaluating(self._targets):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):
                     weight = self._evaluate_batch(batch)
                 summary.add(observation, weight)
-            return summary.compute_mean()
+            return summary.over(self._comm).compute_mean()
 
     def _evaluate_batch(self, batch: Any) -> Any:
         args, kwargs = arguments(self.converter(batch, self.device))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.summary import DictSummary
 from chainring.training.extension import Extension
-from chainring.training.extensions._log_file import LogFile, read_rows
+from chainring.training.extensions._log_file import LogFile, key_list, read_rows
 from chainring.training.triggers import get_trigger
 from chainring.writers.base import Record
 
@@ -35,6 +35,10 @@ class LogReport(Extension):
 
     Attributes:
         log: the rows so far, those of the runs before a resume included.
+
+    Raises:
+        TypeError: the keys, the file name, a writer or the trigger is of another kind, or ``postprocess`` cannot be called.
+        ValueError: the trigger's unit or period is none.
     """
 
     skip_on_resume = True
@@ -47,14 +51,16 @@ class LogReport(Extension):
         filename: str | None = "log",
         writers: Iterable[Any] = (),
     ) -> None:
-        if isinstance(keys, str):
-            raise TypeError(f"keys is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
+        if postprocess is not None and not callable(postprocess):
+            raise TypeError(f"postprocess is a function of a row, got {postprocess!r}")
+        if filename is not None and (not isinstance(filename, str) or not filename):
+            raise TypeError(f'filename is a name in out, such as "log", or None for no file; got {filename!r}')
         self.trigger = get_trigger(trigger)
         self.log: list[dict[str, Any]] = []
-        self._keys = None if keys is None else list(keys)
+        self._keys = None if keys is None else key_list("keys", keys)
         self._postprocess = postprocess
         self._filename = filename
-        self._writers = list(writers)
+        self._writers = _checked(writers)
         self._open: list[Any] = []
         self._working: list[Any] = []
         self._summary = DictSummary()
@@ -77,7 +83,7 @@ class LogReport(Extension):
         self._summary.add(observation, getattr(trainer.updater, "weight", 1))
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.compute_mean(), DictSummary()
+        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
         updater = trainer.updater
         row: dict[str, Any] = {
             **means,
@@ -145,3 +151,14 @@ class LogReport(Extension):
                 stacklevel=2,
             )
         return rows or []
+
+
+def _checked(writers: Any) -> list[Any]:
+    rule = "writers is a list of Writers, each with write(record) and close()"
+    if isinstance(writers, str) or not isinstance(writers, Iterable):
+        raise TypeError(f"{rule}; got {writers!r}")
+    listed = list(writers)
+    for writer in listed:
+        if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
+            raise TypeError(f"{rule}; {writer!r} is none")
+    return listed

@@ -106,7 +106,7 @@ class LRScheduler(Extension):
         if self.monitor is None:
             self._step()
             return
-        means, self._summary = self._summary.compute_mean(), DictSummary()
+        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
         if self.monitor in means:
             self._step(means[self.monitor])
         elif not self._has_warned:

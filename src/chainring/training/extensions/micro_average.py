@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring.reporter import report
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.summary import Summary, is_scalar
+from chainring.summary import Summary, is_scalar, sum_of
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import get_trigger
 
@@ -53,13 +53,13 @@ class MicroAverage(Extension):
                 each.add(value)
 
     def __call__(self, trainer: Trainer) -> None:
-        numerators, denominators = (each.state_dict()["values"] for each in self._sums)
+        numerators, denominators = (each.over(trainer.comm).state_dict()["values"].tolist() for each in self._sums)
         self._sums = Summary(), Summary()
-        if not len(numerators):
+        if not numerators:
             self._warn(trainer)
             return
-        total = float(denominators.sum())
-        report({self.result_key: float(numerators.sum()) / total if total else math.nan})
+        total = sum_of(denominators)
+        report({self.result_key: sum_of(numerators) / total if total else math.nan})
 
     def _warn(self, trainer: Trainer) -> None:
         if not self._has_warned:

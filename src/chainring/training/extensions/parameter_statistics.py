@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chainring.names import unwrapped
+from chainring.names import without_wrappers
 from chainring.reporter import report
 from chainring.serializers.base import AbstractSerializer
+from chainring.sharding import whole
 from chainring.summary import DictSummary
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.triggers import get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -56,8 +58,9 @@ class ParameterStatistics(Extension):
         default_statistics: ``mean``, ``std``, ``min``, ``max``, and the number of ``zeros``.
 
     Raises:
-        TypeError: something else stands where a model or a function belongs.
-        ValueError: neither parameters nor gradients are to be looked at.
+        TypeError: something else stands where a model, a function or a trigger belongs.
+        ValueError: there is no model, neither parameters nor gradients are to be looked at, or the trigger's unit or
+            period is none.
     """
 
     priority = PRIORITY_WRITER
@@ -82,9 +85,11 @@ class ParameterStatistics(Extension):
                     "ParameterStatistics takes the model first, an nn.Module, or a mapping of several by name; "
                     f"model {name!r} is {type(model).__name__}"
                 )
+        if not named:
+            raise ValueError("models is a model, or a mapping of at least one by name; got an empty mapping")
         if not report_params and not report_grads:
             raise ValueError("there is nothing to report; leave report_params or report_grads True")
-        self.trigger = trigger
+        self.trigger = get_trigger(trigger)
         self._models = named
         self._statistics: dict[str, Statistic] = {}
         self._attributes = ["data"] * report_params + ["grad"] * report_grads
@@ -111,11 +116,12 @@ class ParameterStatistics(Extension):
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What there is to look at, each with the beginning of its keys; what holds no number is passed over."""
         for name, model in self._models.items():
-            for path, parameter in unwrapped(model).named_parameters():
+            clean = without_wrappers(model)
+            for path, parameter in model.named_parameters():
                 for attribute in self._attributes:
                     tensor = parameter.detach() if attribute == "data" else parameter.grad
                     if tensor is not None and tensor.numel():
-                        yield f"{self._prefix}{name}/{path.replace('.', '/')}/{attribute}", _numbers(tensor)
+                        yield f"{self._prefix}{name}/{clean(path).replace('.', '/')}/{attribute}", _numbers(whole(tensor))
 
     def _values(self, place: str, numbers: Tensor) -> Iterator[tuple[str, Any]]:
         for name, function in self._statistics.items():

@@ -12,6 +12,7 @@ from chainring.files import replace
 from chainring.serializers.base import AbstractSerializer
 from chainring.summary import DictSummary
 from chainring.training.extension import Extension
+from chainring.training.triggers import get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -37,8 +38,8 @@ class PlotReport(Extension):
         grid: whether there are lines behind the curves.
 
     Raises:
-        TypeError: the keys are none, or ``postprocess`` cannot be called.
-        ValueError: ``x_key``, or the file name or its format, is out of range.
+        TypeError: the keys are none, ``postprocess`` cannot be called, or the trigger is of another form.
+        ValueError: ``x_key``, the file name or its format, or the trigger's unit or period is out of range.
         ImportError: matplotlib is not installed.
     """
 
@@ -58,7 +59,7 @@ class PlotReport(Extension):
             raise ValueError(f'x_key is "iteration" or "epoch", got {x_key!r}; keys to be drawn go into a list: [...]')
         if postprocess is not None and not callable(postprocess):
             raise TypeError(f"postprocess is a function of figure, axes and means; got {postprocess!r}")
-        self.trigger = trigger
+        self.trigger = get_trigger(trigger)
         self._y_keys = _keys(y_keys)
         self._x_key = x_key
         self._postprocess = postprocess
@@ -80,7 +81,7 @@ class PlotReport(Extension):
         self._summary.add(own, getattr(trainer.updater, "weight", 1))
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.compute_mean(), DictSummary()
+        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
         updater = trainer.updater
         x = updater.iteration if self._x_key == "iteration" else updater.epoch_detail
         means = {key: mean for key, mean in means.items() if key in self._points}  # half an interval of other keys is loaded

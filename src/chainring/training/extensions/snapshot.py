@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chainring.names import unwrapped
+from chainring.names import without_wrappers
 from chainring.serializers.background import Background, Staging
 from chainring.serializers.base import has_state, serialize_method
 from chainring.serializers.dictionary import References
@@ -87,6 +87,7 @@ class Snapshot(Extension):
         self._staging = Staging()
         self._background = Background()
         self._has_started = False
+        self._comm: Any = None
 
     @property
     def writes(self) -> Sequence[str]:
@@ -100,8 +101,10 @@ class Snapshot(Extension):
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._guarded(self._background.wait)
-        store = Store(trainer.out)
-        name = newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
+        store, name = Store(trainer.out), None
+        if trainer.comm.rank == 0:
+            name = newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
+        name = trainer.comm.broadcast_object(name)
         if name is None:
             return None
         path = store.root / name
@@ -113,6 +116,8 @@ class Snapshot(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._series.label = self._series.label or trainer.extension_name
         self._has_started = True
+        if trainer.comm.size > 1 and self._comm is None:
+            self._comm = trainer.comm.beside()
         place = Path(trainer.out) / self._series.filename if self._series.is_fixed else None
         if place is not None and os.path.lexists(place) and not place.is_symlink():
             raise FileExistsError(f"{place} is in the way of the snapshots of that name; move it, or give another filename")
@@ -120,7 +125,7 @@ class Snapshot(Extension):
             self._series.mend(Store(trainer.out))
 
     def __call__(self, trainer: Trainer) -> None:
-        if (self._condition is not None and not self._condition()) or trainer.comm.rank != 0:
+        if not trainer.comm.broadcast_object(self._condition is None or bool(self._condition())):
             return
         self._guarded(self._background.wait)
         os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
@@ -137,14 +142,16 @@ class Snapshot(Extension):
 
     def _prepared(self, trainer: Trainer) -> Write | None:
         """Takes the state down and returns what writes it; ``None`` where it has been saved already."""
-        iteration, store = trainer.updater.iteration, Store(trainer.out)
-        name = self._series.name(trainer)
-        if store.holds(self._series.real(name, iteration), iteration):
+        iteration, store, comm = trainer.updater.iteration, Store(trainer.out), trainer.comm
+        name = comm.broadcast_object(self._series.name(trainer))
+        if comm.broadcast_object(store.holds(self._series.real(name, iteration), iteration)):
             return None  # at the end of this very iteration, by the run before or out of turn
-        encoded = self._encoded(trainer)
+        encoded = self._encoded(trainer, comm)
+        if comm.rank != 0:
+            return (lambda: encoded.commit(store, name, iteration, comm=self._comm)) if encoded.is_sharded else None
         encoded.tensors = self._staged(encoded.tensors)
         in_turn = not trainer.is_out_of_turn
-        return lambda: self._series.publish(store, encoded, name, iteration, in_turn)
+        return lambda: self._series.publish(store, encoded, name, iteration, in_turn, self._comm)
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._staging.copy(tensors) if self._asynchronous else tensors
@@ -155,9 +162,9 @@ class Snapshot(Extension):
         except OSError as error:
             self.on_failure(error)
 
-    def _encoded(self, trainer: Trainer) -> Encoded:
+    def _encoded(self, trainer: Trainer, comm: Any = None) -> Encoded:
         whole = trainer if self.target is None else self.target
-        state = state_of(whole, Path(trainer.out))
+        state = state_of(whole, Path(trainer.out), comm)
         left_out = 0 if self._frozen else _leave_out_frozen(state, whole)
         encoded = Encoded(state)
         if left_out:
@@ -225,8 +232,9 @@ def _leave_out_frozen(state: References, whole: Any) -> int:
     if hasattr(whole, "updater"):
         models = {f"updater/model:{name}/": model for name, model in whole.updater.get_all_models().items()}
     for prefix, model in models.items():
-        for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-            path = prefix + name.replace(".", "/")
+        clean = without_wrappers(model)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            path = prefix + clean(name).replace(".", "/")
             if not parameter.requires_grad and path in state.target:
                 state.target[path] = None
                 count += 1

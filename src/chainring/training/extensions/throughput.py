@@ -13,6 +13,7 @@ from torch import Tensor
 
 from chainring.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.triggers import get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -32,11 +33,14 @@ class Throughput(Extension):
       the host; since the process began.
 
     Time is that of a monotonic clock and of the whole loop, evaluations and snapshots included. Where an accelerator works
-    behind the loop, it is waited for when the trigger fires, and at no other time. All numbers are those of this
-    rank and of this process: what lies before a resume does not count.
+    behind the loop, it is waited for when the trigger fires, and at no other time. Of several ranks examples and tokens are
+    added up, and memory is that of the rank that took the most. What lies before a resume does not count.
 
     Args:
         trigger: when to report. ``extend(..., trigger=t)`` means the same and comes first.
+
+    Raises:
+        TypeError, ValueError: the trigger is none, see `get_trigger`.
     """
 
     priority = PRIORITY_WRITER
@@ -44,7 +48,7 @@ class Throughput(Extension):
     skip_on_resume = True
 
     def __init__(self, trigger: Any = (1, "epoch")) -> None:
-        self.trigger = trigger
+        self.trigger = get_trigger(trigger)
         self._counted: _Counted | None = None
         self._begin()
 
@@ -82,13 +86,15 @@ class Throughput(Extension):
         seconds = time.monotonic() - self._since
         if not self._iterations or seconds <= 0:
             return
-        rates = {"iterations_per_second": self._iterations / seconds}
+        own = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / _MIB
+        examples, tokens, memory = zip(*trainer.comm.gather_object(own), strict=True)
+        values = {"iterations_per_second": self._iterations / seconds}
         if self._counted is not None:
-            rates["examples_per_second"] = self._examples / seconds
+            values["examples_per_second"] = sum(examples) / seconds
         if self._is_weighted:
-            rates["tokens_per_second"] = float(self._tokens) / seconds
+            values["tokens_per_second"] = sum(tokens) / seconds
+        values["peak_memory_mib"] = max(memory)
         name = trainer.extension_name or self.default_name
-        values = {**rates, "peak_memory_mib": _peak_memory(self._device) / _MIB}
         report({f"{name}/{key}": value for key, value in values.items()})
         self._begin()
 

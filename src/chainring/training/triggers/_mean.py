@@ -54,7 +54,7 @@ class MeanTrigger(Trigger):
             self._seen.update(observation)
         if not self.trigger(trainer):
             return False
-        means, self._summary = self._summary.compute_mean(), DictSummary()
+        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
         if self.key not in means:
             self._warn(trainer.updater.iteration)
         self._seen.clear()

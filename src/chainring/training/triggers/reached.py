@@ -46,7 +46,8 @@ class ReachedTrigger:
         if self.unit == "iteration":
             return trainer.updater.iteration >= self._iterations
         if self.unit == "second":
-            return trainer.elapsed_time >= self._seconds
+            is_reached = trainer.elapsed_time >= self._seconds
+            return is_reached if trainer.comm.size == 1 else bool(trainer.comm.broadcast_object(is_reached))
         updater = trainer.updater
         return updater.epoch_detail >= self._wait and exact_epochs(updater) >= self._length
 

@@ -45,6 +45,8 @@ class TimeTrigger(Trigger):
 
     def ask(self, trainer: Trainer) -> bool:
         passed = time.monotonic() - self._began
+        if trainer.comm.size > 1:  # clocks differ, and ranks must not
+            passed = trainer.comm.broadcast_object(passed)
         if passed < self._next:
             return False
         self._next = self._after(passed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from chainring.sharding import local
 
 
 def clear(optimizer: Optimizer) -> None:
@@ -41,28 +43,36 @@ def bring_back(optimizer: Optimizer, held: dict[Tensor, Tensor]) -> None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def rescale(optimizer: Optimizer, reference: float, total: Any) -> None:
-    """Makes gradients that were summed with weights w / reference a mean, by reference / (sum of the weights)."""
+def rescale(optimizer: Optimizer, reference: float, total: Any, divided: Set[int] = frozenset(), by: int = 1) -> None:
+    """Makes gradients that were summed with weights w / reference a mean, by reference / (sum of the weights).
+
+    Those of the parameters whose ids are in ``divided`` were also divided by the number ``by``.
+    """
     if isinstance(total, Tensor) and not total.is_floating_point():
         total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
     factor = reference / total
-    if not isinstance(factor, Tensor) and factor == 1:
+    if not isinstance(factor, Tensor) and factor == 1 and not divided:
         return
     for parameter in _with_gradient([optimizer]):
         assert parameter.grad is not None
-        parameter.grad.mul_(factor)
+        local(parameter.grad).mul_(factor * by if id(parameter) in divided else factor)
 
 
-def sum_over_ranks(comm: Any, optimizers: Sequence[Optimizer], totals: Sequence[Any]) -> list[Any]:
+def sum_over_ranks(
+    comm: Any, optimizers: Sequence[Optimizer], totals: Sequence[Any], summed: Set[int] = frozenset()
+) -> list[Any]:
     """Sums the gradients of the optimizers, in place, and the total weights over the ranks.
+
+    The gradients of the parameters whose ids are in ``summed`` have been exchanged already.
 
     A rank that did not touch a parameter takes part with zeros; what no rank touched is left without a gradient, so that
     the optimizer passes it over as it does in a world of one.
     """
     if comm.size == 1:
         return list(totals)
-    parameters = [parameter for parameter in _parameters(optimizers) if parameter.requires_grad]
-    device = parameters[0].device
+    trained = [parameter for parameter in _parameters(optimizers) if parameter.requires_grad]
+    parameters = [parameter for parameter in trained if id(parameter) not in summed]
+    device = trained[0].device
     untouched = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
     touches = torch.ones(len(parameters), dtype=torch.float64)
     touches[untouched] = 0

@@ -9,17 +9,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring.names import unwrapped
+from chainring.names import without_wrappers
 from chainring.notices import changed_setting
 from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.sharding import is_sharded, laid_out_like
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """The name of each parameter by its id, such as ``main/predictor/l1/weight``; one that is tied has its first."""
     names: dict[int, str] = {}
     for model_name, model in models.items():
-        for path, parameter in unwrapped(model).named_parameters():
-            names.setdefault(id(parameter), f"{model_name}/{path.replace('.', '/')}")
+        clean = without_wrappers(model)
+        for path, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
     return names
 
 
@@ -84,6 +86,8 @@ class OptimizerState:
         groups = [
             {**group, "params": [next(positions) for _ in range(count)]} for group, count in zip(saved, counts, strict=True)
         ]
+        parameters = list(_parameters(self._optimizer))
+        state = {name: _laid_out(entries, parameters[index[name]]) for name, entries in state.items()}
         by_index = {index[name]: entries for name, entries in state.items()}
         self._optimizer.load_state_dict({**extra, "state": by_index, "param_groups": groups})
         self._put_dtypes_back(state)
@@ -105,6 +109,15 @@ class OptimizerState:
             loaded = self._optimizer.state.get(parameter, {})
             for key, value in state.get(name, {}).items():
                 loaded[key] = _with_dtypes(loaded[key], value)
+
+
+def _laid_out(entries: Any, parameter: Tensor) -> Any:
+    """Entries as large as a sharded parameter are sharded as it is."""
+    if not is_sharded(parameter) or not isinstance(entries, dict):
+        return entries
+    fit = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
+    plain = {key for key in fit if not is_sharded(entries[key])}
+    return {key: laid_out_like(value, parameter) if key in plain else value for key, value in entries.items()}
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:

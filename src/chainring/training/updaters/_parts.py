@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chainring.merging import weighted_means
 from chainring.reporter import current_observation, report_scope
-from chainring.summary import weighted_means
 from chainring.training._loss import check_loss, differentiate
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._gradients import bring_back, clear, rescale, set_aside, sum_over_ranks
 from chainring.training.updaters._precision import Full
+from chainring.training.updaters._ranks import Wrapped
 from chainring.training.updaters._registered import Registered
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
@@ -36,6 +37,7 @@ class InParts(Registered):
     """Whether an update may take more than one batch, so that it counts epochs from its own beginning to its end."""
     _sets_aside: bool
     """Whether gradients wait apart for the last part, because an ``update_core`` of one's own may add strange ones."""
+    _wrapped: Wrapped
 
     def _begin_update(self) -> None:
         self._context = UpdateContext(self, self.iteration, 0)
@@ -64,6 +66,8 @@ class InParts(Registered):
             self._is_last = part == self.accumulate - 1
             observation: dict[str, Any] = {}
             self._drop_strays()
+            # Gradients that are set aside are exchanged each time, since the last backward does not see them.
+            self._wrapped.synchronize(self._is_last or self._sets_aside)
             try:
                 self._observe_part(observation, outer is not None)
             except StopIteration:
@@ -165,10 +169,10 @@ class InParts(Registered):
             totals = [self._totals.pop(name) for name in names]
             if self._communicates:
                 run(callbacks.comm_on_start, context)
-                totals = sum_over_ranks(self.comm, optimizers, totals)
+                totals = sum_over_ranks(self.comm, optimizers, totals, self._wrapped.parameters)
                 run(callbacks.comm_on_finish, context)
             for optimizer, total in zip(optimizers, totals, strict=True):
-                rescale(optimizer, self._reference, total)
+                rescale(optimizer, self._reference, total, self._wrapped.parameters, self.comm.size)
         for optimizer in optimizers:
             self._precision.unscale(optimizer)
         if callbacks.update_on_start:

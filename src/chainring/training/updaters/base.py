@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from chainring.communicator import Communicator
 from chainring.names import unwrapped
-from chainring.parallel.communicator import Communicator
 from chainring.progress import main_iterator
 from chainring.serializers.base import AbstractSerializer
 from chainring.serializers.stateful import Stateful
@@ -75,6 +75,9 @@ class Updater(Stateful):
 
     def connect_trainer(self, trainer: Trainer) -> None:
         """Called at the end of the trainer's construction."""
+
+    def start(self) -> None:
+        """Called when a run starts, after the state of a resumed run was put back."""
 
     def finalize(self) -> None:
         """Lets go of what the updater holds; called once when a run ends, however it ends."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from chainring.converters import Device, concat_examples, to_device
+from chainring.merging import weighted_means
 from chainring.metrics import is_metric
 from chainring.names import named_parts
 from chainring.reporter import Reporter, current_observation, current_reporter, report_scope
-from chainring.summary import weighted_means
 from chainring.training._loss import arguments, check_call, check_loss, loss_and_weight
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._replicas import (

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
+from chainring.communicator import Communicator
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
-from chainring.parallel.communicator import Communicator
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, differentiate, loss_and_weight
 from chainring.training.updaters import _arguments
@@ -17,6 +17,7 @@ from chainring.training.updaters._gradients import clear
 from chainring.training.updaters._optimizer_state import hyperparameters
 from chainring.training.updaters._parts import InParts
 from chainring.training.updaters._precision import get_precision
+from chainring.training.updaters._ranks import Wrapped, buffers, equalize
 from chainring.training.updaters._registered import NO_EPOCHS
 from chainring.training.updaters.callbacks import UpdateCallbacks, run
 
@@ -85,6 +86,7 @@ class StandardUpdater(InParts):
         self._name_and_move()
         self._precision = get_precision(precision, _arguments.device_type(self._models))
         self._communicates = comm is not None
+        self._wrapped = Wrapped(list(self._models.values()))
         self._checked = False
         self._choose_path(precision)
         self._begin_update()
@@ -107,6 +109,12 @@ class StandardUpdater(InParts):
         self._stepping = list(self._optimizers.values())
         self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
         self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision != "fp32")
+
+    def start(self) -> None:
+        """Gives all ranks the models of rank 0, and lets DDP lay out its buckets."""
+        if self.comm.size > 1:
+            equalize(self.comm, list(self._models.values()), self._wrapped)
+            self._wrapped.lay_out()
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
@@ -143,6 +151,8 @@ class StandardUpdater(InParts):
         else:
             self._accumulate()
         self._precision.update()
+        if self.comm.size > 1 and (changing := buffers(list(self._models.values()))):
+            self.comm.broadcast(changing)
         if self._spans:
             main = self._iterators.get("main")
             self.previous_epoch_detail = self._before
