@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chainring.sharding import local
+
 
 def is_bad(tensors: Sequence[Tensor]) -> Tensor:
     """Whether any number in any tensor is NaN or infinite, as one boolean on their device."""
-    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    dense = [tensor.coalesce().values() if tensor.is_sparse else local(tensor) for tensor in tensors]
     dense = [tensor.detach() for tensor in dense if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())]
     if not dense:
         return torch.zeros((), dtype=torch.bool)

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from chainring.names import unwrapped
 from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.sharding import is_sharded
 from chainring.training.extension import PRIORITY_WRITER, Extension
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class ExponentialMovingAverage(Extension):
         pairs = zip(_tensors(self.model), _tensors(self._source), strict=True)
         for tensor, given in pairs:
             tensor.data = tensor.data.to(given.device)
+        if trainer.comm.size > 1:  # as the model is that of rank 0 on all
+            trainer.comm.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
         # So that it may report when somebody calls it in the loop; an evaluator has names of its own.
         trainer.reporter.add_observers(trainer.extension_name or self.default_name, self.model.named_modules())
 

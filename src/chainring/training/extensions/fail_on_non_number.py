@@ -106,6 +106,10 @@ class FailOnNonNumber(Extension):
         iteration = trainer.updater.iteration + 1
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         bad = is_bad([*gradients, *_losses(trainer.observation)])
+        if trainer.comm.size > 1:  # a loss is the rank's own, and all must decide alike
+            count = bad.to(torch.float32)
+            trainer.comm.all_reduce([count], average=False)
+            bad = count > 0
         if not self._is_armed:
             self._pending.append((iteration, Flag(bad)))
         elif bool(bad):

@@ -180,7 +180,10 @@ class Snapshot(Extension):
                 number += 1
                 free = f"{wanted}_{number}"
             about = {KEY: self._series.label, "error": f"{type(exception).__name__}: {exception}"}
-            self._encoded(trainer).commit(store, free, iteration, about)
+            encoded = self._encoded(trainer)
+            if encoded.is_sharded:
+                raise RuntimeError("snapshot_on_error cannot save parts of tensors, because the other ranks have stopped")
+            encoded.commit(store, free, iteration, about)
 
     def finalize(self) -> None:
         self._has_started = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chainring.reporter import report
+from chainring.sharding import whole
 from chainring.training.updaters.callbacks import UpdateContext
 
 Clip = Callable[[UpdateContext], None]
@@ -32,7 +33,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
 
     def clip(context: UpdateContext) -> None:
         parameters = _parameters(context)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
         if max_norm != math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         report({"grad_norm": norm})
