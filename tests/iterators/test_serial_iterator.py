@@ -271,3 +271,22 @@ def test_an_order_sampler_that_changes_its_length_is_refused():
     next(iterator)
     with pytest.raises(ValueError, match="3 for the first and 2 for epoch 1"):
         next(iterator)
+
+
+def test_an_example_that_fails_is_named():
+    """The dataset's own error is raised, and a note says at which index."""
+
+    class Failing:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            if index == 3:
+                raise OSError("no such image")
+            return index
+
+    iterator = SerialIterator(Failing(), 2, shuffle=False)
+    next(iterator)
+    with pytest.raises(OSError, match="no such image") as caught:
+        next(iterator)
+    assert any("dataset[3]" in note for note in caught.value.__notes__)

@@ -69,5 +69,9 @@ class SerialIterator(IndexedIterator):
             for (seed, number), indices in parts:
                 for index in indices.tolist():
                     seed_host(seed, number, index)
-                    examples.append(dataset[index])
+                    try:
+                        examples.append(dataset[index])
+                    except Exception as error:
+                        error.add_note(f"raised by dataset[{index}], asked by iterator {self.name!r}")
+                        raise
         return examples

@@ -19,11 +19,10 @@ from torch.distributed.rendezvous import rendezvous
 from chainring.communicator import Communicator, RankFailed
 from chainring.converters import Device, as_device
 from chainring.notices import be_silent
+from chainring.parallel._last_words import LastWords
 
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _SLOWEST = timedelta(minutes=30)  # that a rank may come later than the others
-_FIRST = "chainring/failed"
-_PATIENCE = timedelta(seconds=3)  # for the traceback of a rank that has closed its connections
 
 
 def create_communicator(device: Device = None) -> Communicator:
@@ -112,7 +111,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
         self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
-        self._store = store
+        self._words = None if store is None else LastWords(store, self.rank, self.size)
         self._tensors: Any = dist.new_group(timeout=_SLOWEST)
         self._objects: Any = dist.new_group(backend="gloo", timeout=_SLOWEST)
         self._is_open = True
@@ -154,40 +153,30 @@ class ProcessGroupCommunicator(Communicator):
         return ProcessGroupCommunicator(self.device, self.local_rank, None)
 
     def failed(self, error: BaseException) -> BaseException:
-        if self._store is None or not self._is_open or isinstance(error, RankFailed):
+        words = self._words
+        if words is None or not self._is_open or isinstance(error, RankFailed):
             return error
-        said = self._said_by_others(error)
-        if said is None:
-            self._tell(error)
+        if _is_of_connection(error):
+            first = words.said()
+            if first is None:
+                error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
+        else:
+            own = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
+            first = words.say(own)
+            first = None if first == own else first
+        self._leave()
+        words.wait_for_others()
+        if first is None:
             return error
-        failure = RankFailed(said)
+        failure = RankFailed(first)
         failure.__cause__ = error
         return failure
 
-    def _said_by_others(self, error: BaseException) -> str | None:
-        """What the rank said that failed first, if it was another."""
-        store = self._store
-        assert store is not None
-        try:
-            if _is_of_connection(error):
-                store.wait([_FIRST], _PATIENCE)
-            elif not store.check([_FIRST]):
-                return None
-            return str(store.get(_FIRST), "utf-8")
-        except (RuntimeError, OSError):  # nobody has said anything, or the store went with its rank
-            if _is_of_connection(error):
-                error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
-            return None
+    def _leave(self) -> None:
+        """Ends the exchange for those that wait for this rank, by closing this end of it.
 
-    def _tell(self, error: BaseException) -> None:
-        """Leaves the traceback for the others, and wakes those that wait for this rank."""
-        store = self._store
-        assert store is not None
-        if not _is_of_connection(error):
-            text = "".join(traceback.format_exception(error))
-            store.compare_set(_FIRST, "", f"rank {self.rank} has failed, and all stop with it:\n\n{text}")
-        # An exchange ends for the others when this end of it is closed. Those of DDP end with the process; a snapshot
-        # under way, which goes through a group of its own, is finished.
+        Those of DDP and FSDP end with the process; a snapshot under way, which goes through a group of its own, is finished.
+        """
         self._is_open = False
         for group in (self._tensors, self._objects):
             dist.destroy_process_group(group)
@@ -195,9 +184,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if self._store is not None and dist.is_initialized():
-            dist.destroy_process_group()
-        self._store, self._is_open = None, False
+        if self._words is not None:
+            self._words.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        self._words, self._is_open = None, False
 
 
 def _is_of_connection(error: BaseException) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,34 @@ class Record:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run whose rows a writer is about to be given.
+
+    Attributes:
+        out: the directory of the run. A relative name of a file lies there.
+        config: the settings of the run.
+        iteration: updates completed; rows of later iterations that lie there are of a part that this run does not continue.
+        records: the rows so far, where the run continues an earlier one.
+    """
+
+    out: Path = Path()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int = 0
+    records: Sequence[Record] = ()
+
+
 class Writer:
-    """Takes the rows of a `LogReport`, one by one."""
+    """Takes the rows of a `LogReport`, one by one. Write `write`; everything else is optional.
+
+    Attributes:
+        writes: the names of the files that it writes into the run's directory, as in `Extension.writes`.
+    """
+
+    writes: Sequence[str] = ()
+
+    def begin(self, run: Run) -> None:
+        """Called before the first row, and again after `close` where the same run goes back to a snapshot."""
 
     def write(self, record: Record) -> None:
         """Writes one row."""
@@ -32,3 +61,39 @@ class Writer:
 
     def close(self) -> None:
         """Called once, when the run ends."""
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a row by key, epoch and time among them, for where a row can hold nothing else."""
+    row = {**record.values, "epoch": record.epoch, "elapsed_time": record.elapsed_time}
+    return {key: float(value) for key, value in row.items() if isinstance(value, (int, float))}
+
+
+def optional(module: str, extra: str, writer: str) -> Any:
+    """Imports a package that only some have installed.
+
+    Raises:
+        ImportError: it cannot be imported; the error names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{writer} writes with {module}, which cannot be imported ({error}): pip install 'chainring[{extra}]'"
+        ) from error
+
+
+def checked_name(what: str, name: Any) -> str:
+    """A relative or absolute path of text, as it is given to a writer.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(name, (str, Path)) or not str(name):
+        raise TypeError(f"{what} is a path of text, relative to the run's out; got {name!r}")
+    return str(name)
+
+
+def template(name: str) -> str:
+    """A name as `Extension.writes` has it, where braces are fields."""
+    return name.replace("{", "{{").replace("}", "}}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chainring import generators
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.summary import DictSummary
 from chainring.training.extension import Extension
 from chainring.training.extensions._log_file import LogFile, key_list, read_rows
 from chainring.training.triggers import get_trigger
-from chainring.writers.base import Record
+from chainring.writers.base import Record, Run
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -31,14 +32,14 @@ class LogReport(Extension):
         trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and comes first.
         postprocess: called with each row before it is stored; it may change it.
         filename: of the files in the trainer's ``out``; ``None`` writes none.
-        writers: further places for the rows. One that fails is warned about and left out from then on.
+        writers: further places for the rows; rank 0 opens them. One that fails is warned about and left out from then on.
 
     Attributes:
         log: the rows so far, those of the runs before a resume included.
 
     Raises:
         TypeError: the keys, the file name, a writer or the trigger is of another kind, or ``postprocess`` cannot be called.
-        ValueError: the trigger's unit or period is none.
+        ValueError: the trigger's unit or period is none, or two would write the same file.
     """
 
     skip_on_resume = True
@@ -61,6 +62,7 @@ class LogReport(Extension):
         self._postprocess = postprocess
         self._filename = filename
         self._writers = _checked(writers)
+        self._check_names()
         self._open: list[Any] = []
         self._working: list[Any] = []
         self._summary = DictSummary()
@@ -68,13 +70,17 @@ class LogReport(Extension):
         self._written: str | None = None  # the file that holds these rows, and is cut back to them
 
     def initialize(self, trainer: Trainer) -> None:
-        # A rehearsal leaves the writers alone: what they show to others could not be put back.
-        self._open = [] if trainer.is_rehearsing else list(self._writers)
-        self._working = list(self._open)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(Path(trainer.out) / self._filename)
             self._file.open(self.log, keep=self._written != self._filename)
         self._written = self._filename
+        # A rehearsal leaves the writers alone: what they show to others could not be put back.
+        opens = trainer.comm.rank == 0 and not trainer.is_rehearsing
+        self._open = list(self._writers) if opens else []
+        self._working = list(self._open)
+        records = tuple(_record(row) for row in self.log)
+        run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records)
+        self._tell("begin", run)
 
     def observe(self, trainer: Trainer) -> None:
         observation = trainer.observation
@@ -96,14 +102,14 @@ class LogReport(Extension):
         self.log.append(row)
         if self._file is not None:
             self._file.append(row)
-        own = ("epoch", "iteration", "elapsed_time")
-        values = {key: value for key, value in row.items() if key not in own}
-        self._write(Record(updater.epoch, updater.iteration, row.get("elapsed_time", 0.0), values))
+        self._tell("write", _record({**row, "epoch": updater.epoch, "iteration": updater.iteration}))
 
-    def _write(self, record: Record) -> None:
+    def _tell(self, method: str, message: Run | Record) -> None:
+        """Calls a method of each writer that works. The services behind them may draw random numbers; the run sees none."""
         for writer in list(self._working):
             try:
-                writer.write(record)
+                with generators.host_preserved():
+                    getattr(writer, method, _nothing)(message)
             except Exception as error:
                 self._working.remove(writer)
                 warnings.warn(
@@ -121,7 +127,13 @@ class LogReport(Extension):
 
     @property
     def writes(self) -> Sequence[str]:
-        return () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
+        own = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
+        return (*own, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
+
+    def _check_names(self) -> None:
+        names = list(self.writes)
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         is_saving = isinstance(serializer, Serializer)
@@ -151,6 +163,16 @@ class LogReport(Extension):
                 stacklevel=2,
             )
         return rows or []
+
+
+def _record(row: Mapping[str, Any]) -> Record:
+    own = {"epoch": 0, "iteration": 0, "elapsed_time": 0.0}  # a row whose postprocess took them out goes on without
+    values = {key: value for key, value in row.items() if key not in own}
+    return Record(**{key: row.get(key, missing) for key, missing in own.items()}, values=values)
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def _checked(writers: Any) -> list[Any]:
