@@ -118,12 +118,20 @@ class Iterator(Stateful):
         """
         if not 0 <= rank < size:
             raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
-        if self.repeat and self._batch_size_is_known and self.batch_size < size:
+        self.check_share(size)
+        self.rank, self.size = rank, size
+
+    def check_share(self, size: int) -> None:
+        """Whether ranks can share a batch.
+
+        Raises:
+            ValueError: a repeated batch has fewer examples than there are ranks.
+        """
+        if size > 1 and self.repeat and self._batch_size_is_known and self.batch_size < size:
             raise ValueError(
                 f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"
             )
-        self.rank, self.size = rank, size
 
     def derived_from(self) -> int:
         """What a seed of ``None`` is derived from, beside the name."""

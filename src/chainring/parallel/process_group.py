@@ -156,17 +156,14 @@ class ProcessGroupCommunicator(Communicator):
         words = self._words
         if words is None or not self._is_open or isinstance(error, RankFailed):
             return error
-        if _is_of_connection(error):
-            first = words.said()
-            if first is None:
-                error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
-        else:
-            own = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
-            first = words.say(own)
-            first = None if first == own else first
+        own = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
+        first = words.said() if _is_of_connection(error) else words.say(own)
         self._leave()
-        words.wait_for_others()
         if first is None:
+            error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
+            return error
+        words.wait_for_others()
+        if first == own:
             return error
         failure = RankFailed(first)
         failure.__cause__ = error

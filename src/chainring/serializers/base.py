@@ -121,12 +121,12 @@ def load_module(deserializer: Deserializer, module: Any) -> None:
     own, clean = module.state_dict(), without_wrappers(module)
     names = {clean(name).replace(".", "/"): name for name in own}  # a name may hold slashes of its own
     saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
-    saved = {name: _laid_out(value, own.get(name)) for name, value in saved.items()}
+    saved = {name: laid_out(value, own.get(name)) for name, value in saved.items()}
     kept = {name: own[name] for name, value in saved.items() if value is None and hasattr(own.get(name), "detach")}
     module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
 
 
-def _laid_out(value: Any, own: Any) -> Any:
+def laid_out(value: Any, own: Any) -> Any:
     """A saved tensor as the model holds its own: of a sharded one this rank's part."""
     return laid_out_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
 

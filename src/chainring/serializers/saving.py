@@ -16,11 +16,11 @@ from chainring.environment import versions
 from chainring.files import described, flush_directory, flush_file, write_bytes
 from chainring.names import unwrapped, without_wrappers
 from chainring.serializers import ranks, seal, shards, tensor_file, typed_json
-from chainring.serializers.base import has_state, load_module, save_module, serialize_method
+from chainring.serializers.base import has_state, laid_out, load_module, save_module, serialize_method
 from chainring.serializers.dictionary import DictionaryDeserializer, References
 from chainring.serializers.manifest import CorruptError, verify
 from chainring.serializers.store import Store, WriteFile
-from chainring.sharding import chunk_of, is_sharded
+from chainring.sharding import chunk_of, is_sharded, whole
 
 STATE = "state.json"
 TENSORS = "rank00000-of-00001.safetensors"
@@ -29,6 +29,8 @@ _MODEL = "updater/model:"
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
     """Saves the state of an object; what is there under that name is complete at every moment.
+
+    A model of which each rank holds a part is saved whole; every rank calls this.
 
     Args:
         path: of a module the file, in the safetensors format, which replaces one that is there; of anything else a
@@ -158,7 +160,8 @@ def _load_tensors(module: Any, tensors: Mapping[str, Tensor], strict: bool) -> N
     """Puts the entries of a file into a model, whose own may stand below the prefixes of wrappers."""
     own, clean = module.state_dict(), without_wrappers(module)
     names = {clean(name): name for name in own}
-    module.load_state_dict({names.get(name, name): value for name, value in tensors.items()}, strict=strict)
+    found = {names.get(name, name): value for name, value in tensors.items()}
+    module.load_state_dict({name: laid_out(value, own.get(name)) for name, value in found.items()}, strict=strict)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -210,13 +213,13 @@ def is_module(obj: Any) -> bool:
 
 
 def tensors_of(module: Any) -> dict[str, Tensor]:
-    """The entries of a model's state, not copied.
+    """The entries of a model's state, not copied. Where each rank holds parts of them, all call this, and all get the whole.
 
     Raises:
         TypeError: one of them is no tensor.
     """
     clean = without_wrappers(module)
-    tensors: dict[str, Tensor] = {clean(name): value for name, value in module.state_dict().items()}
+    tensors: dict[str, Tensor] = {clean(name): whole(value) for name, value in module.state_dict().items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(

@@ -211,9 +211,12 @@ class ModelFile(Snapshot):
         """A file of that name is replaced."""
         self._has_started = True
 
-    def _prepared(self, trainer: Trainer) -> Write:
+    def _prepared(self, trainer: Trainer) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
-        tensors = self._staged(tensors_of(self.target))
+        tensors = tensors_of(self.target)  # on every rank, each of which may hold parts of them
+        if trainer.comm.rank != 0:
+            return None
+        tensors = self._staged(tensors)
         return lambda: save_tensors(path, tensors)
 
 

@@ -75,11 +75,24 @@ class InParts(Registered):
                     raise
                 self._is_last, self._context = True, before
                 self._drop_strays()
+                self._exchange_late()
                 self._finish(self._deferred)
                 break
             parts.append((observation, self._given_weight))
         if outer is not None:
             outer.update(weighted_means(parts))
+
+    def _exchange_late(self) -> None:
+        """Lets wrapped models exchange what they have added up, since the part that was to do it does not come."""
+        if self.comm.size > 1 and self._wrapped.parameters and not self._sets_aside:
+            self._wrapped.synchronize(True)
+            unreported = nullcontext() if current_observation() is None else report_scope({})
+            with unreported, self._precision.autocast():
+                loss, _ = self._loss(self._context.batch)
+            differentiate(loss * 0)
+
+    def _loss(self, batch: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
 
     def _observe_part(self, observation: dict[str, Any], reports: bool) -> None:
         self._given_weight = self._last_weight = None

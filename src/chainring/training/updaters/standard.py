@@ -48,7 +48,8 @@ class StandardUpdater(InParts):
 
     Raises:
         TypeError: something of another kind stands where an iterator, an optimizer or a model belongs.
-        ValueError: an optimizer has a parameter of no registered model, or a setting is out of range.
+        ValueError: an optimizer has a parameter of no registered model, or a setting is out of range, or a
+            batch has fewer examples than there are ranks.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class StandardUpdater(InParts):
         for name, source in self._iterators.items():
             if isinstance(source, Iterator):
                 source.name = name
+                source.check_share(self.comm.size)
         for each in self._models.values():
             if self.device is not None:
                 each.to(self.device)

@@ -1,0 +1,81 @@
+"""The examples of several processes run as their users run them, and end as in one process."""
+
+import ast
+import difflib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from chainring import serializers
+from chainring.nn import Classifier
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+DIGITS = EXAMPLES / "distributed" / "train_digits.py"
+LANGUAGE_MODEL = EXAMPLES / "distributed" / "train_language_model.py"
+SMALL = ["-e", 1, "--sentences", 200, "--unit", 16, "-b", 11, "--accumulate", 2]  # 22 sentences an update, odd parts
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
+
+
+def losses_of(script, out, *arguments, processes=1):
+    """Runs an example and returns the losses and accuracies in the rows of its log."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    launcher = [] if processes == 1 else TORCHRUN
+    command = [sys.executable, *launcher, str(script), "-o", str(out), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((out / "log").read_text())
+    return [{key: value for key, value in row.items() if key.endswith(("/loss", "/accuracy"))} for row in rows]
+
+
+def code_of(path):
+    """The lines of a script without its docstring."""
+    lines = path.read_text().splitlines()
+    docstring = ast.parse(path.read_text()).body[0]
+    return lines[docstring.end_lineno :]
+
+
+@pytest.fixture(scope="module")
+def digits_alone(tmp_path_factory):
+    return losses_of(DIGITS, tmp_path_factory.mktemp("digits") / "alone", "-e", 1)
+
+
+@pytest.mark.parametrize("parallel", ["none", "fsdp"])
+def test_digits_end_with_two_processes_as_with_one(digits_alone, tmp_path, parallel):
+    """Losses and accuracies of training and validation agree to 1e-5; in the end the model is one plain file."""
+    assert len(digits_alone) == 1
+    assert len(digits_alone[0]) == 4
+    losses = losses_of(DIGITS, tmp_path / "two", "-e", 1, "--parallel", parallel, processes=2)
+    assert losses == [pytest.approx(row, abs=1e-5) for row in digits_alone]
+    model = Classifier(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)))
+    serializers.load(tmp_path / "two" / "mlp.model", model)
+
+
+def test_the_language_model_ends_with_two_processes_as_with_one(tmp_path):
+    """Its loss is a mean over tokens, of which each process and each part of an update has another number.
+
+    It learns: in ten updates the perplexity is well below that of a guess, the number of words.
+    """
+    (alone,) = losses_of(LANGUAGE_MODEL, tmp_path / "alone", *SMALL)
+    (two,) = losses_of(LANGUAGE_MODEL, tmp_path / "two", *SMALL, "--parallel", "ddp", processes=2)
+    assert two == pytest.approx(alone, abs=1e-5)
+    assert math.exp(alone["validation/main/loss"]) < 70
+
+
+def test_the_script_for_several_processes_differs_in_five_lines():
+    """From that for one, docstrings aside, in the code as it is written."""
+    alone, several = code_of(EXAMPLES / "mnist" / "train_mnist.py"), code_of(DIGITS)
+    changes = [line for line in difflib.ndiff(alone, several) if line[0] in "+-"]
+    assert 0 < len([line for line in changes if line[0] == "+"]) <= 5
+    assert len([line for line in changes if line[0] == "-"]) <= 5
+
+
+def test_the_language_model_mentions_several_processes_in_five_lines():
+    """Of its code."""
+    found = [line for line in code_of(LANGUAGE_MODEL) if any(word in line for word in ("comm", "distribute", "parallel"))]
+    assert len(found) <= 5
