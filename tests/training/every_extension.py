@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from interrupted import BATCH, LENGTH, loss_of
 
-from chainring import iterators, report
+from chainring import iterators, report, writers
 from chainring.training import extensions, triggers
 from resume_program import Noisy
 
@@ -91,6 +91,9 @@ EXTENSIONS = {
     "LRScheduler: by a value": {"extra": on_plateau},
     "LinearShift": shifting(extensions.LinearShift, (0.1, 0.01), (1, 6)),
     "LogReport": alone(lambda: extensions.LogReport(trigger=(3, "iteration"))),
+    "LogReport: to a table": alone(
+        lambda: extensions.LogReport(trigger=OFTEN, filename=None, writers=[writers.CsvWriter()])
+    ),
     "MicroAverage": alone(lambda: extensions.MicroAverage("main/loss", "main/draw", "quotient", (3, "iteration"))),
     "MultistepShift": shifting(extensions.MultistepShift, 0.5, [2, 5], None),
     "ParameterStatistics": {"extra": statistics},

@@ -1,5 +1,9 @@
 """Where log rows go besides the log."""
 
-from chainring.writers.base import Record, Writer
+from chainring.writers.base import Record, Run, Writer
+from chainring.writers.csv import CsvWriter
+from chainring.writers.mlflow import MlflowWriter
+from chainring.writers.tensorboard import TensorBoardWriter
+from chainring.writers.wandb import WandbWriter
 
-__all__ = ["Record", "Writer"]
+__all__ = ["CsvWriter", "MlflowWriter", "Record", "Run", "TensorBoardWriter", "WandbWriter", "Writer"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -66,34 +66,4 @@ class Writer:
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a row by key, epoch and time among them, for where a row can hold nothing else."""
     row = {**record.values, "epoch": record.epoch, "elapsed_time": record.elapsed_time}
-    return {key: float(value) for key, value in row.items() if isinstance(value, (int, float))}
-
-
-def optional(module: str, extra: str, writer: str) -> Any:
-    """Imports a package that only some have installed.
-
-    Raises:
-        ImportError: it cannot be imported; the error names the extra that brings it.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{writer} writes with {module}, which cannot be imported ({error}): pip install 'chainring[{extra}]'"
-        ) from error
-
-
-def checked_name(what: str, name: Any) -> str:
-    """A relative or absolute path of text, as it is given to a writer.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if not isinstance(name, (str, Path)) or not str(name):
-        raise TypeError(f"{what} is a path of text, relative to the run's out; got {name!r}")
-    return str(name)
-
-
-def template(name: str) -> str:
-    """A name as `Extension.writes` has it, where braces are fields."""
-    return name.replace("{", "{{").replace("}", "}}")
+    return {key: float(value) for key, value in row.items() if isinstance(value, Real)}

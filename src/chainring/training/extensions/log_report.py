@@ -78,9 +78,8 @@ class LogReport(Extension):
         opens = trainer.comm.rank == 0 and not trainer.is_rehearsing
         self._open = list(self._writers) if opens else []
         self._working = list(self._open)
-        records = tuple(_record(row) for row in self.log)
-        run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records)
-        self._tell("begin", run)
+        records = tuple(_record(row) for row in self.log) if opens else ()
+        self._tell("begin", Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records))
 
     def observe(self, trainer: Trainer) -> None:
         observation = trainer.observation
@@ -124,6 +123,7 @@ class LogReport(Extension):
                 writer.close()
             except Exception as error:
                 warnings.warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}", stacklevel=2)
+        self._open = []
 
     @property
     def writes(self) -> Sequence[str]:

@@ -1,0 +1,90 @@
+"""MlflowWriter: the rows of a log as metrics of a run of MLflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from chainring.writers._places import optional, remember, remembered
+from chainring.writers.base import Record, Run, Writer, scalars
+
+_FILE = "mlflow_run.json"
+_METRICS, _PARAMS = 1000, 100  # that one request may hold
+
+
+class MlflowWriter(Writer):
+    """Sends each row to MLflow: every number of it as a metric, at the step of its iteration.
+
+    The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id. Each row arrives at least
+    once: a resumed run sends the earlier rows that MLflow lacks, and a row that is computed again is sent again, at the
+    same step. The config becomes the parameters; MLflow lets none of these change, so those of the first start stay. Its
+    databases hold infinity as the largest double. A run that the script has begun with ``mlflow.start_run`` is another one
+    and is left alone.
+
+    Args:
+        tracking_uri: where the runs are, such as ``"sqlite:////home/me/mlflow.db"`` or ``"https://host"``; by default where
+            MLflow has them, see ``mlflow.get_tracking_uri``.
+        experiment: its name; it is made if there is none. By default the one that ``MLFLOW_EXPERIMENT_NAME`` or
+            ``MLFLOW_EXPERIMENT_ID`` names, or else MLflow's default.
+
+    Raises:
+        ImportError: mlflow is not installed.
+    """
+
+    writes: Sequence[str] = (_FILE,)
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        self._mlflow = optional("mlflow", "mlflow", "MlflowWriter")
+        self._tracking_uri = tracking_uri
+        self._experiment = experiment
+        self._client: Any = None
+        self._run_id: str | None = None
+
+    def begin(self, run: Run) -> None:
+        self._client = self._mlflow.MlflowClient(self._tracking_uri)
+        place = {"tracking_uri": self._client.tracking_uri, "experiment": self._experiment}
+        known = remembered(run.out / _FILE)
+        continues = known.get("run_id") is not None and place.items() <= known.items()
+        if continues:
+            self._run_id = known["run_id"]
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._create()
+            remember(run.out / _FILE, {"run_id": self._run_id, **place})
+        self._add_params(run)
+        there = {metric.step for metric in self._client.get_metric_history(self._run_id, "elapsed_time")}
+        for record in run.records:
+            if record.iteration not in there:
+                self.write(record)
+
+    def write(self, record: Record) -> None:
+        if self._run_id is None:
+            self._client = self._mlflow.MlflowClient(self._tracking_uri)
+            self._create()
+        metric, now = self._mlflow.entities.Metric, int(1000 * time.time())
+        metrics = [metric(key, value, now, record.iteration) for key, value in scalars(record).items()]
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+
+    def close(self) -> None:
+        run_id, self._run_id = self._run_id, None
+        if run_id is not None:
+            self._client.set_terminated(run_id)
+
+    def _create(self) -> None:
+        name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None:
+            number = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is MLflow's default experiment
+        else:
+            found = self._client.get_experiment_by_name(name)
+            number = self._client.create_experiment(name) if found is None else found.experiment_id
+        self._run_id = self._client.create_run(number).info.run_id
+
+    def _add_params(self, run: Run) -> None:
+        there = self._client.get_run(self._run_id).data.params
+        param = self._mlflow.entities.Param
+        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in there]
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])

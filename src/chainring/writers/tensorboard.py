@@ -1,0 +1,86 @@
+"""TensorBoardWriter: the rows of a log as curves in TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from chainring.writers._places import checked_name, optional, template
+from chainring.writers.base import Record, Run, Writer, scalars
+
+_PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files
+
+
+class TensorBoardWriter(Writer):
+    """Writes each row at once into an event file: look at it with ``tensorboard --logdir result``.
+
+    Each number of a row, its epoch and its elapsed time too, is a scalar of its key at the step of its iteration, in single
+    precision, as TensorBoard has them. The run's config is shown under HPARAMS. A run that is resumed writes a further file,
+    which tells TensorBoard to forget what earlier ones hold of later iterations: its reader finds each row exactly once.
+
+    Args:
+        directory: of the event files, in the run's ``out``, or an absolute path.
+
+    Raises:
+        TypeError: the directory is no path.
+        ImportError: tensorboard is not installed.
+    """
+
+    def __init__(self, directory: str = "tensorboard") -> None:
+        optional("tensorboard", "tensorboard", "TensorBoardWriter")
+        self._directory = checked_name("directory", directory)
+        self.writes = (template((Path(self._directory) / _PREFIX).as_posix()) + "{}",)
+        self._file: BinaryIO | None = None
+        self._records: Any = None
+
+    def begin(self, run: Run) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory = run.out / self._directory
+        directory.mkdir(parents=True, exist_ok=True)
+        earlier = sorted(path.name for path in directory.glob(f"{_PREFIX}*"))
+        self._file = open(directory / _next_name(earlier), "xb")  # noqa: SIM115 - it stays open until the run ends
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+        self._add(step=run.iteration + 1, session_log=SessionLog(status=SessionLog.START))  # later steps are forgotten
+        if run.config:
+            self._add(summary=hparams_pb({str(key): _shown(value) for key, value in run.config.items()}))
+        for record in () if earlier else run.records:
+            self.write(record)
+
+    def write(self, record: Record) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._file is None:
+            self.begin(Run())
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars(record).items()]
+        self._add(step=record.iteration, summary=Summary(value=values))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._records.flush()
+
+
+def _next_name(earlier: Sequence[str]) -> str:
+    """A name that comes after the earlier ones, because TensorBoard reads files in the order of their names."""
+    last = earlier[-1][len(_PREFIX) :].partition(".")[0] if earlier else ""
+    seconds = max(int(time.time()), int(last) + 1 if last.isdecimal() else 0)
+    return f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _shown(value: Any) -> Any:
+    """As TensorBoard has the value of a setting: a number, a truth value or a text."""
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,67 @@
+"""WandbWriter: the rows of a log as a run of Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chainring.writers._places import optional, remember, remembered
+from chainring.writers.base import Record, Run, Writer
+
+_FILE = "wandb_run.json"
+
+
+class WandbWriter(Writer):
+    """Sends each row to Weights & Biases, whose curves are drawn over ``iteration``.
+
+    The run's id is kept in ``out/wandb_run.json``, so a resumed run goes on under the same id; the run's config is the
+    trainer's. Each row arrives at least once: a resumed run sends the earlier rows that W&B lacks, and a row that is
+    computed again is sent again. W&B's own step is the iteration, and because it only grows, a row sent again gets the next
+    step; ``iteration`` is right in every row. A run that the script has begun with ``wandb.init`` is used as it is, and is
+    left open.
+
+    W&B writes its own files into ``out/wandb``. ``WandbWriter(mode="offline")`` or ``WANDB_MODE=offline`` needs no network
+    and asks nothing; each start has a folder there, with all rows so far, which ``wandb sync`` sends later. Online, where
+    nobody is logged in, W&B asks or fails as ``wandb.init`` does.
+
+    Args:
+        **init: arguments of ``wandb.init``, such as ``project="digits"``; they come first.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    writes: Sequence[str] = (_FILE,)
+
+    def __init__(self, **init: Any) -> None:
+        self._wandb = optional("wandb", "wandb", "WandbWriter")
+        self._init = init
+        self._run: Any = None
+        self._owns = False
+
+    def begin(self, run: Run) -> None:
+        known = remembered(run.out / _FILE).get("id")
+        continues = {} if known is None else {"id": known, "resume": "allow"}
+        self._open({"dir": str(run.out), "config": dict(run.config), **continues, **self._init})
+        if self._owns:
+            remember(run.out / _FILE, {"id": self._run.id})
+        for record in run.records:
+            if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet
+                self.write(record)
+
+    def write(self, record: Record) -> None:
+        if self._run is None:
+            self._open(self._init)
+        own = {"epoch": record.epoch, "iteration": record.iteration, "elapsed_time": record.elapsed_time}
+        step = record.iteration if record.iteration >= self._run.step else None
+        self._run.log({**record.values, **own}, step=step, commit=True)
+
+    def _open(self, settings: Mapping[str, Any]) -> None:
+        self._owns = self._wandb.run is None
+        self._run = self._wandb.init(**settings) if self._owns else self._wandb.run
+        self._run.define_metric("*", step_metric="iteration")
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and self._owns:
+            run.finish()

@@ -1,0 +1,120 @@
+"""MlflowWriter: what MLflow's own client finds in a database of SQLite."""
+
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mlflow import MlflowClient
+from written import LATE, LOSSES, KilledError, train
+
+from chainring.writers import MlflowWriter, Record
+
+pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
+
+
+def runs_of(database, experiment):
+    client = MlflowClient(database)
+    found = client.get_experiment_by_name(experiment)
+    return client.search_runs([found.experiment_id], order_by=["attributes.start_time"])
+
+
+def points(database, run, key):
+    """Each point once, though it may have arrived several times."""
+    found = {(metric.step, metric.value) for metric in MlflowClient(database).get_metric_history(run.info.run_id, key)}
+    return sorted(found)
+
+
+def test_each_number_of_a_row_is_a_metric_at_its_iteration(tmp_path, database):
+    """In the experiment of that name, with the config as parameters; infinity is the largest double."""
+    log = train(tmp_path, MlflowWriter(database, "whole"), config={"lr": 0.5, "sizes": [1, 2]})
+    (run,) = runs_of(database, "whole")
+    assert points(database, run, "main/loss") == LOSSES
+    assert points(database, run, "main/late") == LATE
+    odd = dict(points(database, run, "odd"))
+    assert math.isnan(odd[6])
+    assert odd[8] == sys.float_info.max
+    assert points(database, run, "elapsed_time") == [(row["iteration"], row["elapsed_time"]) for row in log.log]
+    assert run.data.params == {"lr": "0.5", "sizes": "[1, 2]"}
+    assert run.info.status == "FINISHED"
+
+
+def test_a_resumed_run_goes_on_under_its_id(tmp_path, database):
+    """Each row is there; a parameter stays what it was at the first start."""
+    with pytest.raises(KilledError):
+        train(tmp_path, MlflowWriter(database, "resumed"), kill=7, config={"lr": 0.5})
+    train(tmp_path, MlflowWriter(database, "resumed"), config={"lr": 0.25, "new": 1})
+    (run,) = runs_of(database, "resumed")
+    assert (points(database, run, "main/loss"), points(database, run, "main/late")) == (LOSSES, LATE)
+    assert run.data.params == {"lr": "0.5", "new": "1"}
+
+
+def test_rows_that_it_lacks_are_sent_when_the_run_is_resumed(tmp_path, database):
+    """After a kill, an outage, or a start without a writer."""
+    with pytest.raises(KilledError):
+        train(tmp_path, kill=7)
+    train(tmp_path, MlflowWriter(database, "late"))
+    (run,) = runs_of(database, "late")
+    assert points(database, run, "main/loss") == LOSSES
+
+
+def test_another_run_in_the_directory_is_another_run_there(tmp_path, database):
+    """And so is one that goes to another experiment."""
+    for name in ("first", "first", "second"):
+        with pytest.raises(KilledError):
+            train(tmp_path, MlflowWriter(database, name), kill=3)
+    assert [len(runs_of(database, name)) for name in ("first", "second")] == [2, 1]
+    with pytest.raises(KilledError):
+        train(tmp_path, MlflowWriter(database, "second"), kill=5)
+    train(tmp_path, MlflowWriter(database, "third"))
+    (run,) = runs_of(database, "third")
+    assert points(database, run, "main/loss") == LOSSES
+
+
+def test_many_settings_and_keys_take_several_requests(tmp_path, database):
+    """MLflow takes 1000 metrics and 100 parameters in one."""
+    settings = {f"s{number}": number for number in range(120)}
+    writer = MlflowWriter(database, "many")
+    train(tmp_path, writer, config=settings, postprocess=lambda row: row.update({f"k{n}": n for n in range(1100)}), length=2)
+    (run,) = runs_of(database, "many")
+    assert run.data.params == {key: str(value) for key, value in settings.items()}
+    assert run.data.metrics.items() >= {f"k{n}": n for n in range(1100)}.items()
+
+
+def test_a_run_with_it_draws_what_the_run_without_it_draws(tmp_path, database):
+    """MLflow draws the name of a run from Python's generator."""
+    drawn = []
+    for writers in ((), (MlflowWriter(database, "drawn"),)):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        train(tmp_path / str(len(writers)), *writers, length=2)
+        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    assert drawn[0] == drawn[1]
+
+
+def test_a_key_that_it_refuses_is_warned_about(tmp_path, database):
+    """In its own words; training goes on."""
+    with pytest.warns(UserWarning, match="MlflowWriter failed and gets no more rows: .*a@b"):
+        log = train(tmp_path, MlflowWriter(database, "refused"), postprocess=lambda row: row.update({"a@b": 1.0}))
+    assert len(log.log) == 4
+
+
+def test_the_environment_names_the_experiment_where_nothing_else_does(tmp_path, database, monkeypatch):
+    """And the place of the runs, as for the rest of MLflow."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
+    monkeypatch.chdir(tmp_path)
+    writer = MlflowWriter()
+    writer.write(Record(0, 3, 0.5, {"a": 1.0, "note": "text"}))
+    writer.close()
+    (run,) = runs_of(database, "of the environment")
+    assert points(database, run, "a") == [(3, 1.0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    """At construction."""
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ImportError, match=r"MlflowWriter writes with mlflow.*pip install 'chainring\[mlflow\]'"):
+        MlflowWriter()

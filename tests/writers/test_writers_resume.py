@@ -1,0 +1,41 @@
+"""A process that is killed in the middle of an update, and another that goes on: what each kind of writer then holds."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+from killed_program import writers
+from mlflow import MlflowClient
+from offline import folders, read
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from written import LOSSES, train
+
+import chainring
+
+PROGRAM = Path(__file__).with_name("killed_program.py")
+
+
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
+def test_after_a_kill_files_have_each_row_once_and_services_each_row(tmp_path, database, offline, monkeypatch):
+    """The snapshot is of iteration 4; row 6 was written before the kill, and is computed again."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(chainring.__file__).parent.parent))
+    out = tmp_path / "out"
+    killed = subprocess.run([sys.executable, PROGRAM, out, database, "6"], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list(pandas.read_csv(out / "log.csv")["iteration"]) == [2, 4, 6]
+
+    train(out, *writers(database), config={"lr": 0.5})
+    table = pandas.read_csv(out / "log.csv")
+    assert list(zip(table["iteration"], table["main/loss"], strict=True)) == LOSSES
+    curves = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in curves.Scalars("main/loss")] == LOSSES
+    rows = [row for folder in folders(out) for row in read(folder)[2]]
+    assert {(row["iteration"], row["main/loss"]) for row in rows} == set(LOSSES)
+    client = MlflowClient(database)
+    (run,) = client.search_runs([client.get_experiment_by_name("killed").experiment_id])
+    found = {(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "main/loss")}
+    assert found == set(LOSSES)
+    assert len(list(out.glob("wandb/offline-run-*"))) == 2
