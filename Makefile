@@ -23,11 +23,13 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest
 
-check: lint wheel  ## what CI runs besides the tests: style, types, a wheel installed elsewhere, a few of each fault
+check: lint wheel  ## what CI runs besides the tests: style, types, a wheel, a few of each fault, several ranks
 	$(BIN)/python tests/faults/run.py
+	$(BIN)/python tests/distributed/run.py
 
-faults: install  ## kills, signals, damage, in large numbers: a quarter of an hour
+faults: install  ## kills, signals, damage, lost ranks, in large numbers
 	$(BIN)/python tests/faults/run.py --large
+	$(BIN)/python tests/distributed/run.py --large
 
 lint: install  ## style and types
 	$(BIN)/ruff check .

@@ -1,0 +1,66 @@
+"""Worlds of several sizes take one path, or at least the same examples, or refuse on every rank."""
+
+from program import Options
+from worlds import Row, WrongEndError, close_rows, close_values, consumed, same
+
+WORLDS = [("plain", 2), ("plain", 3), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+SETTINGS = [
+    {},
+    {"held_out": 2},  # fewer than ranks
+    {"batch": 32},  # which three ranks do not divide
+    {"accumulate": 2},
+    {"examples": 101, "repeat": False},  # the last batch is of one example: some shares are empty
+    {"examples": 101, "repeat": False, "accumulate": 2},
+]
+RANDOM = [(net, *world) for net in ("dropout", "batchnorm") for world in WORLDS]
+
+
+def one_path(bench, number, draw, place):
+    """The losses of one rank to float tolerance, and its examples in its order."""
+    kind, size = WORLDS[number % len(WORLDS)]
+    settings = SETTINGS[number // len(WORLDS) % len(SETTINGS)]
+    options = Options(kind=kind, **settings)
+    told = bench.run(place, size, options).outcomes()
+    _, alone = bench.known("plain", 1, **settings)
+    same("the examples", consumed(told), consumed(alone))
+    close_rows(told[0]["log"], alone[0]["log"])
+    close_values(told[0], alone[0])
+    return kind
+
+
+def same_examples(bench, number, draw, place):
+    """A net that draws, or has statistics of the batch: the examples and their order, and streams of their own."""
+    net, kind, size = RANDOM[number % len(RANDOM)]
+    told = bench.run(place, size, Options(kind=kind, net=net)).outcomes()
+    _, alone = bench.known("plain", 1, net=net)
+    same("the examples", consumed(told), consumed(alone))
+    streams = {each["drawn"] for each in told}
+    same("the number of streams", len(streams), size)
+    if told[0]["log"][-1]["main/loss"] > 0.8 * told[0]["log"][0]["main/loss"]:
+        raise WrongEndError(f"nothing was learned: {told[0]['log'][-1]}")
+    return net
+
+
+def too_small(bench, number, draw, place):
+    """A batch of two for three ranks: an error that says what to do, on every rank."""
+    kind = ("plain", "ddp", "fsdp")[number % 3]
+    world = bench.run(place, 3, Options(kind=kind, batch=2))
+    same("the exit codes", world.codes, [1, 1, 1])
+    for rank in range(3):
+        if "ValueError: a batch of 2 examples cannot be shared by 3 ranks" not in world.output(rank):
+            raise WrongEndError(f"rank {rank} does not say why: {world.output(rank)[-2000:]}")
+    return kind
+
+
+ROWS = [
+    Row(
+        "path", "plain, DDP, FSDP2 with 2 and 3 ranks: batches and held-out sets of all sizes, accumulation",
+        "the losses of one rank to 1e-5, its examples in its order",
+        len(WORLDS) * len(SETTINGS), 4 * len(WORLDS) * len(SETTINGS), one_path,
+    ),
+    Row(
+        "examples", "the same with dropout, with BatchNorm", "its examples in its order; a stream of draws for each rank",
+        len(RANDOM), 4 * len(RANDOM), same_examples,
+    ),
+    Row("refused", "a batch smaller than the world", "every rank says so, and what to do", 3, 12, too_small),
+]  # fmt: skip

@@ -1,0 +1,86 @@
+"""What happens to one rank, and what becomes of the others: none waits, none is left, and the run goes on exactly."""
+
+import shutil
+from dataclasses import replace
+
+from program import CODE, Fault, Options
+from worlds import Row, WrongEndError, newest, same
+
+WORLDS = [(kind, size) for size in (2, 3) for kind in ("plain", "ddp", "fsdp")]
+
+
+def raises(bench, number, draw, place):
+    """A rank raises in its dataset or its loss: all end with its traceback."""
+    kind, size = WORLDS[number % len(WORLDS)]
+    fault = Fault(("example", "loss")[number // len(WORLDS) % 2], draw.randrange(size), draw.randrange(20))
+    options = Options(kind=kind, fault=fault)
+    world = bench.run(place, size, options)
+    same("the exit codes", world.codes, [1] * size)
+    bench.ended_at_once(world, fault.rank, code=1)
+    for rank in range(size):
+        said = [
+            "in_" + fault.kind,
+            f"broken {fault.kind}",
+            *([f"rank {fault.rank} has failed"] if rank != fault.rank else []),
+        ]
+        if missing := [text for text in said if text not in world.output(rank)]:
+            raise WrongEndError(f"rank {rank} does not say {missing}: {world.output(rank)[-3000:]}")
+    bench.exact(place, size, options, newest(place / "out"))
+    return fault.kind
+
+
+def killed_in_write(bench, number, draw, place):
+    """Of ranks that each write a part, one is killed before a flush: that snapshot is absent, those before are whole."""
+    size = (2, 3)[number % 2]
+    rank = draw.randrange(size)
+    fault = Fault("write", rank, draw.randrange(4, 15), number=1 if rank else draw.randint(1, 4))
+    options = Options(kind="fsdp", fault=fault)
+    world = bench.run(place, size, options)
+    bench.ended_at_once(world, rank)
+    bench.exact(place, size, options, newest(place / "out"))
+    return "of rank 0" if rank == 0 else "of another"
+
+
+def slow(bench, number, draw, place):
+    """A rank is slow in every update: the others wait, and nothing else happens."""
+    kind, size = WORLDS[number % len(WORLDS)]
+    fault = Fault("slow", draw.randrange(size), 0, delay=0.05)
+    told = bench.run(place, size, Options(kind=kind, fault=fault)).outcomes()
+    bench.compare(told, bench.known(kind, size)[1])
+    return kind
+
+
+def terminated(bench, number, draw, place):
+    """SIGTERM to one rank at a random moment: all end after the same iteration, with one snapshot of it."""
+    kind, size = WORLDS[number % len(WORLDS)]
+    options = Options(kind=kind, period=7)
+    while True:
+        fault = Fault("term", draw.randrange(size), draw.randrange(options.iterations), draw.uniform(0, 0.02))
+        world = bench.run(place, size, replace(options, fault=fault))
+        if world.codes != [0] * size:
+            break
+        bench.compare(world.outcomes(), bench.known(kind, size, period=7)[1])  # it came too late
+        shutil.rmtree(place)
+        place.mkdir()
+    told = world.outcomes(CODE)
+    iteration, came = told[0]["iteration"], told[fault.rank]["signalled"]
+    if came is None or iteration > came + 2:
+        raise WrongEndError(f"the signal came after iteration {came}, and all ended after {iteration}")
+    taken = sorted(int(found.name.rpartition("_")[2]) for found in (place / "out").glob("snapshot*"))
+    same("the snapshots", taken, sorted({*range(7, iteration + 1, 7), iteration}))
+    bench.exact(place, size, options, iteration)
+    return kind
+
+
+ROWS = [
+    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 6, 60, raises),
+    Row(
+        "write", "SIGKILL of a rank in its write, FSDP2", "the others end at once; no unreadable snapshot; resume exact",
+        6, 60, killed_in_write,
+    ),
+    Row("slow", "a slow rank", "nothing but that", 3, 12, slow),
+    Row(
+        "sigterm", "SIGTERM to one rank at a random moment",
+        "all end after the same iteration with one snapshot and exit 143; resume exact", 6, 200, terminated,
+    ),
+]  # fmt: skip

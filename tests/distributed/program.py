@@ -1,0 +1,274 @@
+"""One rank of a run: the digits, in one process or as one of several, by options.
+
+python program.py PLACE OPTIONS    where OPTIONS is the JSON of `Options`
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import chainring
+from chainring import datasets, generators, iterators, training
+from chainring.converters import concat_examples
+from chainring.nn import Classifier
+from chainring.parallel import create_communicator
+from chainring.sharding import whole
+from chainring.training import extensions
+
+CODE = 128 + signal.SIGTERM
+
+
+@dataclass
+class Fault:
+    """What befalls a rank.
+
+    Attributes:
+        kind: ``"kill"`` SIGKILL, ``"term"`` SIGTERM, ``"write"`` SIGKILL in its next snapshot's write; ``"example"`` and
+            ``"loss"`` raise there, ``"slow"`` holds the rank up in every update.
+        rank: which.
+        iteration: in which update, or for a write after which.
+        delay: seconds later for a signal, or by which the rank is slow.
+        number: of the flush to the disk in the write.
+    """
+
+    kind: str
+    rank: int
+    iteration: int
+    delay: float = 0.0
+    number: int = 1
+
+
+@dataclass
+class Options:
+    """How the run is made.
+
+    Attributes:
+        kind: how ranks exchange gradients: ``"plain"`` by the updater, ``"ddp"``, or ``"fsdp"``.
+        net: beside linear layers: ``""``, ``"dropout"`` or ``"batchnorm"``.
+        batch: the batch size, of all ranks together.
+        accumulate: parts of an update.
+        examples: to train on.
+        held_out: to validate on.
+        repeat: whether the data begin again; otherwise the run ends with them.
+        iterations: when the run ends, of data that begin again.
+        period: of the snapshots.
+        fault: what happens to it.
+    """
+
+    kind: str = "plain"
+    net: str = ""
+    batch: int = 50
+    accumulate: int = 1
+    examples: int = 400
+    held_out: int = 40
+    repeat: bool = True
+    iterations: int = 20
+    period: int = 4
+    fault: Fault | None = None
+
+
+class Digits(datasets.DatasetMixin):
+    """An image, its label and its number. `fault` is called with each number."""
+
+    def __init__(self, pairs, size, fault=lambda: None):
+        self.pairs, self.size, self.fault = pairs, size, fault
+
+    def __len__(self):
+        return self.size
+
+    def get_example(self, i):
+        self.fault()
+        return *self.pairs[i], i
+
+
+class Consumed:
+    """A converter that takes down which examples are trained on: a list of numbers for each part of an update."""
+
+    def __init__(self):
+        self.parts = []
+
+    def __call__(self, batch, device):
+        self.parts.append([number for _, _, number in batch] if batch.weight else [])
+        return images_and_labels(batch, device)
+
+
+def images_and_labels(batch, device):
+    return concat_examples([(image, label) for image, label, _ in batch], device)
+
+
+class Befalling(training.Extension):
+    """Makes the fault happen; does nothing on other ranks, and once in a place."""
+
+    trigger = (1, "iteration")
+    priority = 1000
+
+    def __init__(self, fault, rank, place):
+        self.fault = fault if fault is not None and fault.rank == rank else None
+        self.mark = Path(place) / "happened"
+        self.iteration = 0
+
+    def initialize(self, trainer):
+        self(trainer)
+
+    def __call__(self, trainer):
+        self.iteration = trainer.updater.iteration
+        if self.is_now("kill", "term"):
+            number = signal.SIGKILL if self.fault.kind == "kill" else signal.SIGTERM
+            timer = threading.Timer(self.fault.delay, os.kill, (os.getpid(), number))
+            timer.daemon = True  # a run that is over first is not waited with
+            timer.start()
+        if self.is_now("write"):
+            self.kill_in_write()
+
+    def is_now(self, *kinds):
+        """Whether a fault of one of the kinds happens in the update under way, for the first time."""
+        if self.fault is None or self.fault.kind not in kinds or self.fault.iteration > self.iteration:
+            return False
+        if self.mark.exists():
+            return False
+        self.mark.touch()
+        return True
+
+    def kill_in_write(self):
+        flush, left = os.fsync, [self.fault.number]
+
+        def killing(file):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            flush(file)
+
+        os.fsync = killing
+
+    def in_example(self):
+        if self.is_now("example"):
+            raise ValueError("broken example")
+
+    def in_loss(self, model, *inputs):
+        if self.fault is not None and self.fault.kind == "slow":
+            time.sleep(self.fault.delay)
+        if self.is_now("loss"):
+            raise ArithmeticError("broken loss")
+        return model(*inputs)
+
+
+class Loaded(training.Extension):
+    """Keeps the digests of what the run begins with, when all state was put back."""
+
+    def __call__(self, trainer):
+        pass
+
+    def initialize(self, trainer):
+        self.iteration = trainer.updater.iteration
+        self.parameters, self.optimizer = digests(trainer)
+
+
+def model_of(options, comm):
+    between = {"dropout": [nn.Dropout(0.3)], "batchnorm": [nn.BatchNorm1d(24)], "": []}[options.net]
+    model = Classifier(nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10)))
+    if comm.size > 1 and options.kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if comm.size > 1 and options.kind == "fsdp":
+        mesh = init_device_mesh("cpu", (comm.size,))
+        fully_shard(model.predictor[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def build(options, comm, place):
+    """The trainer, and the list of the examples that its updates consume."""
+    chainring.deterministic(0)
+    model, consumed = model_of(options, comm), Consumed()
+    befalling = Befalling(options.fault, comm.rank, place)
+    train, test = datasets.get_digits()
+    data = iterators.SerialIterator(Digits(train, options.examples, befalling.in_example), options.batch, options.repeat)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    updater = training.StandardUpdater(
+        data, optimizer, model, converter=consumed, comm=comm, accumulate=options.accumulate, loss_func=befalling.in_loss
+    )
+    stop = (options.iterations, "iteration") if options.repeat else None
+    trainer = training.Trainer(updater, stop, out=f"{place}/out")
+    held_out = iterators.SerialIterator(Digits(test, options.held_out), 30, repeat=False, shuffle=False)
+    trainer.extend(extensions.Evaluator(held_out, model, images_and_labels), trigger=(5, "iteration"))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    trainer.extend(extensions.snapshot(autoload=True), trigger=(options.period, "iteration"))
+    trainer.extend(befalling, name="befalling")
+    trainer.extend(Loaded(), name="loaded")
+    return trainer, consumed.parts
+
+
+def digests(trainer):
+    """Of the whole parameters and buffers, and of the whole state of the optimizer; every rank calls it."""
+    updater = trainer.updater
+    state = updater.get_optimizer("main").state_dict()["state"]
+    kept = [state[number][name] for number in sorted(state) for name in sorted(state[number])]
+    return digest(updater.get_model("main").state_dict().values()), digest(kept)
+
+
+def digest(tensors):
+    held = [whole(tensor.detach()) for tensor in tensors]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in held)).hexdigest()[:16]
+
+
+def outcome(trainer, parts):
+    """What a rank tells about its run."""
+    parameters, optimizer = digests(trainer)
+    loaded = trainer.get_extension("loaded")
+    rows = trainer.get_extension("LogReport").log
+    return {
+        "started": loaded.iteration,
+        "at load": [loaded.parameters, loaded.optimizer],
+        "iteration": trainer.updater.iteration,
+        "parameters": parameters,
+        "values": [whole(value).tolist() for value in trainer.updater.get_model("main").state_dict().values()],
+        "optimizer": optimizer,
+        "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],
+        "parts": parts,
+        "drawn": digest([generators.get_state()["torch"]]),
+    }
+
+
+def train(options, place):
+    """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
+    comm = create_communicator("cpu")
+    trainer, parts = build(options, comm, place)
+    told = {"signalled": None}
+    # Called beside the run's own, and there when the run is over, so that a signal that comes late does nothing.
+    signal.signal(signal.SIGTERM, lambda *_: told.update(signalled=trainer.updater.iteration))
+    interrupted = None
+    try:
+        trainer.run()
+    except training.Interrupted as error:
+        interrupted = error
+    told |= outcome(trainer, parts)
+    Path(place, f"outcome-{comm.rank}.json").write_text(json.dumps(told))
+    comm.close()
+    if interrupted is not None:
+        raise interrupted
+
+
+def as_json(options):
+    """To be given to the program."""
+    return json.dumps(asdict(options))
+
+
+def from_json(text):
+    settings = json.loads(text)
+    fault = settings.pop("fault")
+    return Options(**settings, fault=None if fault is None else Fault(**fault))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(from_json(sys.argv[2]), sys.argv[1])

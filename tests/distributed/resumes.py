@@ -1,0 +1,64 @@
+"""Runs go on in other worlds with the same examples, and in the same world bit for bit."""
+
+import contextlib
+import io
+import shutil
+
+from program import Fault, Options, digest, model_of
+from worlds import KINDS, Row, WrongEndError, close_rows, close_values, consumed, newest, same
+
+from chainring import cli, serializers
+from chainring.parallel import Communicator
+
+SAVED_AT = 9  # in the midst of the second epoch
+EXACT = [(kind, size, net) for size in (3, 2) for kind in ("plain", "ddp", "fsdp") for net in ("dropout", "batchnorm", "")]
+
+
+def elsewhere(bench, number, draw, place):
+    """A run of one world, continued in another: one cell of the matrix."""
+    (kind, size), (other_kind, other_size) = KINDS[number // len(KINDS) % len(KINDS)], KINDS[number % len(KINDS)]
+    first_place, first = bench.known(kind, size, iterations=SAVED_AT)
+    _, alone = bench.known("plain", 1)
+    shutil.copytree(first_place / "out", place / "out")
+    told = bench.run(place, other_size, Options(kind=other_kind)).outcomes()
+    same("the iteration", told[0]["started"], SAVED_AT)
+    same("parameters and optimizer at load", told[0]["at load"], [first[0]["parameters"], first[0]["optimizer"]])
+    same("the examples", consumed(told), consumed(alone)[SAVED_AT:])
+    close_rows(told[0]["log"], alone[0]["log"])
+    close_values(told[0], alone[0])
+    same("the exported parameters", exported(first_place, place / "model.safetensors"), first[0]["parameters"])
+    return f"{kind} {size} to {other_kind} {other_size}"
+
+
+def exported(place, file):
+    """What ``chainring export`` gives of a run's newest snapshot, loaded into the plain model."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        if code := cli.main(["export", str(place / "out"), str(file)]):
+            raise WrongEndError(f"chainring export ended with {code}")
+    model = model_of(Options(), Communicator())
+    serializers.load(file, model)
+    return digest(model.state_dict().values())
+
+
+def killed(bench, number, draw, place):
+    """A rank is killed at a random moment, and the others end; the same world goes on from the newest snapshot."""
+    kind, size, net = EXACT[number % len(EXACT)]
+    options = Options(kind=kind, net=net)
+    fault = Fault("kill", draw.randrange(size), draw.randrange(options.iterations - 1), draw.uniform(0, 0.01))
+    world = bench.run(place, size, Options(kind=kind, net=net, fault=fault))
+    bench.ended_at_once(world, fault.rank)
+    there = newest(place / "out")
+    bench.exact(place, size, options, there)
+    return kind
+
+
+ROWS = [
+    Row(
+        "elsewhere", "saved by 1, DDP x2, x3, FSDP2 x2, x3, and continued in each",
+        "all equal at load, then the same examples, losses to 1e-5; export gives the plain model", 25, 100, elsewhere,
+    ),
+    Row(
+        "killed", "SIGKILL of a rank at a random moment", "the others end at once; continued, bit for bit the same",
+        9, 180, killed,
+    ),
+]  # fmt: skip

@@ -1,0 +1,228 @@
+"""Ranks that are processes, forked from one that has imported torch, and what must be true when they are over."""
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import program
+import torch
+
+from chainring.serializers.store import Store
+
+LIMIT = 60.0  # seconds that a world may take
+AT_ONCE = 10.0  # seconds in which all have stopped after one has failed
+KINDS = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
+
+
+class WrongEndError(Exception):
+    """A try that did not end as it must."""
+
+
+@dataclass
+class Row:
+    """A line of the table.
+
+    Attributes:
+        name: on the command line.
+        done: what is done.
+        expected: what must be true afterwards.
+        check: how many tries in ``make check``.
+        large: how many in ``make faults``.
+        attempt: ``attempt(bench, number, draw, place)`` makes one try in an empty directory and returns what it was.
+    """
+
+    name: str
+    done: str
+    expected: str
+    check: int
+    large: int
+    attempt: Callable
+
+
+def live(rank, size, port, place, options):
+    """The life of a rank."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(f"{place}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
+    sys.stdout.reconfigure(line_buffering=True)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", UserWarning)
+    if size > 1:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({name: str(value) for name, value in where.items()})
+    program.train(options, place)
+
+
+class World:
+    """What has become of some ranks.
+
+    Attributes:
+        codes: the exit code of each.
+        ended: when each ended, in seconds from the start.
+        place: where they ran.
+    """
+
+    def __init__(self, place, codes, ended):
+        self.place, self.codes, self.ended = Path(place), codes, ended
+
+    def output(self, rank):
+        """What a rank has printed, in all runs in this place."""
+        return (self.place / f"output-{rank}").read_text(errors="replace")
+
+    def outputs(self):
+        return "\n".join(f"rank {rank}: {self.output(rank)[-1500:]}" for rank in range(len(self.codes)))
+
+    def outcomes(self, code=0):
+        """What the ranks tell, after they all ended with a code.
+
+        Raises:
+            WrongEndError: some did not, or they tell different things.
+        """
+        if self.codes != [code] * len(self.codes):
+            raise WrongEndError(f"the ranks ended with codes {self.codes}: {self.outputs()}")
+        told = [json.loads((self.place / f"outcome-{rank}.json").read_text()) for rank in range(len(self.codes))]
+        for name in ("started", "at load", "iteration", "parameters", "optimizer", "log"):
+            if any(each[name] != told[0][name] for each in told):
+                raise WrongEndError(f"the ranks differ in {name!r}: {[each[name] for each in told]}")
+        return told
+
+
+class Bench:
+    """Starts worlds, and knows how runs end to which nothing happens."""
+
+    def __init__(self):
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._context = multiprocessing.get_context("forkserver")  # one process imports torch, for all ranks
+        self._context.set_forkserver_preload(["worlds", "torch._dynamo", "sklearn.datasets"])
+        self.root = Path(tempfile.mkdtemp(prefix="chainring-ranks-"))
+        self._known = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.root)
+
+    def place(self, name):
+        """An empty directory."""
+        place = self.root / name
+        place.mkdir(parents=True)
+        return place
+
+    def run(self, place, size, options):
+        """Runs a world to the end of all its ranks.
+
+        Raises:
+            WrongEndError: it took longer than any may.
+        """
+        for told in Path(place).glob("outcome-*"):
+            told.unlink()
+        port, began = self.free_port(), time.monotonic()
+        ranks = [self._context.Process(target=live, args=(r, size, port, str(place), options)) for r in range(size)]
+        for rank in ranks:
+            rank.start()
+        ended = [0.0] * size
+        try:
+            alive = {rank.sentinel: number for number, rank in enumerate(ranks)}
+            while alive:
+                ready = multiprocessing.connection.wait(list(alive), max(0.0, began + LIMIT - time.monotonic()))
+                if not ready:
+                    raise WrongEndError(f"ranks {list(alive.values())} had not ended after {LIMIT:g} s")
+                for sentinel in ready:
+                    ended[alive.pop(sentinel)] = time.monotonic() - began
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        return World(place, [rank.exitcode for rank in ranks], ended)
+
+    def free_port(self):
+        """One at which nobody listens."""
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            return held.getsockname()[1]
+
+    def known(self, kind, size, **settings):
+        """The place of an uninterrupted run and what its ranks told; it is made once."""
+        key = (kind, size, *sorted(settings.items()))
+        if key not in self._known:
+            place = self.place(f"known-{len(self._known)}")
+            self._known[key] = place, self.run(place, size, program.Options(kind=kind, **settings)).outcomes()
+        return self._known[key]
+
+    def exact(self, place, size, options, start):
+        """Goes on in a place without a fault, from an iteration, to the end of the run to which nothing happens."""
+        told = self.run(place, size, replace(options, fault=None)).outcomes()
+        same("the iteration from which it went on", told[0]["started"], start)
+        known = {name: value for name, value in asdict(options).items() if name in ("net", "period")}
+        self.compare(told, self.known(options.kind, size, **known)[1])
+
+    def compare(self, told, expected):
+        """The ranks tell the same as others, those examples left out that were consumed before they went on."""
+        for rank, other in zip(told, expected, strict=True):
+            differing = [name for name in ("parameters", "optimizer", "log", "drawn") if rank[name] != other[name]]
+            if rank["parts"] != other["parts"][rank["started"] :]:
+                differing.append("examples")
+            if differing:
+                raise WrongEndError(f"these differ from the uninterrupted run: {differing}")
+
+    def ended_at_once(self, world, first, code=-signal.SIGKILL):
+        """All ranks have ended soon after the first, which has a code, and the others with an error."""
+        same("the exit codes", world.codes, [code if rank == first else 1 for rank in range(len(world.codes))])
+        if (seconds := max(world.ended) - min(world.ended)) > AT_ONCE:
+            raise WrongEndError(f"the last rank ended {seconds:.1f} s after the first: {world.outputs()}")
+
+
+def consumed(told):
+    """The examples of each part of each update in their global order, of which rank r of n has had ``[r::n]``."""
+    merged = []
+    for parts in zip(*(each["parts"] for each in told), strict=True):
+        whole = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            if len(whole[rank :: len(parts)]) != len(part):
+                raise WrongEndError(f"the ranks have had {[len(part) for part in parts]} examples of a batch")
+            whole[rank :: len(parts)] = part
+        merged.append(whole)
+    return merged
+
+
+def same(what, found, expected):
+    """Raises where two things differ."""
+    if found != expected:
+        raise WrongEndError(f"{what}: {found}, and expected was {expected}")
+
+
+def close_rows(found, expected, tolerance=1e-5):
+    """The rows of two logs have the same keys, and numbers that differ by no more than the tolerance."""
+    same("the rows of the log", [sorted(row) for row in found], [sorted(row) for row in expected])
+    for row, other in zip(found, expected, strict=True):
+        for key, value in row.items():
+            if abs(value - other[key]) > tolerance:
+                raise WrongEndError(f"{key} at iteration {row['iteration']} is {value}, and expected was {other[key]}")
+
+
+def close_values(told, expected, tolerance=1e-4):
+    """The parameters are the same to a tolerance."""
+    for value, other in zip(told["values"], expected["values"], strict=True):
+        difference = (torch.tensor(value) - torch.tensor(other)).abs().max().item()
+        if difference > tolerance:
+            raise WrongEndError(f"parameters differ by up to {difference:g}")
+
+
+def newest(out):
+    """The iteration of the newest of the snapshots in a directory, each of which must be whole; 0 where there is none."""
+    store = Store(out)
+    return max((store.verify(entry.name).iteration for entry in out.glob("snapshot_iter_*")), default=0)

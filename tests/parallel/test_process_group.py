@@ -1,0 +1,98 @@
+"""create_communicator: the place of a process as the environment says it, and the exchange of two processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from two_ranks import on_two_ranks
+
+from chainring.parallel import create_communicator
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(monkeypatch):
+    for name in (*LAUNCHED, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_two_ranks()
+
+
+def test_without_a_launcher_it_is_a_world_of_one():
+    """No process group is started, and what is exchanged is one's own."""
+    comm = create_communicator("cpu")
+    tensor = torch.ones(2)
+    comm.all_reduce([tensor])
+    assert (comm.rank, comm.size, comm.local_rank, comm.device) == (0, 1, 0, torch.device("cpu"))
+    assert (comm.gather_object("a"), comm.broadcast_object("b"), comm.start_max(3)()) == (["a"], "b", 3)
+    assert tensor.tolist() == [1, 1]
+    assert not dist.is_initialized()
+
+
+def test_a_launched_world_of_one_starts_no_process_group(monkeypatch):
+    """``torchrun --nproc-per-node 1`` is the same as no launcher."""
+    for name, value in (LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert create_communicator("cpu").size == 1
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("missing", list(LAUNCHED))
+def test_a_missing_variable_is_named_with_what_to_do(monkeypatch, missing):
+    """Half of a launcher's environment is an error, and not a world of one."""
+    for name, value in LAUNCHED.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"and {missing} is missing here; start with `torchrun"):
+        create_communicator("cpu")
+
+
+def test_a_device_that_is_none_is_refused():
+    """By name, before anything is started."""
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="nowhere"):
+        create_communicator("nowhere")
+
+
+def test_each_rank_knows_its_place(ranks):
+    """As the launcher says it."""
+    assert [found["place"] for found in ranks] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
+
+
+def test_all_reduce_gives_each_rank_the_mean_or_the_sum(ranks):
+    """In place, of several dtypes at once."""
+    for found in ranks:
+        assert found["reduced"] == [[[0.5] * 3] * 2, [1], [1.0, 1.0]]
+
+
+def test_broadcast_gives_each_rank_the_tensor_of_the_root(ranks):
+    """Also one whose memory is not in the order of its rows."""
+    for found in ranks:
+        assert found["broadcast"] == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_objects_come_in_the_order_of_the_ranks(ranks):
+    """And those of the root to all."""
+    for found in ranks:
+        assert found["objects"] == ([{"rank": 0}, {"rank": 1}], "from 1")
+
+
+def test_a_maximum_under_way_is_not_mixed_with_what_comes_between(ranks):
+    """It is begun, other things are exchanged, and then it is read."""
+    assert [found["largest"] for found in ranks] == [15, 15]
+
+
+def test_a_communicator_beside_has_the_same_ranks(ranks):
+    """For another thread."""
+    assert [found["beside"] for found in ranks] == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_waits_for_one_that_fails_is_told_its_traceback(ranks):
+    """The one that fails raises its own error."""
+    (name, is_told, text), (own_name, own_is_told, own_text) = (found["failure"] for found in ranks)
+    assert (name, is_told, own_name, own_is_told, own_text) == ("RankFailed", True, "ValueError", False, "broken")
+    assert text.startswith("rank 1 has failed, and all stop with it")
+    assert "in _fail" in text
+    assert "ValueError: broken" in text
