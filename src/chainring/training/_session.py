@@ -46,8 +46,8 @@ def _lived(trainer: Trainer) -> Generator[tuple[list[Entry], list[Entry]], None,
     trainer._has_begun = True
     failure: BaseException | None = None
     try:
-        make_out(trainer.out)
-        if trainer.comm.rank == 0:
+        if trainer.comm.rank == 0:  # which alone writes there
+            make_out(trainer.out)
             trainer._directory = RunDirectory(trainer.out)
         begin(trainer, entries, started, load_newest)
         yield [entry for entry in entries if not entry.is_snapshot], [entry for entry in entries if entry.is_snapshot]

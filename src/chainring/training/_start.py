@@ -168,7 +168,7 @@ def make_out(out: Any) -> None:
         os.makedirs(out, exist_ok=True)
         probe = Path(out) / f".writable-{os.getpid()}-{time.monotonic_ns()}.tmp"  # of a name that is swept
         probe.touch()
-        probe.unlink(missing_ok=True)  # another rank may have swept it
+        probe.unlink()
     except OSError as error:
         rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
         raise OSError(error.errno, rule, os.fspath(out)) from error
