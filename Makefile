@@ -21,7 +21,7 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: lint wheel  ## what CI runs besides the tests: style, types, a wheel, a few of each fault, several ranks
 	$(BIN)/python tests/faults/run.py
