@@ -16,7 +16,8 @@ def replaced(bench, number, draw, place):
     """A rank is killed once under ``torchrun --max-restarts 2``, with its own rendezvous or c10d's."""
     kind = ("ddp", "fsdp", "plain")[number % 3]
     rendezvous = ["--standalone"] if number // 3 % 2 else ["--master-port", str(bench.free_port())]
-    fault = Fault("kill", draw.randrange(SIZE), draw.randrange(4, 18), draw.uniform(0, 0.01))
+    # The snapshot of iteration 4 is there for sure when that of 8 is begun.
+    fault = Fault("kill", draw.randrange(SIZE), draw.randrange(9, 18), draw.uniform(0, 0.01))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--max-restarts", "2", *rendezvous,
         program.__file__, str(place), program.as_json(Options(kind=kind, fault=fault)),

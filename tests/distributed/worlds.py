@@ -177,7 +177,10 @@ class Bench:
             if rank["parts"] != other["parts"][rank["started"] :]:
                 differing.append("examples")
             if differing:
-                raise WrongEndError(f"these differ from the uninterrupted run: {differing}")
+                raise WrongEndError(
+                    f"these differ from the uninterrupted run: {differing}; gone on after {rank['started']}, and the first "
+                    f"rows that differ are {first_difference(rank['log'], other['log'])}"
+                )
 
     def ended_at_once(self, world, first, code=-signal.SIGKILL):
         """All ranks have ended soon after the first, which has a code, and the others with an error."""
@@ -203,6 +206,11 @@ def same(what, found, expected):
     """Raises where two things differ."""
     if found != expected:
         raise WrongEndError(f"{what}: {found}, and expected was {expected}")
+
+
+def first_difference(rows, others):
+    """The first rows of two logs that are not the same, or ``None``."""
+    return next((pair for pair in zip(rows, others, strict=False) if pair[0] != pair[1]), None)
 
 
 def close_rows(found, expected, tolerance=1e-5):

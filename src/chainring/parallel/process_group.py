@@ -89,11 +89,16 @@ def _start(rank: int, size: int, device: torch.device) -> Any:
     found, _, _ = next(rendezvous("env://", rank, size, timeout=_SLOWEST))
     # When a launcher restarts the ranks, what they had said before lies in its store still.
     store = PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+    if store.add("arrived", 1) == size:
+        store.set("met", "")
+    store.wait(["met"], _SLOWEST)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_SLOWEST,
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_connecting(size),
         device_id=device if is_cuda else None,
     )  # fmt: skip
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(_SLOWEST)
     return store
 
 
@@ -112,8 +117,7 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
         self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
         self._words = None if store is None else LastWords(store, self.rank, self.size)
-        self._tensors: Any = dist.new_group(timeout=_SLOWEST)
-        self._objects: Any = dist.new_group(backend="gloo", timeout=_SLOWEST)
+        self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open = True
         if self.rank != 0:
             be_silent()
@@ -150,6 +154,7 @@ class ProcessGroupCommunicator(Communicator):
         self.gather_object(None)
 
     def beside(self) -> Communicator:
+        self.barrier()  # so that they connect at the same time
         return ProcessGroupCommunicator(self.device, self.local_rank, None)
 
     def failed(self, error: BaseException) -> BaseException:
@@ -186,6 +191,18 @@ class ProcessGroupCommunicator(Communicator):
             if dist.is_initialized():
                 dist.destroy_process_group()
         self._words, self._is_open = None, False
+
+
+def _connecting(size: int) -> timedelta:
+    """For ranks that have just met: one that has not answered by then is gone."""
+    return timedelta(seconds=8 + size / 4)
+
+
+def _new_group(backend: str | None = None) -> Any:
+    """A group of all ranks, which are to make it at the same time."""
+    group: Any = dist.new_group(backend=backend, timeout=_connecting(dist.get_world_size()))
+    group.set_timeout(_SLOWEST)
+    return group
 
 
 def _is_of_connection(error: BaseException) -> bool:
