@@ -1,0 +1,165 @@
+"""A whole update as one compiled function: loss, gradients and steps, with what is reported on the way."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from chainring.reporter import current_reporter
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.training._loss import arguments, check_loss, loss_and_weight
+from chainring.training.updaters._precision import Full
+
+_LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
+
+
+def not_compiled(reason: str) -> None:
+    """Says once why updates run without compilation."""
+    warnings.warn(
+        f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
+        stacklevel=2,
+    )
+
+
+class Compiled:
+    """Computes updates by ``torch.compile``, and eagerly from where that cannot be done.
+
+    Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
+    has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
+
+    Args:
+        eagerly: computes an update from a batch of inputs as it is, and returns its weight.
+        answer: the model, or its loss function: called with the inputs.
+        precision: of the forward.
+        optimizers: those that step.
+    """
+
+    def __init__(
+        self, eagerly: Callable[[Any], Any], answer: Callable[..., Any], precision: Full, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._eagerly = eagerly
+        self._is_eager = False
+        self._optimizers = list(optimizers)
+        self._parameters = _parameters(self._groups())
+        self._rates: list[_Rate] = []
+        self._device = self._parameters[0].device
+        self._compute = torch.compile(
+            partial(_update, answer, precision, self._parameters, self._optimizers),
+            fullgraph=True,
+            dynamic=False,
+            options={"fallback_random": True, "triton.cudagraphs": self._device.type == "cuda"},
+            **_LIMITS,
+        )
+
+    def __call__(self, inputs: Any) -> Any:
+        """Computes an update and returns its weight, ``None`` if none came with the loss."""
+        reporter = current_reporter()
+        if self._is_eager or (reporter is not None and reporter.watchers):  # who watches looks at the graph of autograd
+            return self._eagerly(inputs)
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+
+        self._prepare()
+        try:
+            try:
+                weight = self._compute(inputs)
+            except Unsupported:  # it is compiled for the first time, or anew, and differentiates
+                with torch._dynamo.config.patch(trace_autograd_ops=True):
+                    weight = self._compute(inputs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self._is_eager = True
+            not_compiled(_first_line(error))
+        finally:
+            for rate in self._rates:
+                rate.to_number()
+        if self._is_eager:
+            return self._eagerly(inputs)
+        if self._device.type == "cuda":  # what a captured graph gives lies where its next run writes
+            weight = _copied(weight)
+            if reporter is not None:
+                reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
+        for optimizer in self._optimizers:
+            vars(optimizer)["_opt_called"] = True  # as its step would note for schedulers of torch, which ask
+        return weight
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _prepare(self) -> None:
+        """Learning rates as tensors, and tensors for the gradients: a compiled function writes into what is there."""
+        groups = self._groups()
+        if len(groups) != len(self._rates):
+            self._rates = [_Rate(self._device) for _ in groups]
+            self._parameters[:] = _parameters(groups)
+        for rate, group in zip(self._rates, groups, strict=True):
+            rate.to_tensor(group)
+        for parameter in self._parameters:
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        is_eager = serializer("is_eager", self._is_eager)
+        if not isinstance(serializer, Serializer):
+            self._is_eager = bool(is_eager)
+
+
+class _Rate:
+    """The learning rate of a group of parameters: a tensor while an update is computed, or it would be compiled in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._group: dict[str, Any] = {}
+        self._number: Any = None
+        self._held = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+    def to_tensor(self, group: dict[str, Any]) -> None:
+        number = group.get("lr")
+        self._group = group
+        if isinstance(number, float | int):
+            if number != self._number:
+                self._held.fill_(number)
+            self._number, group["lr"] = number, self._held
+
+    def to_number(self) -> None:
+        if self._group.get("lr") is self._held:
+            self._group["lr"] = self._number
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _parameters(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
+
+
+def _update(
+    answer: Callable[..., Any],
+    precision: Full,
+    parameters: Sequence[Tensor],
+    optimizers: Sequence[Optimizer],
+    inputs: Any,
+) -> Any:
+    args, kwargs = arguments(inputs)
+    with precision.autocast():
+        loss, weight = loss_and_weight(answer(*args, **kwargs), "main")
+    check_loss(loss)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+        assert parameter.grad is not None  # see _prepare
+        parameter.grad.copy_(gradient)
+    with torch.no_grad():
+        for optimizer in optimizers:
+            inspect.unwrap(type(optimizer).step)(optimizer)  # inside what profiles it and calls its hooks
+    return weight
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

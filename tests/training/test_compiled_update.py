@@ -1,0 +1,207 @@
+"""``StandardUpdater(compile=True)``: the same numbers, exact resume, and one warning where it cannot be."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from recipes import assert_resumes_everywhere
+from torch import nn
+
+from chainring import iterators, report, training
+from chainring.nn import Classifier
+from chainring.training import UpdateCallbacks
+from chainring.training.extensions import ExponentialShift, LRScheduler, dump_graph
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
+
+DATA = [(row, label % 4) for label, row in enumerate(torch.randn(40, 8, generator=torch.Generator().manual_seed(3)))]
+STANDS = "updates run as they are, not compiled"
+
+
+class Net(nn.Module):
+    """Draws, counts in buffers, and reports from the inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.25))
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x):
+        hidden = self.layers(x)
+        report({"size": hidden.abs().mean()}, self)
+        return self.last(hidden)
+
+
+class Reading(Net):
+    """Asks for a value of a tensor, on which no compiled function can decide."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum() < 1e9 else -x)
+
+
+def trainer_of(out, length, *, net=Net, optimizer=None, iterator=None, **settings):
+    torch.manual_seed(1)
+    model = Classifier(net())
+    make = optimizer or torch.optim.Adam
+    source = iterator or iterators.SerialIterator(DATA, 8)
+    updater = training.StandardUpdater(source, make(model.parameters(), lr=0.01), model, **settings)
+    return training.Trainer(updater, (length, "iteration") if isinstance(length, int) else length, str(out))
+
+
+def ran(trainer):
+    """Trains; returns the observations of all iterations and the parameters and buffers in the end."""
+    observations = []
+    trainer.extend(lambda t: observations.append(dict(t.observation)), name="watch", trigger=(1, "iteration"))
+    torch.manual_seed(2)
+    trainer.run()
+    return observations, trainer.updater.get_model("main").state_dict()
+
+
+def assert_close(first, second, rtol=2e-4, atol=2e-5):
+    for one, other in zip(first[0], second[0], strict=True):
+        assert list(one) == list(other)
+        for key in one:
+            torch.testing.assert_close(one[key], other[key], rtol=rtol, atol=atol, msg=key)
+    for key, value in first[1].items():
+        torch.testing.assert_close(second[1][key], value, rtol=rtol, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_reports_and_parameters_are_those_of_the_plain_update(tmp_path, precision):
+    """With dropout, whose draws are the same, and BatchNorm."""
+    plain, compiled = (ran(trainer_of(tmp_path / str(each), 7, precision=precision, compile=each)) for each in (False, True))
+    if precision == "fp32":
+        assert_close(plain, compiled)
+    else:  # a fused kernel rounds to eight bits less often
+        for one, other in zip(plain[0], compiled[0], strict=True):
+            assert float(one["main/loss"]) == pytest.approx(float(other["main/loss"]), rel=0.02)
+
+
+OTHERS = (torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor)
+COMPILED = [
+    each
+    for each in vars(torch.optim).values()
+    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each not in OTHERS
+]
+
+
+@pytest.mark.parametrize("optimizer", COMPILED, ids=lambda each: each.__name__)
+def test_every_optimizer_of_torch_is_compiled_and_does_the_same(tmp_path, optimizer):
+    """All but those that take closures or sparse gradients, and Adafactor, whose step decides on a learning rate."""
+
+    def make(parameters, lr):
+        trained = list(parameters)
+        if optimizer is torch.optim.Muon:  # it is for matrices
+            for parameter in trained:
+                parameter.requires_grad_(parameter.ndim == 2)
+            trained = [parameter for parameter in trained if parameter.requires_grad]
+        return optimizer(trained, lr=lr)
+
+    plain, compiled = (ran(trainer_of(tmp_path / str(each), 4, optimizer=make, compile=each)) for each in (False, True))
+    assert_close(plain, compiled, **({"rtol": 0.05, "atol": 0.01} if optimizer is torch.optim.Muon else {}))  # bfloat16
+
+
+def test_it_resumes_bit_for_bit_after_every_iteration(tmp_path):
+    """In a run whose last batch of an epoch is shorter: two shapes are compiled."""
+
+    def make(out, length):
+        order = iterators.SerialIterator([*DATA[:20]], 8, seed=4)
+        return trainer_of(out, length, iterator=order, compile=True)
+
+    assert_resumes_everywhere(make, tmp_path, 6)
+
+
+def test_rates_and_frozen_parameters_may_change_and_nothing_is_compiled_anew_for_a_rate(tmp_path):
+    plain, compiled = (trainer_of(tmp_path / str(each), 6, compile=each) for each in (False, True))
+    for trainer in (plain, compiled):
+        trainer.extend(ExponentialShift("lr", 0.8), trigger=(1, "iteration"))
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.updater.get_optimizer("main"), 3)
+        trainer.extend(LRScheduler(scheduler), trigger=(1, "iteration"))
+    compiled.extend(lambda t: torch.compiler.set_stance("fail_on_recompile"), name="fix", trigger=(1, "iteration"))
+    try:
+        assert_close(ran(plain), ran(compiled))
+    finally:
+        torch.compiler.set_stance("default")
+    rates = [type(trainer.updater.get_optimizer("main").param_groups[0]["lr"]) for trainer in (plain, compiled)]
+    assert rates == [float, float]
+
+
+def test_parameters_may_be_frozen_and_thawed_on_the_way(tmp_path):
+    def thaw(trainer):
+        last = trainer.updater.get_model("main").predictor.last
+        last.weight.requires_grad_(trainer.updater.iteration % 3 != 0)
+
+    plain, compiled = (trainer_of(tmp_path / str(each), 7, compile=each) for each in (False, True))
+    for trainer in (plain, compiled):
+        trainer.extend(thaw, trigger=(1, "iteration"))
+    assert_close(ran(plain), ran(compiled))
+
+
+def test_a_loss_function_with_weights_and_dump_graph_go_with_it(tmp_path):
+    """The first update is watched for the graph, so it runs as it is."""
+
+    def loss_func(model, x, t):
+        mask = (t > 0).float()
+        losses = nn.functional.cross_entropy(model.predictor(x), t, reduction="none")
+        return {"loss": (losses * mask).sum() / mask.sum(), "weight": mask.sum(), "accuracy": mask.mean()}
+
+    plain, compiled = (trainer_of(tmp_path / str(each), 4, loss_func=loss_func, compile=each) for each in (False, True))
+    weights = []
+    for trainer in (plain, compiled):
+        trainer.extend(dump_graph("main/loss"))
+        trainer.extend(lambda t: weights.append(float(t.updater.weight)), name="weigh", trigger=(1, "iteration"))
+    assert_close(ran(plain), ran(compiled))
+    assert weights[:4] == weights[4:]
+    assert (tmp_path / "True" / "cg.dot").exists()
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_one_warning_says_why(tmp_path):
+    """To the last bit, and a resumed run does not try again."""
+    compiled = trainer_of(tmp_path / "compiled", 4, net=Reading, compile=True)
+    with pytest.warns(UserWarning, match=STANDS) as caught:
+        end = ran(compiled)
+    assert len([each for each in caught if STANDS in str(each.message)]) == 1
+    assert "ranching" in str(caught[0].message)
+    plain = ran(trainer_of(tmp_path / "plain", 4, net=Reading))
+    assert all(torch.equal(plain[1][key], end[1][key]) for key in plain[1])
+    resumed = trainer_of(tmp_path / "resumed", 6, net=Reading, compile=True)
+    resumed.load_state_dict(compiled.state_dict())
+    ran(resumed)
+
+
+def test_a_mistake_of_the_model_is_raised_as_it_is(tmp_path):
+    """After the warning, since the compiler saw it first."""
+    wrong = nn.Linear(3, 4)
+    trainer = trainer_of(tmp_path, 4, net=lambda: wrong, compile=True)
+    with pytest.warns(UserWarning, match=STANDS), pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"accumulate": 2}, {"precision": "fp16"}, {"callbacks": UpdateCallbacks(update_on_start=print)}], ids=str
+)
+def test_settings_that_need_stages_are_said_at_once(tmp_path, settings):
+    with pytest.warns(UserWarning, match=STANDS):
+        trainer_of(tmp_path, 2, compile=True, **settings)
+
+
+def test_without_a_compiler_it_says_so_and_trains(tmp_path):
+    program = """
+        import torch, sys
+        from chainring import iterators, training
+        model = torch.nn.Linear(2, 1)
+        data = [(torch.ones(2), torch.ones(1))] * 4
+        updater = training.StandardUpdater(iterators.SerialIterator(data, 2), torch.optim.SGD(model.parameters(), lr=0.1),
+            model, loss_func=lambda model, x, t: (model(x) - t).square().mean(), compile=True)
+        training.Trainer(updater, (3, "iteration"), out=sys.argv[1]).run()
+    """
+    environment = {**os.environ, "CXX": str(tmp_path / "absent"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "out")],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(STANDS) == 1
