@@ -41,6 +41,18 @@ def killed_in_write(bench, number, draw, place):
     return "of rank 0" if rank == 0 else "of another"
 
 
+def held_up(bench, number, draw, place):
+    """Snapshots are written late, when the parameters are others already: each has the state of its own iteration."""
+    size = (2, 3)[number % 2]
+    options = Options(kind="fsdp", fault=Fault("hold", 0, 0, delay=draw.uniform(0.02, 0.1)))
+    bench.compare(bench.run(place, size, options).outcomes(), bench.known("fsdp", size)[1])
+    start = draw.choice([4, 8, 12])
+    for later in range(start + 4, 21, 4):
+        shutil.rmtree(place / "out" / f"snapshot_iter_{later}")
+    bench.exact(place, size, options, start)
+    return f"{size} ranks"
+
+
 def slow(bench, number, draw, place):
     """A rank is slow in every update: the others wait, and nothing else happens."""
     kind, size = WORLDS[number % len(WORLDS)]
@@ -77,6 +89,10 @@ ROWS = [
     Row(
         "write", "SIGKILL of a rank in its write, FSDP2", "the others end at once; no unreadable snapshot; resume exact",
         6, 60, killed_in_write,
+    ),
+    Row(
+        "late", "writes that begin late, FSDP2", "each snapshot has the state of its iteration; resume exact",
+        2, 20, held_up,
     ),
     Row("slow", "a slow rank", "nothing but that", 3, 12, slow),
     Row(

@@ -35,7 +35,7 @@ class Fault:
 
     Attributes:
         kind: ``"kill"`` SIGKILL, ``"term"`` SIGTERM, ``"write"`` SIGKILL in its next snapshot's write; ``"example"`` and
-            ``"loss"`` raise there, ``"slow"`` holds the rank up in every update.
+            ``"loss"`` raise there, ``"slow"`` holds the rank up in every update and ``"hold"`` its writes.
         rank: which.
         iteration: in which update, or for a write after which.
         delay: seconds later for a signal, or by which the rank is slow.
@@ -130,6 +130,8 @@ class Befalling(training.Extension):
             timer.start()
         if self.is_now("write"):
             self.kill_in_write()
+        if self.is_now("hold"):
+            self.hold_up_writes()
 
     def is_now(self, *kinds):
         """Whether a fault of one of the kinds happens in the update under way, for the first time."""
@@ -150,6 +152,15 @@ class Befalling(training.Extension):
             flush(file)
 
         os.fsync = killing
+
+    def hold_up_writes(self):
+        make = os.mkdir
+
+        def slowly(*place, **settings):
+            time.sleep(self.fault.delay)  # the training goes on meanwhile
+            make(*place, **settings)
+
+        os.mkdir = slowly
 
     def in_example(self):
         if self.is_now("example"):

@@ -147,9 +147,11 @@ class Snapshot(Extension):
         if comm.broadcast_object(store.holds(self._series.real(name, iteration), iteration)):
             return None  # at the end of this very iteration, by the run before or out of turn
         encoded = self._encoded(trainer, comm)
-        if comm.rank != 0:
-            return (lambda: encoded.commit(store, name, iteration, comm=self._comm)) if encoded.is_sharded else None
+        if comm.rank != 0 and not encoded.is_sharded:
+            return None
         encoded.tensors = self._staged(encoded.tensors)
+        if comm.rank != 0:
+            return lambda: encoded.commit(store, name, iteration, comm=self._comm)
         in_turn = not trainer.is_out_of_turn
         return lambda: self._series.publish(store, encoded, name, iteration, in_turn, self._comm)
 
