@@ -1,0 +1,95 @@
+"""What runs in an iteration reads no value of a tensor: on an accelerator, each would wait for the device."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chainring import datasets, iterators, training
+from chainring.nn import Classifier
+from chainring.training import UpdateCallbacks, clip_grad_norm
+from chainring.training.extensions import (
+    Evaluator,
+    LogReport,
+    PrintReport,
+    ProgressBar,
+    Throughput,
+    dump_graph,
+    observe_lr,
+    snapshot,
+)  # fmt: skip
+
+BATCH, EPOCH, ITERATIONS = 4, 50, 1000
+READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique", "item"}
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that give a number, a shape or a decision from the values of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func.overloadpacket.__name__ in READS
+        return func(*args, **(kwargs or {}))
+
+
+def data_of(examples):
+    draw = np.random.default_rng(0)
+    return draw.standard_normal((examples, 8), dtype=np.float32), draw.integers(0, 3, examples)
+
+
+def model_of():
+    torch.manual_seed(0)
+    return Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+def reads_of_the_raw_loop(make_optimizer):
+    """In one iteration: an optimizer may count its steps in a tensor."""
+    model = model_of()
+    optimizer = make_optimizer(model.parameters())
+    x, t = map(torch.from_numpy, data_of(BATCH))
+    with Counting() as counting:
+        before = counting.reads
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x, t).backward()
+            optimizer.step()
+    return (counting.reads - before) / 3
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("stages", [False, True], ids=["straight", "in stages"])
+def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimizer, stages):
+    """With the extensions of the script, and clipping, but in the iterations that write a row."""
+    model = model_of()
+    callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(1.0)) if stages else None
+    data = datasets.TupleDataset(*data_of(BATCH * EPOCH))
+    updater = training.StandardUpdater(
+        iterators.SerialIterator(data, BATCH), optimizer(model.parameters()), model, callbacks=callbacks
+    )
+    trainer = training.Trainer(updater, (ITERATIONS, "iteration"), str(tmp_path))
+    held_out = iterators.SerialIterator(datasets.TupleDataset(*data_of(8)), BATCH, repeat=False, shuffle=False)
+    screen = (tmp_path / "screen").open("w")
+    trainer.extend(Evaluator(held_out, model))
+    trainer.extend(dump_graph("main/loss"))
+    trainer.extend(snapshot(), trigger=(1, "epoch"))
+    trainer.extend(LogReport())
+    trainer.extend(PrintReport(["epoch", "main/loss", "validation/main/accuracy"], out=screen))
+    trainer.extend(ProgressBar(out=screen))
+    trainer.extend(observe_lr())
+    trainer.extend(Throughput())
+    counts = []
+    with Counting() as counting, screen:
+        trainer.extend(lambda trainer: counts.append(counting.reads), name="count", trigger=(1, "iteration"), priority=-1000)
+        trainer.run()
+    allowed = reads_of_the_raw_loop(optimizer)
+    more = [later - earlier - allowed for earlier, later in itertools.pairwise(counts)]
+    silent = [extra for iteration, extra in enumerate(more, start=2) if iteration % EPOCH]
+    assert len(silent) == ITERATIONS - ITERATIONS // EPOCH - 1
+    assert set(silent) == {0}
+    assert max(more) > 0  # a row of the log has been read
