@@ -1,0 +1,124 @@
+"""How long an epoch of examples/mnist/train_mnist.py takes, as parts of a hand-written loop over a DataLoader.
+
+Run it on a machine that has nothing else to do::
+
+    python benchmarks/epochs.py
+
+A figure is the median of the rounds, each (time of 2N epochs - time of N) / N with N = 2; a ratio is taken round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _epochs
+import torch
+from _measure import Figure, Plan, Row, figure, machine, measure
+from _peers import version
+
+LOADER, GATHER, FUSED = "by hand, DataLoader", "by hand, one gather", "by hand, one gather, fused Adam"
+SCRIPT, SCRIPT_FUSED, COMPILED = "Chainring, as written", "Chainring, fused Adam", "Chainring, compile=True"
+BUDGETS = {(50, SCRIPT): (LOADER, 0.70), (50, SCRIPT_FUSED): (FUSED, 1.05), (50, COMPILED): (FUSED, 1.0)}
+"""Units and row: over which row, and how much of its time is allowed."""
+
+
+def rows_of(out: Path, units: int) -> tuple[list[Row], list[str]]:
+    """The rows, and the names of the peers that are not installed."""
+    by_hand = partial(_epochs.by_hand, out=out, units=units)
+    held_out = partial(_epochs.loader, False)
+    ours = partial(_epochs.chainring, out=out, units=units)
+    rows = [
+        Row(LOADER, partial(by_hand, train=_epochs.loader, test=held_out)),
+        Row(GATHER, partial(by_hand, train=_epochs.gathered, test=_epochs.sliced)),
+        Row(FUSED, partial(by_hand, train=_epochs.gathered, test=_epochs.sliced, fused=True)),
+        Row(SCRIPT, ours),
+        Row(SCRIPT_FUSED, partial(ours, fused=True)),
+        Row(COMPILED, partial(ours, compile=True)),
+    ]
+    missing = []
+    for name, make in _epochs.PEERS.items():
+        try:
+            rows.append(Row(f"{name} {version(name)}, DataLoader", make(out, units)))
+        except ImportError:
+            missing.append(name)
+    return rows, missing
+
+
+def result_of(units: int, row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
+    over, budget = BUDGETS.get((units, row.name), (LOADER, None))
+    pairs = {name: zip(times[row.name], times[name], strict=True) for name in (LOADER, over)}
+    ratios = {name: figure([own / other for own, other in pair]) for name, pair in pairs.items()}
+    return {
+        "units": units, "row": row.name, "ms": figure(times[row.name]).median / 1e3, "of loader": vars(ratios[LOADER]),
+        "over": over, "ratio": vars(ratios[over]), "budget": budget, "rounds": times[row.name],
+    }  # fmt: skip
+
+
+def line_of(result: dict[str, Any]) -> str:
+    whole, ratio, budget = Figure(**result["of loader"]), Figure(**result["ratio"]), result["budget"]
+    line = f"{result['units']:>5}  {result['row']:<42}{result['ms']:>9.1f}{whole.median:>8.2f}"
+    line += f" ({whole.least:.2f} to {whole.most:.2f})"
+    if budget is not None:
+        line += f"   {ratio.median:.2f} of {result['over']}, <= {budget:g} {'met' if ratio.median <= budget else 'exceeded'}"
+    return line
+
+
+def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
+    """What exceeds its budget by more than the slack."""
+    return [
+        f"{result['row']}, {result['units']} units: {result['ratio']['median']:.2f} of {result['over']}, the limit is "
+        f"{slack * result['budget']:.2f}"
+        for result in results
+        if result["budget"] is not None and result["ratio"]["median"] > slack * result["budget"]
+    ]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", type=int, nargs="+", default=[50, 1000], help="of a hidden layer (default: 50 1000)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser.add_argument("--tries", type=int, default=2, help="in a round, of which the least time is taken (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded beyond the slack")
+    parser.add_argument("--slack", type=float, default=1.25, help="the limit of --check is SLACK x budget (default: 1.25)")
+    args = parser.parse_args()
+    if min(args.rounds, args.tries, *args.units) < 1:
+        parser.error(f"--units, --rounds and --tries are at least 1, got {args.units}, {args.rounds} and {args.tries}")
+    return args
+
+
+def main() -> int:
+    args = options()
+    torch.set_num_threads(1)
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"median of {args.rounds} rounds of {args.tries} tries; {_epochs.EXAMPLES} images in batches of {_epochs.BATCH}\n")
+    print(f"{'units':>5}  {'':<42}{'ms':>9}{'ratio':>8}   of the DataLoader loop (least to most)")
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+        for units in args.units:
+            rows, missing = rows_of(Path(directory), units)
+            times = measure(rows, Plan(2, args.rounds, args.tries, time.perf_counter))
+            measured = [result_of(units, row, times) for row in rows]
+            print(*map(line_of, measured), sep="\n", flush=True)
+            results += measured
+    for name in missing:
+        print(f"{'':>5}  {name:<42}  missing: pip install 'chainring[bench]'")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
+    failed = failures(results, args.slack) if args.check else []
+    for line in failed:
+        print(f"over the limit: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
