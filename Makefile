@@ -43,9 +43,12 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable ".[bench]"
 	touch $@
 
-bench: $(VENV)/.bench  ## microseconds an iteration, and what a snapshot costs, beside other trainers and writers
+bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start, beside other libraries
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/epochs.py
+	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/snapshot.py
+	$(BIN)/python benchmarks/start.py
 
 clean:  ## remove what the commands here have made
 	rm -rf $(VENV) result build dist

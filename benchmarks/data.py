@@ -1,0 +1,185 @@
+"""Examples a second through each iterator, beside ``DataLoader`` with as many workers over the same data set.
+
+Run it on a machine that has nothing else to do::
+
+    python benchmarks/data.py
+
+Both give tensors of batches of 100 in a random order, with nothing computed on them. Chainring seeds the generators of the
+host for each example, unless ``example_rng=False``, so that augmentation does not depend on the number of workers. A figure
+is the median of the rounds; a round reads each row for some epochs after a first one, in which workers are started; a ratio
+is taken round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _measure import Figure, figure, machine
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from chainring.converters import concat_examples
+from chainring.datasets import DatasetMixin, TupleDataset
+from chainring.iterators import MultiprocessIterator, SerialIterator
+
+BATCH = 100
+BUDGET = 1.0
+"""Of the examples a second of the DataLoader, at least."""
+Stream = Iterator[Any]
+
+
+class Images(DatasetMixin):
+    """PNG files of 32 x 32 pixels, decoded by Pillow when they are asked for."""
+
+    def __init__(self, directory: Path, examples: int) -> None:
+        draw = np.random.default_rng(0)
+        self.paths = [directory / f"{number}.png" for number in range(min(examples, 500))]
+        self.examples = examples
+        for path in self.paths:
+            Image.fromarray(draw.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def get_example(self, i: int) -> tuple[np.ndarray, int]:
+        with Image.open(self.paths[i % len(self.paths)]) as image:
+            return np.asarray(image, dtype=np.float32).transpose(2, 0, 1), i % 10
+
+
+class Slow(DatasetMixin):
+    """A transform of about a millisecond an example."""
+
+    def __init__(self, examples: int) -> None:
+        self.rows = np.random.default_rng(0).standard_normal((examples, 16_384), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def get_example(self, i: int) -> np.ndarray:
+        return np.sort(self.rows[i])[:256]
+
+
+class Indexed:
+    """The same data set as a ``DataLoader`` wants it: an example at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.dataset[i]
+
+
+def loaded(dataset: Any, workers: int) -> Stream:
+    loader: DataLoader[Any] = DataLoader(Indexed(dataset), BATCH, True, num_workers=workers, persistent_workers=workers > 0)
+    while True:
+        yield from loader
+
+
+def iterated(dataset: Any, workers: int, example_rng: bool = True) -> Stream:
+    source = SerialIterator(dataset, BATCH, example_rng=example_rng)
+    if workers:
+        source = MultiprocessIterator(dataset, BATCH, n_processes=workers, example_rng=example_rng)
+    try:
+        for batch in source:
+            yield concat_examples(batch)
+    finally:
+        source.finalize()
+
+
+def unseeded(dataset: Any, workers: int) -> Stream:
+    """Without a stream of random numbers for each example, which the DataLoader does not give either."""
+    return iterated(dataset, workers, example_rng=False)
+
+
+def speed(make: Callable[[Any, int], Stream], dataset: Any, workers: int, epochs: int) -> float:
+    """Examples a second."""
+    batches = -(-len(dataset) // BATCH)
+    stream = make(dataset, workers)
+    for _ in range(batches):
+        next(stream)
+    began = time.perf_counter()
+    for _ in range(epochs * batches):
+        next(stream)
+    seconds = time.perf_counter() - began
+    stream.close()  # type: ignore[attr-defined]
+    return epochs * len(dataset) / seconds
+
+
+def measured(name: str, dataset: Any, workers: int, epochs: int, rounds: int, own: Any = iterated) -> dict[str, Any]:
+    pairs = []
+    for number in range(rounds):
+        order = (loaded, own) if number % 2 == 0 else (own, loaded)
+        speeds = {make: speed(make, dataset, workers, epochs) for make in order}
+        pairs.append((speeds[loaded], speeds[own]))
+    theirs, ours = (figure(column).median for column in zip(*pairs, strict=True))
+    ratio = figure([mine / other for other, mine in pairs])
+    return {"data": name, "workers": workers, "loader": theirs, "ours": ours, "ratio": vars(ratio), "rounds": pairs}
+
+
+def line_of(result: dict[str, Any]) -> str:
+    ratio = Figure(**result["ratio"])
+    spread = f"({ratio.least:.2f} to {ratio.most:.2f})"
+    verdict = "met" if ratio.median >= BUDGET else "missed"
+    return (
+        f"{result['data']:<28}{result['workers']:>8}{result['loader']:>14,.0f}{result['ours']:>14,.0f}"
+        f"{ratio.median:>9.2f} {spread:<18}>= {BUDGET:g} {verdict}"
+    )
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="worker processes (default: 0 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is missed beyond the slack")
+    parser.add_argument("--slack", type=float, default=1.25, help="the limit of --check is budget / SLACK (default: 1.25)")
+    args = parser.parse_args()
+    if args.rounds < 1 or min(args.workers) < 0:
+        parser.error(f"--rounds is at least 1 and --workers at least 0, got {args.rounds} and {args.workers}")
+    return args
+
+
+def main() -> int:
+    args = options()
+    torch.set_num_threads(1)
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(f"median of {args.rounds} rounds, batches of {BATCH}\n")
+    print(f"{'examples a second':<28}{'workers':>8}{'DataLoader':>14}{'Chainring':>14}{'ratio':>9} (least to most)")
+    draw = np.random.default_rng(0)
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        arrays = TupleDataset(draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000))
+        images = Images(Path(directory), 4_000)
+        sets = {
+            "arrays in memory": (arrays, 5, iterated),
+            "images, Pillow": (images, 2, iterated),
+            "the same, example_rng=False": (images, 2, unseeded),
+            "slow transform": (Slow(1_000), 2, iterated),
+        }
+        for name, (dataset, epochs, own) in sets.items():
+            for workers in args.workers:
+                results.append(measured(name, dataset, workers, epochs, args.rounds, own))
+                print(line_of(results[-1]), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
+    missed = [result for result in results if result["ratio"]["median"] * args.slack < BUDGET] if args.check else []
+    for result in missed:
+        print(f"below the limit: {result['data']}, {result['workers']} workers", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
