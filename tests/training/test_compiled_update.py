@@ -13,7 +13,7 @@ from torch import nn
 from chainring import iterators, report, training
 from chainring.nn import Classifier
 from chainring.training import UpdateCallbacks
-from chainring.training.extensions import ExponentialShift, LRScheduler, dump_graph
+from chainring.training.extensions import ExponentialShift, FailOnNonNumber, LRScheduler, NonNumberError, dump_graph
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
 
@@ -156,6 +156,34 @@ def test_a_loss_function_with_weights_and_dump_graph_go_with_it(tmp_path):
     assert_close(ran(plain), ran(compiled))
     assert weights[:4] == weights[4:]
     assert (tmp_path / "True" / "cg.dot").exists()
+
+
+def test_what_hooks_into_the_step_is_called(tmp_path):
+    """The step is then made outside of what is compiled: extensions look at the gradients there."""
+
+    def clip(optimizer, args, settings):
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
+
+    plain, compiled = (trainer_of(tmp_path / str(each), 3, compile=each) for each in (False, True))
+    for trainer in (plain, compiled):
+        trainer.updater.get_optimizer("main").register_step_pre_hook(clip)
+    assert_close(ran(plain), ran(compiled))
+    broken = [*DATA[:16], (torch.full((8,), torch.nan), 0)]
+    source = iterators.SerialIterator(broken, 8, shuffle=False)
+    trainer = trainer_of(tmp_path / "broken", 6, iterator=source, compile=True)
+    trainer.extend(FailOnNonNumber())
+    with pytest.raises(NonNumberError):
+        trainer.run()
+
+
+def test_with_a_hook_of_a_gradient_it_runs_as_it_is(tmp_path):
+    """A compiled function would pass over it."""
+    plain, compiled = (trainer_of(tmp_path / str(each), 3, compile=each) for each in (False, True))
+    for trainer in (plain, compiled):
+        trainer.updater.get_model("main").predictor.last.weight.register_hook(lambda gradient: gradient * 0)
+    expected = ran(plain)
+    with pytest.warns(UserWarning, match="hook of its gradient"):
+        assert_close(expected, ran(compiled))
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_one_warning_says_why(tmp_path):

@@ -28,6 +28,10 @@ def not_compiled(reason: str) -> None:
     )
 
 
+class HookError(RuntimeError):
+    """Something is called inside autograd that a compiled function does not call."""
+
+
 class Compiled:
     """Computes updates by ``torch.compile``, and eagerly from where that cannot be done.
 
@@ -65,14 +69,15 @@ class Compiled:
             return self._eagerly(inputs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 
-        self._prepare()
+        steps = not any(map(_has_hooks, self._optimizers))
         try:
+            self._prepare()
             try:
-                weight = self._compute(inputs)
+                weight = self._compute(steps, inputs)
             except Unsupported:  # it is compiled for the first time, or anew, and differentiates
                 with torch._dynamo.config.patch(trace_autograd_ops=True):
-                    weight = self._compute(inputs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+                    weight = self._compute(steps, inputs)
+        except (TorchDynamoException, FailOnRecompileLimitHit, HookError) as error:
             self._is_eager = True
             not_compiled(_first_line(error))
         finally:
@@ -80,12 +85,15 @@ class Compiled:
                 rate.to_number()
         if self._is_eager:
             return self._eagerly(inputs)
+        for optimizer in self._optimizers:
+            if steps:
+                vars(optimizer)["_opt_called"] = True  # as its step notes for schedulers of torch, which ask
+            else:
+                optimizer.step()
         if self._device.type == "cuda":  # what a captured graph gives lies where its next run writes
             weight = _copied(weight)
             if reporter is not None:
                 reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
-        for optimizer in self._optimizers:
-            vars(optimizer)["_opt_called"] = True  # as its step would note for schedulers of torch, which ask
         return weight
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -104,6 +112,8 @@ class Compiled:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise HookError("a parameter has a hook of its gradient, which a compiled function would pass over")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         is_eager = serializer("is_eager", self._is_eager)
@@ -132,6 +142,11 @@ class _Rate:
             self._group["lr"] = self._number
 
 
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something is to be called around its step, such as `FailOnNonNumber`: then it steps by itself."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -145,6 +160,7 @@ def _update(
     precision: Full,
     parameters: Sequence[Tensor],
     optimizers: Sequence[Optimizer],
+    steps: bool,
     inputs: Any,
 ) -> Any:
     args, kwargs = arguments(inputs)
@@ -156,8 +172,8 @@ def _update(
         assert parameter.grad is not None  # see _prepare
         parameter.grad.copy_(gradient)
     with torch.no_grad():
-        for optimizer in optimizers:
-            inspect.unwrap(type(optimizer).step)(optimizer)  # inside what profiles it and calls its hooks
+        for optimizer in optimizers if steps else ():
+            inspect.unwrap(type(optimizer).step)(optimizer)  # inside what profiles it
     return weight
 
 

@@ -1,0 +1,96 @@
+"""Fails where Chainring has become slower than a stored table says, by more than a quarter of a ratio.
+
+    python benchmarks/gate.py           # a part of `make check`
+    python benchmarks/gate.py --write   # stores what is measured, on a machine that has nothing else to do
+
+A ratio is the time of Chainring over that of a loop that does the same, in one run: the median of three rounds. A row beyond
+its limit is measured once more, because a shared machine may have been busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import _loops
+import data
+import epochs
+import numpy as np
+import overhead
+import torch
+from _measure import Plan, Row, figure, measure
+
+from chainring.datasets import TupleDataset
+
+TABLE = Path(__file__).with_name("ratios.json")
+SLACK = 1.25
+ROUNDS = 3
+OVERHEAD = [overhead.BARE, "in stages (a callback)", "the script's extensions", "the same and a snapshot an epoch"]
+EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED)]
+
+
+def iterations(out: Path) -> dict[str, float]:
+    """Of an iteration."""
+    rows = {row.name: row for row in overhead.rows_of(out, {})}
+    pairs = [(name, str(rows[name].over)) for name in OVERHEAD]
+    return _ratios(pairs, rows, Plan(_loops.EPOCH, ROUNDS, 3, time.perf_counter))
+
+
+def whole_epochs(out: Path) -> dict[str, float]:
+    """Of an epoch of the script."""
+    rows, _ = epochs.rows_of(out, 50)
+    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(2, ROUNDS, 2, time.perf_counter))
+
+
+def _ratios(pairs: list[tuple[str, str]], rows: dict[str, Row], plan: Plan) -> dict[str, float]:
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    times = measure([rows[name] for name in names], plan)
+    return {
+        f"{name} / {over}": figure([own / base for own, base in zip(times[name], times[over], strict=True)]).median
+        for name, over in pairs
+    }
+
+
+def batches(out: Path) -> dict[str, float]:
+    """Of reading arrays in memory, beside a DataLoader without workers."""
+    arrays = TupleDataset(np.zeros((20_000, 784), np.float32), np.zeros(20_000, np.int64))
+    result = data.measured("arrays", arrays, 0, 3, ROUNDS)
+    return {"SerialIterator, arrays in memory / DataLoader": 1 / result["ratio"]["median"]}
+
+
+def measured(part: Callable[[Path], dict[str, float]]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+        return part(Path(directory))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"store the ratios in {TABLE.name}")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    stored: dict[str, float] = {} if args.write else json.loads(TABLE.read_text())
+    print(f"{'time of Chainring over that of a loop that does the same':<82}{'ratio':>7}{'limit':>7}")
+    ratios, slower = {}, []
+    for part in (iterations, whole_epochs, batches):
+        found = measured(part)
+        if any(ratio > SLACK * stored.get(name, ratio) for name, ratio in found.items()):
+            again = measured(part)
+            found = {name: min(ratio, again[name]) for name, ratio in found.items()}
+        for name, ratio in found.items():
+            limit = SLACK * stored.get(name, ratio)
+            slower += [name] if ratio > limit else []
+            print(f"{name:<82}{ratio:>7.3f}{limit:>7.3f}{'  slower' if ratio > limit else ''}", flush=True)
+        ratios |= found
+    if args.write:
+        TABLE.write_text(json.dumps({name: round(ratio, 3) for name, ratio in ratios.items()}, indent=1) + "\n")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
