@@ -50,7 +50,7 @@ class StandardUpdater(InParts):
         compile: computes the loss, its gradients and the steps in one function of ``torch.compile``, on an NVIDIA
             accelerator as a captured graph; results are the same to float tolerance. Seconds go by before the first update,
             and before the first of each other shape of a batch. What cannot be compiled runs as it is, and a warning says
-            why.
+            why; so does an update that `dump_graph` or a `Profiler` watches, which need its graph and its phases.
 
     Raises:
         TypeError: something of another kind stands where an iterator, an optimizer or a model belongs.
