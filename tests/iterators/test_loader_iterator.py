@@ -30,6 +30,12 @@ def test_the_number_of_examples_is_the_first_dimension_of_the_first_tensor():
     assert [len(next(iterator)) for _ in range(4)] == [4, 4, 2, 4]
 
 
+def test_a_table_of_plain_lists_has_as_many_examples_as_its_first_column():
+    """As Hugging Face's ``dataset.iter(batch_size=3)`` gives it."""
+    (batch,) = LoaderIterator([{"text": ["a", "b", "c"], "label": [0, 1, 0]}], repeat=False)
+    assert len(batch) == 3
+
+
 def test_an_epoch_is_one_pass():
     """Counters are exact where the loader has a length."""
     iterator = LoaderIterator(DataLoader(DATA, 5))

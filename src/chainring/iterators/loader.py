@@ -80,7 +80,8 @@ class LoaderIterator(PassIterator):
         columns = tuple(item) if type(item) is list else item
         number = count_rows(columns)
         if number is None:
-            number = len(columns) if hasattr(columns, "__len__") else 1
+            column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns
+            number = len(column) if hasattr(column, "__len__") else 1
         batch = Batch(columns=columns, length=number)
         if self.size == 1:
             return batch
