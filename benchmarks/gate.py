@@ -45,7 +45,7 @@ def iterations(out: Path) -> dict[str, float]:
 def whole_epochs(out: Path) -> dict[str, float]:
     """Of an epoch of the script."""
     rows, _ = epochs.rows_of(out, 50)
-    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(2, ROUNDS, 2, time.perf_counter))
+    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(4, ROUNDS, 2, time.perf_counter))
 
 
 def _ratios(pairs: list[tuple[str, str]], rows: dict[str, Row], plan: Plan) -> dict[str, float]:
