@@ -209,7 +209,9 @@ def test_a_mistake_of_the_model_is_raised_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"accumulate": 2}, {"precision": "fp16"}, {"callbacks": UpdateCallbacks(update_on_start=print)}], ids=str
+    "settings",
+    [{"accumulate": 2}, {"precision": "fp16"}, {"callbacks": UpdateCallbacks(update_on_start=print)}],
+    ids=lambda settings: next(iter(settings)),
 )
 def test_settings_that_need_stages_are_said_at_once(tmp_path, settings):
     with pytest.warns(UserWarning, match=STANDS):
