@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import platform
 import statistics
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,6 +100,27 @@ def differences(row: Row, times: dict[str, list[float]]) -> list[float]:
     """What a row costs more than the row it is over, round by round."""
     assert row.over is not None
     return [(own - other) / row.share for own, other in zip(times[row.name], times[row.over], strict=True)]
+
+
+def parser_of(text: str | None, slack: float | None, limit: str = "SLACK x budget") -> argparse.ArgumentParser:
+    """What the command lines of all tables have: rounds, a file, and with a ``slack`` a check of the budgets."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
+    if slack is not None:
+        parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded beyond the slack")
+        told = f"the limit of --check is {limit} (default: {slack:g})"
+        parser.add_argument("--slack", type=float, default=slack, help=told)
+    return parser
+
+
+def conclude(args: argparse.Namespace, report: dict[str, Any], failed: Sequence[str]) -> int:
+    """Writes the figures where that was asked for, and says what is over its limit; returns the exit status."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    for line in failed:
+        print(f"over the limit: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def machine() -> dict[str, object]:

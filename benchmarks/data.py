@@ -13,7 +13,6 @@ is taken round by round.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import Figure, figure, machine
+from _measure import Figure, conclude, figure, machine, parser_of
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -139,12 +138,8 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser = parser_of(__doc__, slack=1.25, limit="budget / SLACK")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="worker processes (default: 0 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is missed beyond the slack")
-    parser.add_argument("--slack", type=float, default=1.25, help="the limit of --check is budget / SLACK (default: 1.25)")
     args = parser.parse_args()
     if args.rounds < 1 or min(args.workers) < 0:
         parser.error(f"--rounds is at least 1 and --workers at least 0, got {args.rounds} and {args.workers}")
@@ -173,12 +168,12 @@ def main() -> int:
             for workers in args.workers:
                 results.append(measured(name, dataset, workers, epochs, args.rounds, own))
                 print(line_of(results[-1]), flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
-    missed = [result for result in results if result["ratio"]["median"] * args.slack < BUDGET] if args.check else []
-    for result in missed:
-        print(f"below the limit: {result['data']}, {result['workers']} workers", file=sys.stderr)
-    return 1 if missed else 0
+    missed = [
+        f"{result['data']}, {result['workers']} workers: {result['ratio']['median']:.2f} of the DataLoader"
+        for result in results
+        if args.check and result["ratio"]["median"] * args.slack < BUDGET
+    ]
+    return conclude(args, {"machine": facts, "rows": results}, missed)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ ratio is taken round by round.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import _epochs
 import torch
-from _measure import Figure, Plan, Row, figure, machine, measure
+from _measure import Figure, Plan, Row, conclude, figure, machine, measure, parser_of
 from _peers import version
 
 LOADER, GATHER, FUSED = "by hand, DataLoader", "by hand, one gather", "by hand, one gather, fused Adam"
@@ -85,13 +84,9 @@ def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, slack=1.25)
     parser.add_argument("--units", type=int, nargs="+", default=[50, 1000], help="of a hidden layer (default: 50 1000)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
     parser.add_argument("--tries", type=int, default=2, help="in a round, of which the least time is taken (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded beyond the slack")
-    parser.add_argument("--slack", type=float, default=1.25, help="the limit of --check is SLACK x budget (default: 1.25)")
     args = parser.parse_args()
     if min(args.rounds, args.tries, *args.units) < 1:
         parser.error(f"--units, --rounds and --tries are at least 1, got {args.units}, {args.rounds} and {args.tries}")
@@ -116,12 +111,7 @@ def main() -> int:
             results += measured
     for name in missing:
         print(f"{'':>5}  {name:<42}  missing: pip install 'chainring[bench]'")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
-    failed = failures(results, args.slack) if args.check else []
-    for line in failed:
-        print(f"over the limit: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(args, {"machine": facts, "rows": results}, failures(results, args.slack) if args.check else [])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ shows is noise. Where other programs run, `--clock cpu` leaves out the time that
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ import _chainring
 import _loops
 import _peers
 import torch
-from _measure import Figure, Plan, Row, differences, figure, machine, measure
+from _measure import Figure, Plan, Row, conclude, differences, figure, machine, measure, parser_of
 
 RAW, RAW_WITH_LOG, RAW_BF16, BARE = "raw loop", "raw loop with means, evaluation and log", "raw loop in bf16", "no extension"
 RAW_WITH_SAVE = "the same raw loop and torch.save an epoch"
@@ -118,15 +117,10 @@ def failures(results: list[dict[str, Any]], first: Figure, slack: float) -> list
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
+    parser = parser_of(__doc__, slack=2.0, limit=f"SLACK x (budget + {NOISE:g} us of noise)")
     parser.add_argument("--tries", type=int, default=3, help="in a round, of which the least time is taken (default: 3)")
     parser.add_argument("--iterations", type=int, default=500, help=f"N, a multiple of {_loops.EPOCH} (default: 500)")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="(default: wall)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a budget is exceeded beyond the slack")
-    help_slack = f"the limit of --check is SLACK x (budget + {NOISE:g} us of noise) (default: 2)"
-    parser.add_argument("--slack", type=float, default=2.0, help=help_slack)
     args = parser.parse_args()
     if min(args.rounds, args.tries) < 1:
         parser.error(f"--rounds and --tries are at least 1, got {args.rounds} and {args.tries}")
@@ -152,13 +146,8 @@ def main() -> int:
         times = measure(rows, Plan(args.iterations, args.rounds, args.tries, CLOCKS[args.clock]))
     results = [result_of(row, times) for row in rows]
     print_table(results, missing, first)
-    if args.json is not None:
-        report = {"machine": facts, "rows": results, "missing": missing, "first_update_ms": vars(first)}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    failed = failures(results, first, args.slack) if args.check else []
-    for line in failed:
-        print(f"over the limit: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    report = {"machine": facts, "rows": results, "missing": missing, "first_update_ms": vars(first)}
+    return conclude(args, report, failures(results, first, args.slack) if args.check else [])
 
 
 if __name__ == "__main__":

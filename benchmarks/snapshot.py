@@ -13,7 +13,6 @@ memcpy that of the steps made while nothing is.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measure import Figure, figure, machine
+from _measure import Figure, conclude, figure, machine, parser_of
 from _snapshots import ASYNCHRONOUS, MEMCPY, Rounds, State, Writers
 
 BUDGET, BUDGET_SIZE = 1.3, 200
@@ -101,15 +100,10 @@ def say(text: str) -> None:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, slack=1.5)
     help_sizes = "of the states: the parameters and their Adam (default: 20 200 1000)"
     parser.add_argument("--sizes", type=int, nargs="+", default=[20, 200, 1000], metavar="MB", help=help_sizes)
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
     parser.add_argument("--dir", type=Path, help="where to write; on the disk that is meant (default: the temporary files)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when the budget is exceeded beyond the slack")
-    help_slack = "the limit of --check is SLACK x budget (default: 1.5)"
-    parser.add_argument("--slack", type=float, default=1.5, help=help_slack)
     args = parser.parse_args()
     if args.rounds < 1 or min(args.sizes) < 1:
         parser.error(f"--rounds and --sizes are at least 1, got {args.rounds} and {args.sizes}")
@@ -129,12 +123,7 @@ def main() -> int:
         for size in args.sizes:
             results += measured(size, args.rounds, Path(directory) / f"{size}")
     print_table(results)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": facts, "rows": results}, indent=1) + "\n")
-    failed = failures(results, args.slack) if args.check else []
-    for line in failed:
-        print(f"over the limit: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return conclude(args, {"machine": facts, "rows": results}, failures(results, args.slack) if args.check else [])
 
 
 if __name__ == "__main__":

@@ -12,13 +12,11 @@ examples themselves cost nothing. From ``run()`` to the first update: ``overhead
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from _measure import figure, machine
+from _measure import conclude, figure, machine, parser_of
 
 from chainring.iterators import SerialIterator
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
@@ -72,9 +70,7 @@ def resume_seconds() -> float:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser = parser_of(__doc__, slack=None)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds is at least 1, got {args.rounds}")
@@ -91,11 +87,7 @@ def main() -> int:
     measured["resume at 90 % of 10^9 examples, to the next batch"] = figure([resume_seconds() for _ in range(args.rounds)])
     for name, each in measured.items():
         print(f"{name:<52}{each.median:>9.4f} ({each.least:.4f} to {each.most:.4f})")
-    if args.json is not None:
-        args.json.write_text(
-            json.dumps({"machine": facts, "rows": {key: vars(each) for key, each in measured.items()}}) + "\n"
-        )
-    return 0
+    return conclude(args, {"machine": facts, "rows": {name: vars(each) for name, each in measured.items()}}, [])
 
 
 if __name__ == "__main__":

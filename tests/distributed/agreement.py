@@ -1,7 +1,9 @@
 """Worlds of several sizes take one path, or at least the same examples, or refuse on every rank."""
 
 from program import Options
-from worlds import Row, WrongEndError, close_rows, close_values, consumed, same
+from worlds import Row, close_rows, close_values, consumed, same
+
+from tries import WrongEndError
 
 WORLDS = [("plain", 2), ("plain", 3), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
 SETTINGS = [

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import program
 from program import Fault, Options
-from worlds import Row, World, WrongEndError, same
+from worlds import Row, World, same
+
+from tries import WrongEndError
 
 LIMIT = 150.0  # seconds: torch is imported by seven processes
 SIZE = 3

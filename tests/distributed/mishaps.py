@@ -4,7 +4,9 @@ import shutil
 from dataclasses import replace
 
 from program import CODE, Fault, Options
-from worlds import Row, WrongEndError, newest, same
+from worlds import Row, newest, same
+
+from tries import WrongEndError
 
 WORLDS = [(kind, size) for size in (2, 3) for kind in ("plain", "ddp", "fsdp")]
 

@@ -5,10 +5,11 @@ import io
 import shutil
 
 from program import Fault, Options, digest, model_of
-from worlds import KINDS, Row, WrongEndError, close_rows, close_values, consumed, newest, same
+from worlds import KINDS, Row, close_rows, close_values, consumed, newest, same
 
 from chainring import cli, serializers
 from chainring.parallel import Communicator
+from tries import WrongEndError
 
 SAVED_AT = 9  # in the midst of the second epoch
 EXACT = [(kind, size, net) for size in (3, 2) for kind in ("plain", "ddp", "fsdp") for net in ("dropout", "batchnorm", "")]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,14 +20,11 @@ import program
 import torch
 
 from chainring.serializers.store import Store
+from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that a world may take
 AT_ONCE = 10.0  # seconds in which all have stopped after one has failed
 KINDS = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
-
-
-class WrongEndError(Exception):
-    """A try that did not end as it must."""
 
 
 @dataclass
@@ -48,6 +46,17 @@ class Row:
     check: int
     large: int
     attempt: Callable
+
+    def make(self, bench, number, draw, place):
+        """One try; counts it by what it was."""
+        return Counter([self.attempt(bench, number, draw, place)])
+
+    def has_enough(self, counts, wanted):
+        return counts.total() >= wanted
+
+    def said(self, counts):
+        kinds = ", ".join(f"{value} {key}" for key, value in sorted(counts.items()))
+        return f"{counts.total()} tries" + (f" ({kinds})" if 1 < len(counts) < 8 else "")
 
 
 def live(rank, size, port, place, options):
@@ -115,6 +124,9 @@ class Bench:
 
     def __exit__(self, *_):
         shutil.rmtree(self.root)
+
+    def end(self):
+        """Nothing is left of a try that has failed: `run` ends its ranks, come what may."""
 
     def place(self, name):
         """An empty directory."""

@@ -20,13 +20,10 @@ import program
 import torch
 
 from chainring.serializers.store import Store
+from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that an attempt may take
 LEFT = 8.0  # seconds in which the workers of a killed process must be gone
-
-
-class WrongEndError(Exception):
-    """A try that did not end as it must."""
 
 
 @dataclass

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attempts import Attempt, Settings, WrongEndError, check_directory, end, gone, unfinished
+from attempts import Attempt, Settings, check_directory, end, gone, unfinished
 from injected import Plan
+
+from tries import WrongEndError
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Row:
 
     Attributes:
         name: on the command line.
-        fault: what is done.
+        done: the fault.
         expected: what must be true afterwards.
         counted: the key of the counts that the numbers are of.
         check: how many in ``make check``.
@@ -31,13 +33,23 @@ class Row:
     """
 
     name: str
-    fault: str
+    done: str
     expected: str
     counted: str
     check: int
     large: int
     attempt: Callable
     inside: int = 0
+
+    def make(self, bench, number, draw, place):
+        """One try, after which no process is left; its counts."""
+        counts = self.attempt(bench, number, draw, place)
+        bench.settle()
+        return counts
+
+    def said(self, counts):
+        ordered = sorted(counts.items(), key=lambda item: item[0] != self.counted)
+        return ", ".join(f"{value:,} {key}" for key, value in ordered if value)
 
     def has_enough(self, counts, wanted):
         """Whether as many were done as wanted, and enough of them inside a write."""

@@ -3,9 +3,11 @@
 import os
 from collections import Counter
 
-from attempts import Settings, WrongEndError, check_directory, newest_of, started_at
+from attempts import Settings, check_directory, newest_of, started_at
 from bench import Row
 from injected import Plan
+
+from tries import WrongEndError
 
 YEAR = 365 * 86400.0
 

@@ -4,11 +4,12 @@ import os
 import shutil
 from collections import Counter
 
-from attempts import Settings, WrongEndError, check_snapshots, newest_of, started_at
+from attempts import Settings, check_snapshots, newest_of, started_at
 from bench import Row
 
 from chainring.serializers.manifest import CorruptError
 from chainring.serializers.store import Store
+from tries import WrongEndError
 
 CONTINUED = 5  # one in so many damaged runs is continued; all are verified
 

@@ -8,8 +8,10 @@ from collections import Counter
 from multiprocessing import RawValue
 
 import program
-from attempts import Settings, WrongEndError, check_directory, newest_of, processes_of, started_at
+from attempts import Settings, check_directory, newest_of, processes_of, started_at
 from bench import Row
+
+from tries import WrongEndError
 
 STALL = 0.5  # seconds that an example may take
 AT_ONCE = 4.0  # seconds in which an error must have ended the process, on a busy machine

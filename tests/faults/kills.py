@@ -5,9 +5,11 @@ import signal
 from collections import Counter
 
 import attempts
-from attempts import Settings, WrongEndError, check_directory, check_snapshots, newest_of, started_at, unfinished
+from attempts import Settings, check_directory, check_snapshots, newest_of, started_at, unfinished
 from bench import Row
 from injected import Plan
+
+from tries import WrongEndError
 
 MOST = 15  # kills of one run, after which it is left in peace
 

@@ -5,10 +5,12 @@ import signal
 from collections import Counter
 
 import program
-from attempts import Settings, WrongEndError, check_directory, newest_of, started_at, unfinished
+from attempts import Settings, check_directory, newest_of, started_at, unfinished
 from bench import Row
 from data import Slow
 from injected import Plan
+
+from tries import WrongEndError
 
 CODE = 128 + signal.SIGTERM
 
