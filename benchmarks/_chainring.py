@@ -16,7 +16,7 @@ from chainring.nn import Classifier
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks
 from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, snapshot
 
-IDLE = 8
+IDLE = 64
 """Idle extensions in the row that prices them."""
 
 

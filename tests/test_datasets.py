@@ -1,6 +1,9 @@
 """Datasets: indexing, parts, and the digits."""
 
 import random
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -233,6 +236,20 @@ class TestDigits:
         train, test = get_digits(withlabel=False, scale=16.0)
         assert np.array_equal(test, images[::5])
         assert np.array_equal(train, np.delete(images, np.s_[::5], axis=0))
+
+    def test_loading_draws_nothing_from_the_generators(self):
+        """Not even in a process that has not imported scikit-learn, which draws from Python's generator when it is."""
+        program = """
+            import random, numpy, torch
+            from chainring.datasets import get_digits
+            random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+            get_digits()
+            print(random.random(), numpy.random.rand(), torch.rand(()).item())
+        """
+        run = [sys.executable, "-c", textwrap.dedent(program)]
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        drawn = f"{random.random()} {np.random.rand()} {torch.rand(()).item()}\n"
+        assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == drawn
 
     @pytest.mark.parametrize("ndim", [0, 4, "2"])
     def test_another_form_is_refused(self, ndim):

@@ -82,11 +82,14 @@ def _accelerator() -> Any:
 @contextmanager
 def preserved() -> Iterator[None]:
     """What is drawn inside does not show outside: every generator is put back afterwards."""
-    state = get_state()
-    try:
-        yield
-    finally:
-        set_state(state)
+    device = _accelerator()
+    state = None if device is None else device.get_rng_state()
+    with host_preserved():
+        try:
+            yield
+        finally:
+            if device is not None:
+                device.set_rng_state(state)
 
 
 @contextmanager

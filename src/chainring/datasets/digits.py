@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from chainring.datasets.tuple_dataset import TupleDataset
+from chainring.generators import host_preserved
 
 
 def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tuple[Any, Any]:
@@ -28,14 +29,19 @@ def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tup
     shapes = {1: (64,), 2: (8, 8), 3: (1, 8, 8)}
     if ndim not in shapes:
         raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError('the digits come with scikit-learn: pip install "chainring[examples]"') from error
-    digits = load_digits()
+    digits = _load()
     images = (digits.images * (scale / 16)).astype(np.float32).reshape(-1, *shapes[ndim])
     tests = np.arange(len(images)) % 5 == 0
     if not withlabel:
         return images[~tests], images[tests]
     labels = digits.target.astype(np.int64)
     return TupleDataset(images[~tests], labels[~tests]), TupleDataset(images[tests], labels[tests])
+
+
+def _load() -> Any:
+    try:
+        with host_preserved():  # what scikit-learn imports draws from Python's generator, once a process
+            from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError('the digits come with scikit-learn: pip install "chainring[examples]"') from error
+    return load_digits()

@@ -46,18 +46,18 @@ class IntervalTrigger(Trigger):
     def __call__(self, trainer: Trainer) -> bool:
         """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
         updater = trainer.updater
-        iteration = updater.iteration
-        if self._is_every:
-            return iteration > 0
-        # Below _wait the next multiple is not near, and nothing has to be counted or remembered.
-        progress = iteration if self._is_of_iterations else updater.epoch_detail
-        if progress < self._wait and iteration != self._asked:
+        progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
+        if progress < self._wait:  # the next multiple is not near, and nothing has to be counted or remembered
             return False
+        if self._is_every:
+            return progress > 0
         return super().__call__(trainer)
 
     def ask(self, trainer: Trainer) -> bool:
         before, now = self._crossed or 0, self._multiples(trainer)
         self._count(now)
+        if now != before:
+            self._wait = -math.inf  # asked again in this iteration it has to repeat its answer
         return now != before
 
     def _multiples(self, trainer: Trainer) -> int:
@@ -70,6 +70,8 @@ class IntervalTrigger(Trigger):
     def _count(self, crossed: int) -> None:
         numerator, denominator = self._ratio
         self._crossed = crossed
+        if self._is_every:
+            return
         if self.unit == "iteration":
             self._wait = -(-(crossed + 1) * numerator // denominator)
         else:
@@ -98,6 +100,8 @@ class IntervalTrigger(Trigger):
             self.forget()
             if crossed is not None and list(period) == own:
                 self._count(crossed)
+                if self._answer:
+                    self._wait = -math.inf
 
     def __str__(self) -> str:
         return f"IntervalTrigger({self.period}, {self.unit!r})"
