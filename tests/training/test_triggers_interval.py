@@ -97,6 +97,18 @@ def test_asked_again_in_the_same_iteration_it_repeats_its_answer(tmp_path, per_e
         assert [trigger(trainer), trigger(trainer), reloaded(trigger, setting)(trainer)] == [wanted] * 3
 
 
+@vectors
+def test_asked_again_after_a_reload_it_repeats_its_answer(tmp_path, per_epoch, setting, expected):
+    """The iteration in which a state was saved has one answer, before and after."""
+    trainer = a_trainer(tmp_path, CountingUpdater(per_epoch))
+    trigger, repeated = triggers.IntervalTrigger(*setting), []
+    for _ in range(7):
+        trainer.updater.update()
+        trigger(trainer)
+        repeated.append(reloaded(trigger, setting)(trainer))
+    assert repeated == pattern(expected)
+
+
 def test_one_trigger_object_serves_two_extensions(tmp_path):
     """Both extensions are called at every multiple, where upstream only the first ever is (T13)."""
     trainer, first, second = a_trainer(tmp_path, stop=(7, "iteration")), Fires(), Fires()
