@@ -1,5 +1,6 @@
 """chainring verify-resume tries a script as it is."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,13 @@ class Counting(torch.nn.Linear):
 
 
 def test_the_example_continues_bit_for_bit(tmp_path, capsys):
-    """The digits script with its evaluation, log and snapshots, of which nothing is left."""
+    """The digits script with its evaluation, log and snapshots, of which nothing is left; the finding as JSON."""
     arguments = ["--iterations", "18", "--kill-after", "16", str(MNIST), "-e", "3", "-o", str(tmp_path / "result")]
-    assert main(["verify-resume", *arguments]) == 0
-    assert "bit for bit the uninterrupted one" in capsys.readouterr().out
+    assert main(["verify-resume", "--json", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["iterations"], found["kill_after"]) == (True, 18, 16)
+    assert found["arguments"] == ["-e", "3", "-o", str(tmp_path / "result")]
+    assert "bit for bit the uninterrupted one" in found["report"]
     assert not list(tmp_path.iterdir())
 
 

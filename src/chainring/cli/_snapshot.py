@@ -1,9 +1,10 @@
-"""Which snapshot a directory on the command line means."""
+"""Which snapshot a path on the command line means, and what it is if it means none."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from chainring.cli._kind import refusal
 from chainring.serializers.manifest import MANIFEST
 from chainring.serializers.store import Store
 
@@ -17,16 +18,15 @@ def snapshots(directory: str) -> list[Path]:
     """The snapshot itself, or all in the directory of a run, the newest first.
 
     Raises:
-        FileNotFoundError: there is neither.
+        FileNotFoundError: there is neither; the error says what there is, and what to give.
+        CorruptError: it is a snapshot that has lost its manifest.
     """
     path = Path(directory)
-    if (path / MANIFEST).exists():
+    if directory and (path / MANIFEST).exists():
         return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is no directory {directory}")
-    names = Store(path).names()
+    names = Store(path).names() if directory and path.is_dir() else []
     if not names:
-        raise FileNotFoundError(f"{directory} is no snapshot and holds none: neither has a {MANIFEST}")
+        raise refusal(directory)
     return [path / name for name in names]
 
 

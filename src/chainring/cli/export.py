@@ -3,44 +3,86 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from chainring.cli._snapshot import find
+from chainring.cli._parser import add_command, add_json, print_json
+from chainring.cli._snapshot import find, printable
 from chainring.serializers import seal
 from chainring.serializers.saving import only_model, read_state
+
+_MODEL = "updater/model:"
+_DESCRIPTION = """
+Writes the model of a snapshot as one safetensors file with the names of its
+state_dict, which any reader of the format opens. The snapshot is verified first. A
+file that is there is not written over."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "export",
-        help="write the model of a snapshot as one safetensors file",
-        description="Writes the model of a snapshot as one safetensors file with the names of its state_dict, which any "
-        "reader of the format opens. A file that is there is not written over.",
+        purpose="write the model of a snapshot as one safetensors file",
+        description=_DESCRIPTION,
+        examples=[
+            "chainring export result mlp.safetensors              of the newest snapshot",
+            "chainring export result/best gen.safetensors --model gen",
+            "chainring export --json result mlp.safetensors | jq .tensors",
+        ],
+        status=[
+            "the file is written",
+            "the snapshot is damaged",
+            "there is no snapshot, no such model, or a file already",
+        ],
     )
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, whose newest is taken")
     parser.add_argument("file", metavar="FILE", help="the file to write")
     parser.add_argument("--model", metavar="NAME", help="which model, where there are several; by default main")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Writes the file."""
-    directory = find(options.directory)
+    directory, file = find(options.directory), Path(options.file)
+    if os.path.lexists(file):
+        raise FileExistsError(f"{file} is there already, and nothing is written over; give another name")
     state = read_state(directory)
-    prefix = f"updater/model:{options.model}/" if options.model else only_model(state, directory)
+    prefix = f"{_MODEL}{options.model}/" if options.model else _only_model(state, directory)
     found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if not prefix or not tensors:
-        raise ValueError(
-            f"{directory} has no model {options.model or 'of an updater'}; `chainring inspect` lists what it has"
-        )
+        raise ValueError(_none(state, directory, options.model))
     left_out = sorted(name for name, value in found.items() if value is None)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seal.write_sealed(file, tensors)
+    if options.json:
+        model = prefix.removeprefix(_MODEL).rstrip("/")
+        facts = {"file": str(file), "bytes": file.stat().st_size, "directory": str(directory), "model": model}
+        print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
+        return
     if left_out:
-        print(f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}")
-    Path(options.file).parent.mkdir(parents=True, exist_ok=True)
-    seal.write_sealed(options.file, tensors)
-    print(f"{options.file}: {len(tensors)} tensors of {directory}")
+        taken = f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
+        print(printable(taken))
+    print(printable(f"{file}: {len(tensors)} tensors of {directory}"))
+
+
+def _only_model(state: dict[str, Any], directory: Path) -> str:
+    try:
+        return only_model(state, directory)
+    except ValueError:
+        raise ValueError(f"{directory} has several models; name one by --model: {', '.join(_names(state))}") from None
+
+
+def _names(state: dict[str, Any]) -> list[str]:
+    return sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+
+
+def _none(state: dict[str, Any], directory: Path, name: str | None) -> str:
+    names = _names(state)
+    has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
+    return f"{directory} has no model {name or 'of an updater'}; {has}"

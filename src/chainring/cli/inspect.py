@@ -1,57 +1,90 @@
-"""``chainring inspect DIR``: what a snapshot holds."""
+"""``chainring inspect PATH``: what a snapshot, or the file of a model, holds."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from chainring.cli._snapshot import find, printable
+from chainring.cli._kind import is_model
+from chainring.cli._parser import add_command, add_json, print_json
+from chainring.cli._snapshot import printable, snapshots
 from chainring.serializers.manifest import look
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
+_OTHERS = 3
+_DESCRIPTION = """
+Shows what a snapshot holds: the iteration, the versions that wrote it, and each
+tensor with its dtype, shape and bytes. Only the manifest and the heads of the files
+are read, so it takes no longer for a large one; `chainring verify` reads every byte."""
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "inspect",
-        help="what a snapshot holds: iteration, epoch, versions, and every tensor with its shape and dtype",
-        description="Shows what a snapshot holds. Only its manifest and the heads of its files are read; "
-        "`chainring verify` reads every byte.",
+        purpose="what a snapshot holds: versions, tensors, shapes, bytes",
+        description=_DESCRIPTION,
+        examples=[
+            "chainring inspect result                  the newest snapshot of a run",
+            "chainring inspect result/snapshot_iter_150 | grep optimizer",
+            "chainring inspect --json result | jq .iteration",
+        ],
+        status=["it is shown", "it is damaged", "there is no snapshot"],
     )
-    parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, whose newest is shown")
-    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
+    parser.add_argument(
+        "path", metavar="PATH", help="a snapshot, the directory of a run, whose newest is shown, or the file of a model"
+    )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints what the snapshot holds."""
-    about = describe(find(options.directory))
-    if options.json:
-        print(json.dumps(about, indent=1))
+    """Prints what the snapshot or the file holds."""
+    path = Path(options.path)
+    if is_model(path):
+        tensors = _tensors_of(path)
+        if options.json:
+            print_json({"file": str(path), "bytes": path.stat().st_size, "tensors": tensors})
+        else:
+            print(f"{printable(path)}: the file of a model")
+            _print_table(tensors, path.stat().st_size)
         return
-    print(
-        f"{about['directory']}: iteration {about['iteration']}"
-        + (f", epoch {printable(about['epoch'])}" if about["epoch"] else "")
-    )
+    directory, *others = snapshots(options.path)
+    about = describe(directory)
+    if options.json:
+        print_json(about)
+        return
+    _print_head(about, others)
+    _print_table(about["tensors"], about["bytes"])
+
+
+def _print_head(about: Mapping[str, Any], others: Sequence[Path]) -> None:
+    epoch = f", epoch {printable(about['epoch'])}" if about["epoch"] else ""
+    print(f"{printable(about['directory'])}: iteration {about['iteration']}{epoch}")
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
+    if others:
+        more = f" and {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
+        print(f"also there: {', '.join(printable(path.name) for path in others[:_OTHERS])}{more}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
+
+
+def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
     rows = [
-        (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}")
-        for t in about["tensors"]
+        (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     for row in rows:
         print(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}")
-    print(f"{len(rows)} tensors, {sum(t['bytes'] for t in about['tensors']):,} bytes; files of {about['bytes']:,} bytes")
+    print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
 
 
 def describe(directory: Path) -> dict[str, Any]:

@@ -25,6 +25,10 @@ class CorruptError(ValueError):
     """A snapshot is not what was written."""
 
 
+class NewerFormat(CorruptError):  # noqa: N818 - it is no damage
+    """A newer version of Chainring wrote the snapshot, and this one cannot tell whether it is sound."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a snapshot says about itself.
@@ -70,6 +74,7 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         CorruptError: it is missing, or not what was written.
+        NewerFormat: a newer version wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -85,6 +90,8 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptError(f"{path} is not what was written")
     try:
         return _parsed(body)
+    except NewerFormat as error:
+        raise NewerFormat(f"{directory} {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError(f"{path} is no manifest that this version reads: {error}") from error
 
@@ -92,7 +99,10 @@ def read_manifest(directory: Path) -> Manifest:
 def _parsed(body: bytes) -> Manifest:
     """What a manifest says, each value of its type: the seal finds damage, and does not prove who wrote it."""
     content = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)  # bytes might be taken for UTF-16
-    form, iteration, files, about = (content[key] for key in ("format", "iteration", "files", "about"))
+    form = content["format"]
+    if type(form) is int and form > FORMAT:
+        raise NewerFormat(f"is of a newer Chainring, which writes format {form!r:.40}; this one reads {FORMAT}: update it")
+    iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
     if type(form) is not int or form != FORMAT:
         raise ValueError(f"it has format {form!r:.40}, and this version reads {FORMAT}")
     if type(iteration) is not int or type(files) is not dict or type(about) is not dict:

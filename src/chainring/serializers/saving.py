@@ -198,7 +198,11 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
 
 
 def only_model(state: Mapping[str, Any], source: Path) -> str:
-    """The prefix of the only model in a snapshot, or of the main one."""
+    """The prefix of the only model in a snapshot, or of the main one; empty where there is none.
+
+    Raises:
+        ValueError: there are several, and none is the main one.
+    """
     names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
     if not names:
         return ""

@@ -1,0 +1,95 @@
+"""What a path on the command line is, where it is not what a command looks at."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from chainring.serializers.manifest import MANIFEST, CorruptError
+from chainring.serializers.saving import STATE
+from chainring.serializers.store import Store
+
+_RUN = "run.json"
+_ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"
+_TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
+_SHOWN = 3
+
+
+def refusal(given: str) -> Exception:
+    """Why a path is no snapshot and holds none, and what to give instead: an error to be raised."""
+    path = Path(given)
+    if not given:
+        return ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
+    if not os.path.exists(given):
+        return FileNotFoundError(_absent(path))
+    if not path.is_dir():
+        return FileNotFoundError(f"{given} is {kind_of_file(path)}")
+    if (path / STATE).exists():
+        return CorruptError(f"{given} has a {STATE} and no {MANIFEST}: a snapshot that is damaged, or copied in part")
+    return FileNotFoundError(f"{given} is no snapshot and holds none: {_contents(path)}")
+
+
+def kind_of_file(path: Path) -> str:
+    """What a file is that is no snapshot, and what to do with it."""
+    parent = path.parent
+    if (parent / MANIFEST).exists():
+        return f"one file of the snapshot {parent}; give the directory"
+    if is_model(path):
+        return "the file of a model, and no snapshot: `chainring inspect` and `chainring verify` take it"
+    if (foreign := what_is_foreign(path)) is not None:
+        return foreign
+    return "no directory; a snapshot is a directory with a " + MANIFEST
+
+
+def what_is_foreign(path: Path) -> str | None:
+    """What a file is that Chainring neither writes as a model nor opens; ``None`` if it may be a model's, sound or not."""
+    if not path.is_file():
+        return "no plain file and no directory"
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start.startswith((_ARCHIVE, _PICKLE)) and not is_model(path):
+        return (
+            "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python: "
+            "load it with torch.load(path, weights_only=True), and save the model with chainring.serializers.save"
+        )
+    if len(start) == 8 and _TEXT.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
+        run = path.parent if (path.parent / _RUN).exists() else None
+        return "text, and no model" + (f"; to look at the run it belongs to, give {run}" if run else "")
+    return None
+
+
+def is_model(path: Path) -> bool:
+    """Whether a file begins as safetensors does: the length of a header, and the header."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size
+
+
+def _absent(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link to {os.readlink(path)}, which is not there"
+    parent = path.parent
+    names = Store(parent).names() if parent.is_dir() else []
+    return f"there is no {path}" + (f"; {parent} has {_listed(names)}" if names else "")
+
+
+def _contents(path: Path) -> str:
+    """What a directory has that is no snapshot."""
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    if not entries:
+        return "it is empty"
+    if (path / _RUN).exists():
+        return (
+            "it is of a run that has taken no snapshot. In the script, "
+            'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
+        )
+    runs = [entry.name for entry in entries if entry.is_dir() and ((entry / _RUN).exists() or Store(entry).names())]
+    return f"neither has a {MANIFEST}" + (f". There are runs in it: give {_listed(runs, path)}" if runs else "")
+
+
+def _listed(names: list[str], parent: Path | None = None) -> str:
+    shown = [str(parent / name) if parent else name for name in names[:_SHOWN]]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", " if more else " or " if parent else ", ").join(shown) + more

@@ -1,0 +1,253 @@
+"""What the command says to those who meet it: its help, and sensible words where it is given something else."""
+
+import fcntl
+import json
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import zlib
+
+import numpy
+import pytest
+import safetensors.torch
+import torch
+
+import chainring
+import resume_program
+from chainring import serializers
+from chainring.cli import main
+from chainring.training.extensions import snapshot
+
+COMMANDS = ["inspect", "verify", "export", "verify-resume"]
+COMMAND = [sys.executable, "-m", "chainring"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A run with two snapshots, the file of its model, and everything that a person may give instead."""
+    root = tmp_path_factory.mktemp("places")
+    trainer, *_ = resume_program.build(str(root / "result"), stop=(4, "iteration"))
+    trainer.extend(snapshot(), trigger=(2, "iteration"))
+    trainer.run()
+    serializers.save(root / "model", trainer.updater.get_model("main"))
+    sound = root / "result" / "snapshot_iter_4"
+    shutil.copytree(sound, root / "newer")
+    body = (sound / "manifest.json").read_bytes().rpartition(b"\n")[0].replace(b'"format": 1', b'"format": 2')
+    (root / "newer" / "manifest.json").write_bytes(body + b"\n%08x" % zlib.crc32(body))
+    shutil.copytree(sound, root / "torn")
+    (root / "torn" / "manifest.json").unlink()
+    shutil.copytree(root / "result", root / "none")
+    for each in (root / "none").glob("snapshot_iter_*"):
+        shutil.rmtree(each)
+    (root / "empty").mkdir()
+    (root / "other").mkdir()
+    (root / "other" / "notes.txt").write_text("no run")
+    torch.save(torch.nn.Linear(2, 2).state_dict(), root / "model.pt")
+    torch.save([1], root / "old.pt", _use_new_zipfile_serialization=False)
+    numpy.savez(root / "model.npz", weight=numpy.ones(3))
+    (root / "link").symlink_to("nowhere")
+    os.mkfifo(root / "pipe")
+    return root
+
+
+WORDS = {
+    "empty": (2, "is no snapshot and holds none: it is empty"),
+    "other": (2, "is no snapshot and holds none: neither has a manifest.json"),
+    "none": (2, "a run that has taken no snapshot. In the script, trainer.extend(extensions.snapshot()"),
+    ".": (2, "There are runs in it: give {root}/none or {root}/result"),
+    "absent": (2, "there is no {root}/absent"),
+    "result/snapshot_iter_5": (
+        2,
+        "there is no {root}/result/snapshot_iter_5; {root}/result has snapshot_iter_4, snapshot_iter_2",
+    ),
+    "link": (2, "is a link to nowhere, which is not there"),
+    "pipe": (2, "is no plain file and no directory"),
+    "model.pt": (2, "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code"),
+    "old.pt": (2, "a file such as torch.save or NumPy write"),
+    "model.npz": (2, "a file such as torch.save or NumPy write"),
+    "result/log": (2, "is text, and no model; to look at the run it belongs to, give {root}/result"),
+    "result/snapshot_iter_4/state.json": (
+        2,
+        "is one file of the snapshot {root}/result/snapshot_iter_4; give the directory",
+    ),
+    "newer": (2, "is of a newer Chainring, which writes format 2; this one reads 1: update it"),
+    "torn": (1, "has a state.json and no manifest.json: a snapshot that is damaged, or copied in part"),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "export"])
+@pytest.mark.parametrize("given", list(WORDS))
+def test_what_is_no_snapshot_is_called_what_it_is(places, tmp_path, command, given, capsys):
+    """With what to do instead, in one line, and an exit status."""
+    if given == ".":  # the directory above runs, without what else the fixture puts there
+        for name in ("result", "none"):
+            (tmp_path / name).symlink_to(places / name)
+    root = tmp_path if given == "." else places
+    status, words = WORDS[given]
+    more = [str(tmp_path / "file")] if command == "export" else []
+    assert main([command, str(root / given), *more]) == status
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("chainring: ")
+    assert shown.err.count("\n") == 1
+    assert words.format(root=root) in shown.err
+
+
+def test_an_empty_path_is_not_the_current_directory(capsys):
+    """As a variable of the shell that is not set gives one."""
+    assert main(["inspect", ""]) == 2
+    assert "the path is empty" in capsys.readouterr().err
+
+
+def test_inspect_shows_the_file_of_a_model(places, capsys):
+    """Its tensors, and as JSON the same."""
+    assert main(["inspect", str(places / "model")]) == 0
+    shown = capsys.readouterr().out
+    assert "model: the file of a model" in shown
+    assert main(["inspect", "--json", str(places / "model")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bytes"] == (places / "model").stat().st_size
+    assert {"name": "body.0.bias", "dtype": "F32", "shape": [8], "bytes": 32} in facts["tensors"]
+    assert all(tensor["name"] in shown for tensor in facts["tensors"])
+
+
+def test_the_file_of_a_model_is_nothing_to_export(places, tmp_path, capsys):
+    """It is what export would write."""
+    assert main(["export", str(places / "model"), str(tmp_path / "x")]) == 2
+    assert "is the file of a model, and no snapshot" in capsys.readouterr().err
+
+
+def test_inspect_of_a_run_names_its_other_snapshots(places, capsys):
+    """The newest is shown."""
+    assert main(["inspect", str(places / "result")]) == 0
+    assert "also there: snapshot_iter_2\n" in capsys.readouterr().out
+
+
+def test_verify_as_json_says_of_each_what_it_is(places, tmp_path, capsys):
+    """Sound, damaged, and of a newer format, which is neither; the exit status stays."""
+    for name in ("result/snapshot_iter_4", "result/snapshot_iter_2", "newer"):
+        shutil.copytree(places / name, tmp_path / name.rpartition("/")[2])
+    assert main(["verify", "--json", str(tmp_path)]) == 2
+    assert json.loads(capsys.readouterr().out)["sound"] is False
+    (tmp_path / "snapshot_iter_2" / "state.json").write_bytes(b"{}")
+    assert main(["verify", "--json", str(tmp_path)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["sound"] is False
+    checked = {os.path.basename(each["path"]): each for each in found["checked"]}
+    assert {name: each["sound"] for name, each in checked.items()} == {
+        "snapshot_iter_4": True, "snapshot_iter_2": False, "newer": None,
+    }  # fmt: skip
+    assert (checked["snapshot_iter_4"]["iteration"], checked["snapshot_iter_4"]["error"]) == (4, None)
+    assert "state.json" in checked["snapshot_iter_2"]["error"]
+
+
+def test_verify_as_json_of_a_models_file(places, capsys):
+    """Whether it has a checksum is said too."""
+    assert main(["verify", "--json", str(places / "model")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (checked,) = found["checked"]
+    assert (found["sound"], checked["has_checksum"], checked["error"]) == (True, True, None)
+
+
+def test_export_as_json_lists_the_names_of_its_tensors(places, tmp_path, capsys):
+    """And of which snapshot and model they are."""
+    file = tmp_path / "net.safetensors"
+    assert main(["export", "--json", str(places / "result"), str(file)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["tensors"] == sorted(safetensors.torch.load_file(file))
+    assert (facts["file"], facts["bytes"], facts["model"]) == (str(file), file.stat().st_size, "main")
+    assert facts["directory"].endswith("snapshot_iter_4")
+
+
+def test_a_file_that_is_there_is_named_with_the_remedy(places, tmp_path, capsys):
+    """Before the snapshot is read."""
+    (tmp_path / "net").write_text("mine")
+    assert main(["export", str(places / "result"), str(tmp_path / "net")]) == 2
+    assert "net is there already, and nothing is written over; give another name" in capsys.readouterr().err
+    assert (tmp_path / "net").read_text() == "mine"
+
+
+def test_verify_resume_as_json_keeps_its_steps_off_stdout(tmp_path, capsys):
+    """They go to stderr, with the reason where the script cannot be tried."""
+    script = tmp_path / "train.py"
+    script.write_text("raise LookupError('no data')")
+    assert main(["verify-resume", "--json", str(script)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "the uninterrupted run" in shown.err
+    assert "LookupError: no data" in shown.err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+@pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]], ids=["chainring", *COMMANDS])
+def test_help_has_examples_and_exit_statuses_and_fits(command, columns, monkeypatch, capsys):
+    """At 80 columns, and no wider than one reads at 200."""
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert max(map(len, shown.splitlines())) < min(int(columns), 100)
+    examples = shown.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(examples) >= 3
+    assert all(line.strip().startswith(" ".join(["chainring", *command])) for line in examples)
+    statuses = shown.partition("exit status:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in statuses][:3] == ["0", "1", "2"]
+
+
+def test_alone_it_shows_the_whole_help_on_stderr(capsys):
+    """With the exit status of wrong arguments."""
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(f"    {name}" in shown.err for name in COMMANDS)
+    assert "examples:" in shown.err
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    """On stdout."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"chainring {chainring.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(places):
+    """As in `chainring inspect result | head -1`: nothing on stderr, exit status 0."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*COMMAND, "inspect", places / "result"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_output_that_cannot_be_written_is_said_in_one_line(places):
+    """A full disk, say; here a file that is open for reading only."""
+    with open(places / "model", "rb") as output:
+        done = subprocess.run([*COMMAND, "inspect", places / "result"], stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (2, b"chainring: the output: Bad file descriptor\n")
+
+
+def test_on_a_terminal_it_prints_text_and_no_codes(places):
+    """What inspect prints has no escape sequence, so NO_COLOR has nothing to turn off."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with subprocess.Popen([*COMMAND, "inspect", places / "result"], stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        shown = b""
+        while chunk := _read(master):
+            shown += chunk
+    os.close(master)
+    assert process.returncode == 0
+    assert shown.decode().replace("\r\n", "").isprintable()
+
+
+def _read(master):
+    try:
+        return os.read(master, 65536)
+    except OSError:  # how Linux says that nobody holds the other end any more
+        return b""
