@@ -75,6 +75,7 @@ class Seen(NamedTuple):
 
     screen: Screen
     log: list
+    received: str
 
 
 def command(out):
@@ -83,11 +84,12 @@ def command(out):
     return arguments, environment | {"OMP_NUM_THREADS": "1"}
 
 
-def run_in_terminal(columns, out):
-    """The example with its output and errors on a pseudo-terminal of that width."""
+def run_in_terminal(columns, out, **settings):
+    """The example with its output and errors on a pseudo-terminal of that width, in an environment with these settings."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     arguments, environment = command(out)
+    environment |= {"TERM": "xterm-256color", **settings}
     with subprocess.Popen(arguments, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         received = b""
@@ -95,7 +97,8 @@ def run_in_terminal(columns, out):
             received += chunk
     os.close(master)
     assert process.returncode == 0, received.decode()
-    return Seen(Screen(columns).feed(received.decode()), json.loads((out / "log").read_text()))
+    text = received.decode()
+    return Seen(Screen(columns).feed(text), json.loads((out / "log").read_text()), text)
 
 
 def _read(master):
@@ -163,6 +166,22 @@ def test_table_and_bar_do_not_tear_each_other(either):
     table = table_of(either.log) if either.screen.columns == 200 else folded(table_of(either.log))
     torn = [line for line in either.screen.drawn if line and line not in table and not BAR.fullmatch(line)]
     assert torn == []
+
+
+def test_nothing_is_coloured_whether_or_not_colour_is_refused(either):
+    """With `NO_COLOR` (https://no-color.org) there is nothing to take away: no code that sets a colour is ever sent."""
+    assert not re.search(r"\x1b\[[\d;]*m", either.received)
+
+
+def test_a_dumb_terminal_gets_lines(tmp_path):
+    """It cannot go back in a line: `TERM=dumb` is the shell of an editor, or the log of a build."""
+    seen = run_in_terminal(200, tmp_path, TERM="dumb", NO_COLOR="1")
+    assert not set(seen.received.replace("\r\n", "")) - {chr(code) for code in range(32, 127)}
+    lines = seen.received.split("\r\n")
+    progress = [line for line in lines if "%|" in line]
+    assert progress
+    assert all(BAR.fullmatch(line) for line in progress)
+    assert [line for line in lines if line not in progress] == [*table_of(seen.log), ""]
 
 
 def test_nothing_but_lines_goes_to_a_pipe(tmp_path):

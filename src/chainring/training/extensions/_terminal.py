@@ -8,7 +8,7 @@ from typing import Any
 
 def is_terminal(out: Any) -> bool:
     """Whether the stream shows its text on a terminal, where a line can be drawn over."""
-    return bool(getattr(out, "isatty", lambda: False)())
+    return bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
 def columns_of(out: Any) -> int | None:

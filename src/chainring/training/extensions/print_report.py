@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from chainring.training.extension import Extension
 from chainring.training.extensions._log_file import key_list
+from chainring.training.extensions._notebook import NotebookTable, cell, is_notebook
 from chainring.training.extensions._terminal import columns_of, flush
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 class PrintReport(Extension):
     """Prints each new row of a `LogReport` once, under a header; after a resume the earlier rows first.
 
-    Where the terminal is too narrow for the table, a row takes several lines, broken between columns.
+    Where the terminal is too narrow for the table, a row takes several lines, broken between columns. A notebook shows one
+    HTML table of the newest rows, which grows.
 
     Args:
         entries: the keys that are columns; ``None`` takes those of the first row.
@@ -42,13 +44,15 @@ class PrintReport(Extension):
         self._out = out
         self._log: list[dict[str, Any]] | None = None
         self._printed = 0
+        self._table: NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
         self._printed, self._lines = 0, None
         if trainer.comm.rank == 0:
             self._log = self._find(trainer)
-            self._print_new()
+            self._table = NotebookTable(self._entries, self._stream()) if is_notebook(self._stream()) else None
+            self._print_new(at_once=True)
 
     def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
         report = self._log_report if hasattr(self._log_report, "log") else trainer.get_extension(self._log_report)
@@ -60,11 +64,14 @@ class PrintReport(Extension):
         self._print_new()
 
     def finalize(self) -> None:
-        self._print_new()
+        self._print_new(at_once=True)
 
-    def _print_new(self) -> None:
+    def _print_new(self, at_once: bool = False) -> None:
         log = self._log
         if log is None or len(log) == self._printed:
+            return
+        if self._table is not None:
+            self._printed = self._table.show(log, at_once)
             return
         if self._lines is None:
             self._lines = self._lay_out(log[0])
@@ -90,15 +97,9 @@ class PrintReport(Extension):
     def _print(self, row: dict[str, Any]) -> None:
         out = self._stream()
         for line in self._lines or ():
-            text = "  ".join(_cell(row.get(key, ""), width) for key, width in line)
+            text = "  ".join(cell(row.get(key, "")).ljust(width) for key, width in line)
             tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
         flush(out)
 
     def _stream(self) -> Any:
         return sys.stdout if self._out is None else self._out
-
-
-def _cell(value: Any, width: int) -> str:
-    if isinstance(value, (int, float)):
-        return f"{value:<{width}g}"
-    return f"{value!s:<{width}}"

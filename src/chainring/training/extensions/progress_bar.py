@@ -11,10 +11,10 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
-from tqdm.auto import tqdm as tqdm_auto
 
 from chainring.progress import exact, require_epochs
 from chainring.training.extension import Extension
+from chainring.training.extensions._notebook import bar_of_widgets, is_notebook
 from chainring.training.extensions._terminal import columns_of, flush, is_terminal
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ _LINE_SECONDS = 1.0  # at least between two lines of a plain log
 
 class ProgressBar(Extension):
     """Shows the progress of training: a bar of tqdm's in a terminal or notebook, plain lines anywhere else.
+
+    The bar of a notebook is made of ipywidgets (``pip install 'chainring[notebook]'``), without which it is one of text. A
+    terminal that cannot go back in a line (``TERM=dumb``) gets lines; there are no colours.
 
     Args:
         training_length: ``(number, "iteration")`` or ``(number, "epoch")``; by default that of the stop trigger. Without
@@ -85,17 +88,18 @@ class ProgressBar(Extension):
     def _make_bar(self) -> Any:
         """A bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
         out = sys.stdout if self._out is None else self._out
-        in_notebook = self._out is None and any(kind.__module__ == "tqdm.notebook" for kind in tqdm_auto.__mro__)
+        in_notebook = is_notebook(out)
+        widgets = bar_of_widgets() if in_notebook else None
         settings: dict[str, Any] = {
             "total": self._total,
             "initial": self._drawn(),
             "miniters": 0,  # it is decided here when to refresh; tqdm shall not wait for iterations that it foresees
             "unit": self._unit,
-            "bar_format": _format("{bar}" if in_notebook else f"{{bar:{self._bar_length}}}", self._total is not None),
+            "bar_format": _format("{bar}" if widgets else f"{{bar:{self._bar_length}}}", self._total is not None),
         }
-        if in_notebook:
-            return _NotebookBar(desc=self._text(), **settings)
-        if not is_terminal(out):
+        if widgets:
+            return widgets(desc=self._text(), **settings)
+        if not in_notebook and not is_terminal(out):
             return _Lines(out, self._text(), **settings)
         return _Bar(file=out, desc=self._text(), leave=False, **settings)
 
@@ -130,6 +134,8 @@ class ProgressBar(Extension):
         self._bar.update(self._drawn() - self._bar.n)
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
+        if self._bar is not None:
+            self._bar.failed = True
         self.finalize()  # the message that follows begins on a line of its own
 
     def finalize(self) -> None:
@@ -166,12 +172,6 @@ class _Bar(tqdm):  # type: ignore[type-arg]
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))
         return self.format_meter(**fields)
-
-
-class _NotebookBar(tqdm_auto):  # type: ignore[type-arg]
-    """The same in a notebook."""
-
-    monitor_interval = 0
 
 
 class _Lines:
