@@ -232,11 +232,13 @@ def test_an_output_that_cannot_be_written_is_said_in_one_line(places):
     assert (done.returncode, done.stderr) == (2, b"chainring: the output: Bad file descriptor\n")
 
 
-def test_on_a_terminal_it_prints_text_and_no_codes(places):
-    """What inspect prints has no escape sequence, so NO_COLOR has nothing to turn off."""
+def test_on_a_terminal_it_prints_lines_that_fit_and_no_codes(places):
+    """What inspect prints has no escape sequence, so NO_COLOR has nothing to turn off; long names lose their middle."""
     master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with subprocess.Popen([*COMMAND, "inspect", places / "result"], stdin=slave, stdout=slave, stderr=slave) as process:
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [*COMMAND, "inspect", places / "result"]
+    with subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         shown = b""
         while chunk := _read(master):
@@ -244,6 +246,9 @@ def test_on_a_terminal_it_prints_text_and_no_codes(places):
     os.close(master)
     assert process.returncode == 0
     assert shown.decode().replace("\r\n", "").isprintable()
+    table = [line for line in shown.decode().split("\r\n") if line.startswith("  ")]
+    assert max(map(len, table)) <= 60
+    assert any("..." in line for line in table)
 
 
 def _read(master):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from chainring.serializers.manifest import look
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 _OTHERS = 3
+_NARROWEST = 60
 _DESCRIPTION = """
 Shows what a snapshot holds: the iteration, the versions that wrote it, and each
 tensor with its dtype, shape and bytes. Only the manifest and the heads of the files
@@ -82,9 +85,24 @@ def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    for row in rows:
-        print(f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}")
+    widths[0] = min(widths[0], _room() - sum(widths[1:]) - 8)
+    for name, dtype, shape, count in rows:
+        shown = _shortened(name, widths[0])
+        print(f"  {shown:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
     print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
+
+
+def _room() -> int:
+    """The width of the terminal; where the table goes elsewhere, to a file or to grep, names stay whole."""
+    return max(_NARROWEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
+
+
+def _shortened(name: str, width: int) -> str:
+    """A name without its middle: its beginning says whose it is, its end what."""
+    if len(name) <= width:
+        return name
+    kept = width - 3
+    return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
 
 
 def describe(directory: Path) -> dict[str, Any]:
