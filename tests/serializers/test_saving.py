@@ -152,3 +152,13 @@ class TestRuns:
         with pytest.raises(ValueError, match=r"state\.json"):
             serializers.load(tmp_path / "saved", again)
         assert again.current_position == 0
+
+
+def test_a_file_of_torch_save_is_not_opened_and_named(tmp_path):
+    """With the calls that read it."""
+    for name, zipped in (("new.pt", True), ("old.pt", False)):
+        torch.save(nn.Linear(2, 2).state_dict(), tmp_path / name, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(
+            ValueError, match=rf"{name} is a file such as torch.save .* torch.load\(path, weights_only=True\)"
+        ):
+            serializers.load(tmp_path / name, nn.Linear(2, 2))

@@ -3,6 +3,8 @@
 The table holds what the issue of the whole vocabulary names, and what no part's own tests hold.
 """
 
+import argparse
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,12 @@ REFUSED = {
     ),
     "no iterators": (ValueError, "at least one iterator is needed", lambda: training.StandardUpdater({}, SGD, NET)),
     "no optimizers": (ValueError, "at least one optimizer", lambda: training.StandardUpdater([torch.ones(1)], {}, NET)),
+    # trainer
+    "a config that is a namespace": (
+        TypeError,
+        r"config is a mapping of settings, such as vars\(args\); got Namespace",
+        lambda: training.Trainer(updater(), config=argparse.Namespace()),
+    ),
     # triggers
     "a period of zero": (ValueError, "the period of an interval is above 0, got 0", lambda: triggers.get_trigger(NEVER)),
     "no patience": (ValueError, "at least 1; got 0", lambda: triggers.EarlyStoppingTrigger(patience=0)),
@@ -168,6 +176,32 @@ def test_it_is_refused_at_construction(error, message, make):
     """Not in the first epoch, nor after hours."""
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "updater_of",
+    [training.StandardUpdater, lambda *parts: training.ParallelUpdater(*parts, devices={"main": "cpu"})],
+    ids=["StandardUpdater", "ParallelUpdater"],
+)
+def test_a_model_that_does_not_take_the_batch_is_explained_at_the_first_update(updater_of):
+    """What a first script forgets: a model of torch returns an output, and no loss."""
+    first = updater_of(SerialIterator([(torch.ones(2), 1)], 1), SGD, NET)
+    words = r"without a loss_func the model is called with 2 inputs, .* Linear\.forward.* chainring\.nn\.Classifier\(model\)"
+    with pytest.raises(TypeError, match=words):
+        first.update()
+
+
+def test_an_error_within_the_model_stays_what_it_is():
+    """A TypeError of its own is not taken for one of its call."""
+
+    class Adds(nn.Linear):
+        def forward(self, x, t):
+            return "text" + 1
+
+    model = Adds(2, 3)
+    first = training.StandardUpdater(SerialIterator([(torch.ones(2), 1)], 1), torch.optim.SGD(model.parameters()), model)
+    with pytest.raises(TypeError, match="can only concatenate str"):
+        first.update()
 
 
 @pytest.mark.parametrize(

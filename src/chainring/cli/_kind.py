@@ -7,10 +7,10 @@ from pathlib import Path
 
 from chainring.serializers.manifest import MANIFEST, CorruptError
 from chainring.serializers.saving import STATE
+from chainring.serializers.seal import is_of_pickle
 from chainring.serializers.store import Store
 
 _RUN = "run.json"
-_ARCHIVE, _PICKLE = b"PK\x03\x04", b"\x80"
 _TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 _SHOWN = 3
 
@@ -45,13 +45,13 @@ def what_is_foreign(path: Path) -> str | None:
     """What a file is that Chainring neither writes as a model nor opens; ``None`` if it may be a model's, sound or not."""
     if not path.is_file():
         return "no plain file and no directory"
-    with path.open("rb") as file:
-        start = file.read(8)
-    if start.startswith((_ARCHIVE, _PICKLE)) and not is_model(path):
+    if is_of_pickle(path):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python: "
             "load it with torch.load(path, weights_only=True), and save the model with chainring.serializers.save"
         )
+    with path.open("rb") as file:
+        start = file.read(8)
     if len(start) == 8 and _TEXT.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
         run = path.parent if (path.parent / _RUN).exists() else None
         return "text, and no model" + (f"; to look at the run it belongs to, give {run}" if run else "")

@@ -144,6 +144,11 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         return
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
+    if source.is_file() and seal.is_of_pickle(source):
+        raise ValueError(
+            f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
+            "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
+        )
     seal.check_seal(source)
     tensors = tensor_file.read(source)
     if not is_module(obj):

@@ -57,6 +57,13 @@ def check_seal(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def is_of_pickle(path: Path) -> bool:
+    """Whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, and not as safetensors."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{"
+
+
 def _length_of_header(file: BinaryIO) -> int:
     """The bytes up to the first tensor, as far as the file says and holds them; the position is put back."""
     claimed = int.from_bytes(file.read(8), "little")

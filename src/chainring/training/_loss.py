@@ -65,6 +65,25 @@ def check_call(function: Callable[..., Any], model: Any, batch: Any) -> None:
         ) from None
 
 
+def check_model_call(model: nn.Module, batch: Any) -> None:
+    """Refuses a model whose ``forward`` does not take this batch; asked when its call has failed.
+
+    Raises:
+        TypeError: it does not.
+    """
+    args, kwargs = arguments(batch)
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
+        raise TypeError(
+            f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss; "
+            f"{type(model).__name__}.forward{signature} cannot be: {error}. Wrap it, as chainring.nn.Classifier(model) "
+            "does for labels, or give loss_func=lambda model, x, t: ..."
+        ) from None
+
+
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 

@@ -61,6 +61,8 @@ class Trainer(Stateful):
     ) -> None:
         if not callable(getattr(updater, "update", None)):
             raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
+        if not isinstance(config, (Mapping, type(None))):
+            raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
         check_out(out)
         self.updater = updater
         self.stop_trigger = get_stop_trigger(stop_trigger)

@@ -40,9 +40,11 @@ def test_columns_are_as_wide_as_their_names_and_at_least_10(tmp_path):
 
 
 def test_a_missing_key_is_a_blank(tmp_path):
-    """The columns after it stay where they are."""
+    """The columns after it stay where they are. What no row has had is warned about at the end, with what they have."""
     observations = [{"a": 1.0, "b": 2.0}, {"b": 3.0}]
-    table = printed(tmp_path, observations, entries=["a", "b", "never"])
+    with pytest.warns(UserWarning, match=r"nothing to show as \['never'\]; the rows have \['a', 'b', 'epoch'") as caught:
+        table = printed(tmp_path, observations, entries=["a", "b", "never"])
+    assert len(caught) == 1
     assert table == ["a           b           never", "1           2", "            3"]
 
 
@@ -152,7 +154,7 @@ def test_log_report_names_the_log_to_show(tmp_path):
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
     """Before the first update."""
     trainer = trainer_of(Counting(losses(1)), 1, tmp_path, LogReport(), PrintReport(log_report="Log"))
-    with pytest.raises(KeyError, match=r"'Log'.*'LogReport'"):
+    with pytest.raises(KeyError, match=r"'Log'.*'LogReport'.*extend the trainer by one"):
         trainer.run()
     assert trainer.updater.iteration == 0
 

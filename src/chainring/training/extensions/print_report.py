@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,13 @@ class PrintReport(Extension):
             self._print_new(at_once=True)
 
     def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
-        report = self._log_report if hasattr(self._log_report, "log") else trainer.get_extension(self._log_report)
+        report: Any = self._log_report
+        if not hasattr(report, "log"):
+            try:
+                report = trainer.get_extension(self._log_report)
+            except KeyError as error:
+                remedy = "extend the trainer by one, trainer.extend(extensions.LogReport()), or give log_report= its name"
+                raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
         if not hasattr(report, "log"):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
         return report.log  # type: ignore[no-any-return]
@@ -65,6 +72,15 @@ class PrintReport(Extension):
 
     def finalize(self) -> None:
         self._print_new(at_once=True)
+        self._warn_of_blanks()
+
+    def _warn_of_blanks(self) -> None:
+        """At the end, because a key may come late: that of an evaluation now and then, say."""
+        log, self._log = self._log, None
+        found = dict.fromkeys(key for row in log or () for key in row)
+        blank = [entry for entry in self._entries or () if entry not in found]
+        if found and blank:
+            warnings.warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(found)}", stacklevel=2)
 
     def _print_new(self, at_once: bool = False) -> None:
         log = self._log

@@ -14,7 +14,7 @@ from chainring.merging import weighted_means
 from chainring.metrics import is_metric
 from chainring.names import named_parts
 from chainring.reporter import Reporter, current_observation, current_reporter, report_scope
-from chainring.training._loss import arguments, check_call, check_loss, loss_and_weight
+from chainring.training._loss import arguments, check_call, check_loss, check_model_call, loss_and_weight
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._replicas import (
     Replica,
@@ -125,7 +125,11 @@ class ParallelUpdater(StandardUpdater):
         function = self.loss_func
         args, kwargs = arguments(batch)
         if function is None:
-            return loss_and_weight(model(*args, **kwargs), "main")
+            try:
+                return loss_and_weight(model(*args, **kwargs), "main")
+            except TypeError:
+                check_model_call(model, batch)  # says what is wrong, if it is the call
+                raise
         if not self._checked:
             check_call(function, model, batch)
             self._checked = True

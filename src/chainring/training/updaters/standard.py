@@ -12,7 +12,15 @@ from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training._loss import arguments, check_call, check_loss, check_loss_func, differentiate, loss_and_weight
+from chainring.training._loss import (
+    arguments,
+    check_call,
+    check_loss,
+    check_loss_func,
+    check_model_call,
+    differentiate,
+    loss_and_weight,
+)
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._compiled import Compiled, not_compiled
 from chainring.training.updaters._gradients import clear
@@ -193,11 +201,16 @@ class StandardUpdater(InParts):
 
     def _loss(self, batch: Any) -> tuple[Any, Any]:
         model, function = self._models["main"], self.loss_func
-        if function is None and type(batch) is tuple:
-            return loss_and_weight(model(*batch), "main")
-        args, kwargs = arguments(batch)
         if function is None:
-            return loss_and_weight(model(*args, **kwargs), "main")
+            try:
+                if type(batch) is tuple:
+                    return loss_and_weight(model(*batch), "main")
+                args, kwargs = arguments(batch)
+                return loss_and_weight(model(*args, **kwargs), "main")
+            except TypeError:
+                check_model_call(model, batch)  # says what is wrong, if it is the call
+                raise
+        args, kwargs = arguments(batch)
         if not self._checked:
             check_call(function, model, batch)
             self._checked = True
