@@ -7,7 +7,7 @@ from chainring import serializers
 from chainring.communicator import Communicator
 from chainring.training import Trainer
 from chainring.training.extensions import LogReport
-from chainring.writers import CsvWriter, Record, Run, Writer
+from chainring.writers import CsvWriter, MlflowWriter, Record, Run, TensorBoardWriter, WandbWriter, Writer
 
 
 class Told(Writer):
@@ -84,6 +84,28 @@ def test_a_writer_that_cannot_begin_is_warned_about_and_gets_no_rows(tmp_path):
         train(tmp_path / "out", CsvWriter(str(tmp_path / "file" / "log.csv")), good)
     assert len(caught) == 1
     assert good.told[1:] == [2, 4, 6, 8, "closed"]
+
+
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda file: TensorBoardWriter(str(file / "events")),
+        lambda file: WandbWriter(id="no/id"),
+        lambda file: MlflowWriter(f"sqlite:///{file}/mlflow.db"),
+    ],
+    ids=["tensorboard", "wandb", "mlflow"],
+)
+def test_a_service_that_refuses_the_run_does_not_stop_it(tmp_path, offline, make):
+    """A file where a directory should be, an id that W&B does not take: its own words, once, and every row in the log."""
+    (tmp_path / "file").touch()
+    writer = make(tmp_path / "file")
+    with pytest.warns(
+        UserWarning, match=f"{type(writer).__name__} failed and gets no more rows: .*Training goes on"
+    ) as caught:
+        log = train(tmp_path / "out", writer)
+    assert sum("gets no more rows" in str(warning.message) for warning in caught) == 1
+    assert [row["iteration"] for row in log.log] == [2, 4, 6, 8]
 
 
 def test_only_the_first_rank_has_writers(tmp_path):

@@ -111,9 +111,8 @@ class LogReport(Extension):
                     getattr(writer, method, _nothing)(message)
             except Exception as error:
                 self._working.remove(writer)
-                warnings.warn(
-                    f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}", stacklevel=2
-                )
+                what = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
+                warnings.warn(f"{what}. Training goes on, and so do the log and the other writers", stacklevel=2)
 
     def finalize(self) -> None:
         if self._file is not None:
