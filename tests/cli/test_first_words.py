@@ -216,11 +216,18 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"chainring {chainring.__version__}\n"
 
 
+def to_output(places, output):
+    """The command with its output there, which Python collects until the end, as in any shell."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [*COMMAND, "inspect", places / "result"]
+    return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.PIPE, check=False)
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(places):
     """As in `chainring inspect result | head -1`: nothing on stderr, exit status 0."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*COMMAND, "inspect", places / "result"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    done = to_output(places, writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -228,7 +235,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(places):
 def test_an_output_that_cannot_be_written_is_said_in_one_line(places):
     """A full disk, say; here a file that is open for reading only."""
     with open(places / "model", "rb") as output:
-        done = subprocess.run([*COMMAND, "inspect", places / "result"], stdout=output, stderr=subprocess.PIPE, check=False)
+        done = to_output(places, output)
     assert (done.returncode, done.stderr) == (2, b"chainring: the output: Bad file descriptor\n")
 
 
