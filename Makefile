@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test check lint wheel faults bench clean
+.PHONY: help install demo test check lint wheel browser faults bench clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,7 +23,7 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-check: lint wheel  ## what CI runs besides the tests: style, types, a wheel, a few of each fault, several ranks
+check: lint wheel browser  ## what CI runs besides the tests: style, types, a wheel, a page, a few of each fault, several ranks
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
 
@@ -38,6 +38,9 @@ lint: install  ## style and types
 
 wheel: install  ## build the wheel, install it elsewhere, and run the demo there
 	PYTHON=$(BIN)/python .ci/check_wheel
+
+browser: install  ## the page of a run, seen and clicked in Chromium (apt-get install chromium)
+	$(BIN)/python -m pytest tests/browser
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable ".[bench]"

@@ -37,7 +37,7 @@ LAYERS = [
     ("chainring.parallel", 4), ("chainring.writers", 4), ("chainring.training.updaters.parallel", 4.3),
     ("chainring.training.updaters", 4.2),
     ("chainring.training.extensions", 4.2), ("chainring.training", 5), ("chainring.testing", 5),
-    ("chainring.cli", 5.1),
+    ("chainring.html_report", 5), ("chainring.cli", 5.1),
     ("chainring.__main__", 5.2), ("chainring", 5),
 ]  # fmt: skip
 DECIDES = ["progress.py", "reporter.py", "names.py", "training/trainer.py", "training/extension.py", "training/triggers"]

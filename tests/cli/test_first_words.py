@@ -22,7 +22,7 @@ from chainring import serializers
 from chainring.cli import main
 from chainring.training.extensions import snapshot
 
-COMMANDS = ["inspect", "verify", "export", "verify-resume"]
+COMMANDS = ["report", "inspect", "verify", "export", "verify-resume"]
 COMMAND = [sys.executable, "-m", "chainring"]
 
 

@@ -8,21 +8,22 @@ import sys
 from collections.abc import Sequence
 
 from chainring._version import __version__
-from chainring.cli import export, inspect, verify, verify_resume
+from chainring.cli import export, inspect, report, verify, verify_resume
 from chainring.cli._parser import EXIT_STATUS, paragraph, width_of_help
 from chainring.cli._snapshot import printable
 from chainring.serializers.manifest import CorruptError, NewerFormat
 
 __all__ = ["main"]
 
-_COMMANDS = (inspect, verify, verify_resume, export)
+_COMMANDS = (report, inspect, verify, verify_resume, export)
 
 _DESCRIPTION = """
 Looks at what a run has written, without the code that wrote it, and tries whether
-a run continues. Nothing that was saved is executed, and nothing is written over."""
+a run continues. Nothing that was saved is executed, and nothing of it is written over."""
 
 _EPILOG = f"""\
 examples:
+  chainring report result                  the page of the run, for a browser
   chainring inspect result                 what has the run in result/ saved?
   chainring verify result                  is it sound, now that it was copied?
   chainring export result mlp.safetensors  the trained model, for any program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -85,11 +86,31 @@ def explain(trainer: Trainer, entries: list[Entry], iterations: int) -> str:
     """The plan as text, see `Trainer.explain`."""
     if iterations < 1:
         raise ValueError(f"explain foretells 1 iteration or more, got {iterations}")
-    ordered = sorted(entries, key=lambda entry: -entry.priority)
-    ordered = [e for e in ordered if not e.is_snapshot] + [e for e in ordered if e.is_snapshot]
+    ordered = _in_order(entries)
     fires, first, last, end = _foretold(trainer, ordered, iterations)
     rows = [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in ordered]
     return "\n".join([_headline(trainer, first, last, end), *_table(rows)])
+
+
+def plan_of(trainer: Trainer, entries: list[Entry]) -> dict[str, Any]:
+    """The plan as plain values: what stops the run, and the extensions in the order in which they run."""
+    extensions = [
+        {
+            "name": entry.name,
+            "class": type(entry.extension).__name__,
+            "priority": entry.priority,
+            "trigger": _without_address(_shown(entry.trigger)),
+            "before_training": entry.invoke_before_training,
+            "observes": entry.observe is not None,
+        }
+        for entry in _in_order(entries)
+    ]
+    return {"stop_trigger": _without_address(_shown(trainer.stop_trigger)), "extensions": extensions}
+
+
+def _in_order(entries: list[Entry]) -> list[Entry]:
+    ordered = sorted(entries, key=lambda entry: -entry.priority)
+    return [e for e in ordered if not e.is_snapshot] + [e for e in ordered if e.is_snapshot]
 
 
 def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[dict[int, list[int]], int, int, str | None]:
@@ -158,3 +179,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 def _shown(trigger: Any) -> str:
     name = getattr(trigger, "__name__", None)
     return str(trigger) if name is None else name
+
+
+def _without_address(text: str) -> str:
+    """The same text in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

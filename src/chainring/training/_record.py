@@ -17,10 +17,13 @@ import torch
 
 from chainring import environment
 from chainring.files import replace
+from chainring.names import without_wrappers
 from chainring.notices import changed_setting
 from chainring.plain import plain
+from chainring.training._plan import plan_of
 
 if TYPE_CHECKING:
+    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
 NAME = "run.json"
@@ -31,12 +34,25 @@ def read(directory: Path) -> dict[str, Any]:
     """What a run in this directory has recorded; empty where there is no record that can be read."""
     path = directory / NAME
     try:
-        return _checked(json.loads(path.read_bytes()))
+        return parsed(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         warnings.warn(f"{path} is passed over and written anew: {error}", stacklevel=2)
         return {}
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The record in this file.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is not what `write` writes.
+    """
+    try:
+        return _checked(json.loads(path.read_bytes()))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _checked(record: Any) -> dict[str, Any]:
@@ -49,11 +65,12 @@ def _checked(record: Any) -> dict[str, Any]:
     return record
 
 
-def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str]) -> None:
+def write(trainer: Trainer, entries: list[Entry], earlier: Mapping[str, Any], files: Iterable[str]) -> None:
     """Records this start after those of ``earlier``, the record of the run that is continued, and prints what has changed.
 
     Args:
         trainer: the trainer.
+        entries: its extensions, in the order in which they run.
         earlier: what `read` returned, empty for a run that starts anew.
         files: templates of the names of all that this run and the starts before it write.
     """
@@ -68,7 +85,8 @@ def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str]) ->
         "changed": changed,  # by name, the old value and the new
     }
     starts = [*earlier.get("starts", ()), start]
-    record = {"format": FORMAT, **settings, "files": sorted(files), "starts": starts}
+    shown = {"models": _models(trainer), "plan": plan_of(trainer, entries)}
+    record = {"format": FORMAT, **settings, **shown, "files": sorted(files), "starts": starts}
     replace(Path(trainer.out) / NAME, (json.dumps(record, indent=1) + "\n").encode())
 
 
@@ -84,7 +102,26 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "device": environment.device(),
         "threads": torch.get_num_threads(),
         "seeds": _plain({"torch": torch.initial_seed(), "iterators": seeds}),
+        "optimizers": _plain(getattr(trainer.updater, "constructed", {})),
     }
+
+
+def _models(trainer: Trainer) -> dict[str, Any]:
+    """Of each model its class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
+    found = {}
+    for name, model in trainer.updater.get_all_models().items():
+        clean = without_wrappers(model)
+        parameters = {clean(path).replace(".", "/"): each for path, each in model.named_parameters()}
+        shapes = {path: _shape(parameter) for path, parameter in parameters.items()}
+        frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
+        found[name] = {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
+    return found
+
+
+def _shape(parameter: torch.nn.Parameter) -> str:
+    if torch.nn.parameter.is_lazy(parameter):
+        return "not known before the first update"
+    return "x".join(map(str, parameter.shape)) or "scalar"
 
 
 def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -101,7 +138,20 @@ def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
         if earlier.get(part) != settings[part]:
             changed[part] = [earlier.get(part), settings[part]]
             changed_setting(part, earlier.get(part), settings[part], consequence)
-    return changed
+    # Not printed: an optimizer that is loaded says so itself.
+    return changed | _changed_optimizers(earlier.get("optimizers"), settings["optimizers"])
+
+
+def _changed_optimizers(earlier: Any, settings: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The values that the script now constructs otherwise, such as ``optimizers.main.0.lr`` of the first group."""
+    changed = {}
+    for name, groups in settings.items():
+        before = earlier.get(name) if isinstance(earlier, dict) else None
+        for number, (old, new) in enumerate(zip(before if isinstance(before, list) else (), groups, strict=False)):
+            for key in old.keys() & new.keys() if isinstance(old, dict) else ():
+                if old[key] != new[key]:
+                    changed[f"optimizers.{name}.{number}.{key}"] = [old[key], new[key]]
+    return dict(sorted(changed.items()))
 
 
 def _plain(value: Any) -> Any:

@@ -76,10 +76,10 @@ def _settle(trainer: Trainer, directory: RunDirectory, entries: list[Entry]) -> 
     if trainer.is_resumed:
         directory.go_back(known, trainer.updater.iteration)
         earlier = (_record.read(origin) if origin is not None else {}) or earlier
-        _record.write(trainer, earlier, known)
+        _record.write(trainer, entries, earlier, known)
     else:
         directory.begin(known)
-        _record.write(trainer, {}, files)
+        _record.write(trainer, entries, {}, files)
 
 
 def _check_names(entries: list[Entry]) -> None:

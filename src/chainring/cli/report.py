@@ -1,0 +1,56 @@
+"""``chainring report DIR``: the page of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from chainring.cli._parser import add_command, add_json, print_json
+from chainring.cli._snapshot import printable
+from chainring.html_report import write
+
+_DESCRIPTION = """
+Writes one HTML file that shows a run: the curves of its log with a shared cursor, the rows,
+the settings and what changed at each resume, the plan of extensions, the time by phase,
+parameters, the graph, and snapshots with their state. It needs no network, no other file,
+and not the code that trained. The run may still be going on: write the page again to see
+more. Of long curves a few thousand points are drawn, and the page says so; the log stays
+whole."""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser."""
+    parser = add_command(
+        commands,
+        "report",
+        purpose="the page of a run: curves, log, settings, times, snapshots, in one HTML file",
+        description=_DESCRIPTION,
+        examples=[
+            "chainring report result                  then open result/report.html",
+            "chainring report result --out page.html --no-verify",
+            "chainring report --json result | jq .damaged",
+        ],
+        status=["it is written, even where a snapshot is damaged", "never", "there is no run, or nowhere to write"],
+    )
+    parser.add_argument("directory", metavar="DIR", help="the directory of a run, its out")
+    parser.add_argument("--out", metavar="FILE", help="the file to write (default: DIR/report.html)")
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not read every byte of the snapshots, which takes a second or so a gigabyte: compare names and sizes only",
+    )
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Writes the page and says where."""
+    written = write(Path(options.directory), options.out and Path(options.out), verify=not options.no_verify)
+    if options.json:
+        about = {"file": str(written.file), "bytes": written.size, "rows": written.rows}
+        print_json({**about, "snapshots": written.snapshots, "damaged": written.damaged})
+        return
+    print(f"{printable(written.file)}: {written.size:,} bytes, {written.rows:,} rows, {written.snapshots:,} snapshots")
+    for name in written.damaged:
+        print(f"damaged: {printable(name)}")

@@ -1,0 +1,251 @@
+"""The page is one file that holds all it needs, stays small, and shows what it reads as text."""
+
+import datetime
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import chainring
+from chainring import html_report
+from chainring.html_report import _graph
+from report_runs import falling, logged, recorded, trained
+
+VENDOR = Path(html_report.__file__).parent / "vendor"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp; `${x}` $title"
+
+
+class Reader(HTMLParser):
+    """What a page says, and what it is made of."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.texts, self.links = [], [], []
+        self.scripts = 0
+        self._inside = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag):
+        if self._inside and tag == self._inside[-1]:
+            self._inside.pop()
+
+    def handle_data(self, data):
+        if not self._inside:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+def page(out, **options):
+    written = html_report.write(Path(out), **options)
+    return written.file.read_text(encoding="utf-8")
+
+
+def data_of(text):
+    """The points, which a strict reader of JSON accepts."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1], parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    return page(trained(tmp_path_factory.mktemp("out") / "result"))
+
+
+def test_the_function_that_reports_is_still_the_function(shown):
+    """A module `chainring.report` would have taken its name."""
+    assert callable(chainring.report)
+
+
+def test_a_trained_run_shows_every_part(shown):
+    """In words that its reader knows from the script."""
+    text = Reader(shown).text
+    expected = [
+        "main/accuracy", "validation/main/loss", "<b>bold</b>", "config.lr", "optimizers.main.0.lr", "resumed",
+        "ReachedTrigger(6, 'epoch')", "IntervalTrigger(1, 'epoch')", "extension:LogReport", "Classifier", "67", "8x4",
+        "main/predictor/0/weight", "6 verified", "snapshot_iter_18",
+    ]  # fmt: skip
+    assert [word for word in expected if word not in text] == []
+
+
+def test_the_page_refers_to_nothing_outside_itself(shown):
+    """Links lead within the page; the only other is an empty icon. Styles fetch nothing."""
+    reader = Reader(shown)
+    assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
+    styles = "".join(re.findall(r"<style>(.*?)</style>", shown, re.DOTALL))
+    assert "url(" not in styles
+    assert "@import" not in styles
+
+
+def test_the_policy_of_the_page_names_exactly_its_own_scripts(shown):
+    """By their hashes; nothing may be fetched."""
+    policy = next(each["content"] for tag, each in Reader(shown).tags if each.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    scripts = re.findall(r"<script>(.*?)</script>", shown, re.DOTALL)
+    assert len(scripts) == 2
+    assert policy.count("sha256-") == 2
+
+
+def test_every_table_has_headings_and_a_caption(shown):
+    """Of columns and rows, for who hears the page."""
+    tags = Reader(shown).tags
+    assert sum(tag == "table" for tag, _ in tags) == sum(tag == "caption" for tag, _ in tags) >= 7
+    assert {each.get("scope") for tag, each in tags if tag == "th"} == {"col", "row"}
+
+
+def test_sections_without_anything_say_how_to_get_it(tmp_path):
+    """One line each, with the call to add."""
+    text = Reader(page(recorded(tmp_path))).text
+    for words in ("extensions.LogReport()", "extensions.Profiler()", 'extensions.dump_graph("main/loss")'):
+        assert words in text
+    for words in ("extensions.snapshot(autoload=True)", "config=vars(args)", "No start is recorded", "No plan is recorded"):
+        assert words in text
+
+
+def test_a_log_without_a_row_is_no_log_that_is_missing(tmp_path):
+    """A run that has just begun."""
+    assert "The log has no row yet." in Reader(page(logged(tmp_path, []))).text
+
+
+def test_one_hundred_thousand_points_stay_below_a_megabyte(tmp_path):
+    """Of ten curves; the page says how many are drawn, and that the log has all."""
+    rows = [
+        {**{f"model{k}/metric": (i * 7919 * (k + 1) % 10007) / 9973 for k in range(10)}, "iteration": i, "epoch": i // 100,
+         "elapsed_time": i * 0.12345678}
+        for i in range(10_000)
+    ]  # fmt: skip
+    text = page(logged(tmp_path, rows))
+    assert len(text.encode()) < 1_000_000
+    assert re.search(r"11,\d\d\d of 100,000 points are drawn", Reader(text).text)
+    assert "All are in log.jsonl" in Reader(text).text
+
+
+def test_one_curve_of_one_hundred_thousand_points_stays_below_a_megabyte(tmp_path):
+    """The table shows its last rows, and says so."""
+    text = page(logged(tmp_path, falling(100_000)))
+    assert len(text.encode()) < 1_000_000
+    assert "The last 1,000 of 100,000 rows" in Reader(text).text
+
+
+def test_many_columns_long_texts_and_many_settings_stay_below_a_megabyte(tmp_path):
+    """Everything that comes from a file has its bound."""
+    out = logged(tmp_path, [{f"{'k' * 100}{k}": 1.5 for k in range(3000)} | {"iteration": i} for i in range(20)])
+    starts = [{"iteration": i, "changed": {"config.x": ["a" * 5000, "b" * 5000]}} for i in range(2)]
+    recorded(out, config={f"setting {k}": "v" * 500 for k in range(500)} | {"long": "x" * 1_000_000}, starts=starts)
+    assert len(page(out).encode()) < 1_000_000
+
+
+HOSTILE_PLACES = {
+    "config": lambda out: recorded(out, config={HOSTILE: HOSTILE}),
+    "starts": lambda out: recorded(
+        out, starts=[{"iteration": HOSTILE, "time": HOSTILE, "changed": {HOSTILE: [HOSTILE, 1]}}]
+    ),
+    "versions": lambda out: recorded(out, versions={HOSTILE: HOSTILE}, argv=[HOSTILE], device=HOSTILE),
+    "plan": lambda out: recorded(
+        out, plan={"stop_trigger": HOSTILE, "extensions": [dict.fromkeys(["name", "trigger"], HOSTILE)]}
+    ),
+    "models": lambda out: recorded(out, models={HOSTILE: {"class": HOSTILE, "parameters": {HOSTILE: "3"}, "frozen": []}}),
+    "keys": lambda out: logged(out, [{HOSTILE: 1.5, "iteration": 1}]),
+    "values": lambda out: logged(out, [{"a": HOSTILE, "iteration": HOSTILE}]),
+    "profile": lambda out: written(out, "profile.txt", f"3 iterations\nphase\n{HOSTILE}  10.0%  1.0  1.0\n"),
+    "graph": lambda out: written(
+        out, "cg.dot", f'digraph {{\n  n0 [label="{HOSTILE.replace(chr(34), "")}", shape=box];\n}}\n'
+    ),
+}
+
+
+def written(out, name, text):
+    (logged(out, []) / name).write_text(text)
+    return out
+
+
+@pytest.mark.parametrize("place", HOSTILE_PLACES)
+def test_what_a_file_holds_is_shown_as_text(tmp_path, place):
+    """It adds no element, closes none, and substitutes nothing."""
+    reader = Reader(page(HOSTILE_PLACES[place](tmp_path / "run")))
+    assert [tag for tag, _ in reader.tags].count("script") == 3
+    assert not any("onerror" in name for _, attributes in reader.tags for name in attributes)
+    assert "img" not in {tag for tag, _ in reader.tags}
+    assert "alert(1)" in reader.text
+
+
+def test_the_name_of_the_directory_is_text_too(tmp_path):
+    """It is the heading."""
+    reader = Reader(page(logged(tmp_path / "<b>x&y", falling(2))))
+    assert "<b>x&y" in reader.text
+
+
+def test_values_that_json_lacks_do_not_break_the_points(tmp_path):
+    """They are gaps there, and counted beside the chart."""
+    values = [1.0, float("nan"), "NaN", "Infinity", float("-inf"), 1e400, 2.0]
+    text = page(logged(tmp_path, [{"main/loss": value, "iteration": i} for i, value in enumerate(values)]))
+    (chart,) = data_of(text)["logs"][0]["charts"]
+    assert chart["curves"][0]["y"] == [1, None, None, None, None, None, 2]
+    assert "main/loss: 2 NaN, 2 Infinity, 1 -Infinity" in Reader(text).text
+
+
+def test_text_that_is_no_unicode_is_shown_escaped(tmp_path):
+    """Half of a surrogate pair can stand in JSON, and not in a file of UTF-8."""
+    assert "\\ud800" in Reader(page(logged(tmp_path, [{"a": "\ud800", "b\udfff": 1.5, "iteration": 1}]))).text
+
+
+def test_the_vendored_files_are_those_that_were_published():
+    """Their checksums are in the README beside them, and the page carries them unchanged."""
+    listed = dict(
+        reversed(line.split())
+        for line in (VENDOR / "README.md").read_text().splitlines()
+        if re.match(r"[0-9a-f]{64} ", line)
+    )
+    present = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir() if path.name != "README.md"
+    }
+    assert listed == present
+
+
+def test_the_page_names_what_others_wrote(shown):
+    """The chart library, its holder and its licence."""
+    assert "Curves by uPlot, Copyright (c) 2022 Leon Sorokin, MIT licence" in Reader(shown).text
+
+
+def test_the_page_says_when_it_was_made(shown):
+    """Because the run may have gone on since."""
+    assert f"As of {datetime.datetime.now().astimezone():%Y-}" in Reader(shown).text
+
+
+def test_the_graph_is_drawn_in_layers():
+    """A node stands above what it flows into."""
+    dot = 'digraph {\n  n0 [label="Mul", shape=ellipse];\n  n1 [label="a\\n(3,)", fillcolor=lightblue];\n'
+    dot += '  root [label="main/loss\\n()", fillcolor=lightgrey];\n  n1 -> n0;\n  n0 -> root;\n}\n'
+    svg, count = _graph.svg_of(dot)
+    tops = {text: float(y) for y, text in re.findall(r'<text x="[\d.]+" y="([\d.]+)">(.*?)</text>', svg)}
+    assert count == 3
+    assert tops["a"] < tops["Mul"] < tops["main/loss"]
+    assert svg.count('class="edge"') == 2
+
+
+@pytest.mark.parametrize("edges", [["a -> b", "b -> a"], ["a -> a"]])
+def test_a_graph_that_goes_in_a_circle_is_not_drawn(edges):
+    """It is none of `dump_graph`'s."""
+    lines = ['  a [label="a", x];', '  b [label="b", x];', *(f"  {edge};" for edge in edges)]
+    assert _graph.svg_of("\n".join(["digraph {", *lines, "}"])) is None
+
+
+def test_a_graph_of_thousands_of_nodes_is_left_to_graphviz(tmp_path):
+    """The page says so."""
+    nodes = "".join(f'  n{i} [label="x", shape=box];\n' for i in range(5000))
+    assert "too large to be drawn here" in Reader(page(written(tmp_path, "cg.dot", f"digraph {{\n{nodes}}}\n"))).text
