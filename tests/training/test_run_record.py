@@ -117,6 +117,84 @@ def test_a_start_says_when_where_and_from_which_iteration(tmp_path):
     assert start == expected
 
 
+def test_the_plan_is_recorded_in_the_order_in_which_extensions_run(tmp_path):
+    """By priority, snapshots last; what stops the run; the same text in every process."""
+    trainer = trainer_of(tmp_path, 2)
+    trainer.extend(lambda trainer: None, "late", priority=1)
+    trainer.extend(extensions.LogReport(), trigger=(2, "iteration"), priority=200)
+    trainer.run()
+    plan = record(tmp_path)["plan"]
+    assert plan["stop_trigger"] == "ReachedTrigger(2, 'iteration')"
+    assert [each["name"] for each in plan["extensions"]] == ["LogReport", "late", "snapshot"]
+    assert plan["extensions"][0] == {
+        "name": "LogReport",
+        "class": "LogReport",
+        "priority": 200,
+        "trigger": "IntervalTrigger(2, 'iteration')",
+        "before_training": False,
+        "observes": True,
+    }
+
+
+def test_a_trigger_without_a_text_of_its_own_is_recorded_without_its_address(tmp_path):
+    """So two records of one script are the same."""
+
+    class Never(Opaque):
+        def __call__(self, trainer):
+            return False
+
+    trainer = trainer_of(tmp_path)
+    trainer.extend(lambda trainer: None, "idle", trigger=Never())
+    trainer.run()
+    (trigger,) = [each["trigger"] for each in record(tmp_path)["plan"]["extensions"] if each["name"] == "idle"]
+    assert "Never object" in trigger
+    assert "0x" not in trigger
+
+
+def test_the_parameters_of_every_model_are_recorded(tmp_path):
+    """Their shapes by the names under which they are saved, and which of them need no gradient; a lazy one has none."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.LazyLinear(1))
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    model[0].bias.requires_grad_(False)
+    updater = training.StandardUpdater([[(torch.ones(2), 1)]], torch.optim.SGD(model[0].parameters(), lr=0.1), model)
+    trainer = training.Trainer(updater, (0, "iteration"), str(tmp_path))
+    trainer.run()
+    assert record(tmp_path)["models"] == {
+        "main": {
+            "class": "Sequential",
+            "parameters": {
+                "scale": "scalar", "0/weight": "3x2", "0/bias": "3", "1/weight": "3", "1/bias": "3",
+                "2/weight": "not known before the first update", "2/bias": "not known before the first update",
+            },
+            "frozen": ["0/bias"],
+        }
+    }  # fmt: skip
+
+
+def with_sgd(out, stop, lr, load=None):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    updater = training.StandardUpdater([torch.ones(1, 2)] * 9, optimizer, model, loss_func=lambda m, x: m(x).sum())
+    return run(out, stop, load, updater)
+
+
+def test_another_learning_rate_is_recorded_and_printed_once(tmp_path, capsys):
+    """With the values that the script had constructed, and not with those that a schedule had reached."""
+    assert with_sgd(tmp_path, 1, 0.1)["optimizers"]["main"][0]["lr"] == 0.1
+    found = with_sgd(tmp_path, 2, 0.5, load="snapshot_iter_1")
+    assert found["optimizers"]["main"][0]["lr"] == 0.5
+    assert found["starts"][1]["changed"] == {"optimizers.main.0.lr": [0.1, 0.5]}
+    assert capsys.readouterr().out.count("0.5") == 1
+
+
+@pytest.mark.parametrize("edited", [None, 3, [], {"main": 3}, {"main": [3]}, {"main": [{"lr": {}}]}, {"other": []}])
+def test_a_run_goes_on_from_a_record_whose_optimizers_a_person_has_edited(tmp_path, edited):
+    """What cannot be compared has not changed."""
+    content = with_sgd(tmp_path, 1, 0.1)
+    (tmp_path / "run.json").write_text(json.dumps({**content, "optimizers": edited}))
+    assert len(with_sgd(tmp_path, 2, 0.1, load="snapshot_iter_1")["starts"]) == 2
+
+
 def test_every_value_of_a_config_becomes_plain_json(tmp_path):
     """What an argparse namespace may hold, and what scripts put beside it; NaN and infinities are strings."""
     parser = argparse.ArgumentParser()
