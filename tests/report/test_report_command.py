@@ -5,7 +5,7 @@ import json
 import pytest
 
 from chainring.cli import main
-from report_runs import falling, logged, trained
+from report_runs import falling, logged, part, trained
 
 
 def test_the_page_lies_in_the_directory_of_the_run(tmp_path, capsys):
@@ -78,6 +78,27 @@ def test_the_help_teaches(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "chainring report result" in shown
     assert "may still be going on" in shown
+
+
+def test_the_page_of_a_run_that_is_under_way_shows_it_so_far(tmp_path, capsys):
+    """Each time it is asked for; the run goes on as if nobody had looked, and the last page has all."""
+    trainer, rows = part(tmp_path / "run", 5, 0.1), []
+
+    def look(trainer):
+        assert main(["report", "--json", trainer.out]) == 0
+        rows.append(json.loads(capsys.readouterr().out)["rows"])
+
+    trainer.extend(look, trigger=(1, "epoch"), priority=-200)
+    trainer.run()
+    plain = part(tmp_path / "plain", 5, 0.1)
+    plain.run()
+    assert rows == [1, 2, 3, 4, 5]
+    logs = [[without_time(row) for row in each.get_extension("LogReport").log] for each in (trainer, plain)]
+    assert logs[0] == logs[1]
+
+
+def without_time(row):
+    return {key: value for key, value in row.items() if key != "elapsed_time"}
 
 
 def test_nothing_else_in_the_directory_is_changed(tmp_path):

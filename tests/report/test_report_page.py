@@ -146,7 +146,7 @@ def test_many_columns_long_texts_and_many_settings_stay_below_a_megabyte(tmp_pat
     """Everything that comes from a file has its bound."""
     out = logged(tmp_path, [{f"{'k' * 100}{k}": 1.5 for k in range(3000)} | {"iteration": i} for i in range(20)])
     starts = [{"iteration": i, "changed": {"config.x": ["a" * 5000, "b" * 5000]}} for i in range(2)]
-    recorded(out, config={f"setting {k}": "v" * 500 for k in range(500)} | {"long": "x" * 1_000_000}, starts=starts)
+    recorded(out, config={"long": "x" * 1_000_000} | {f"setting {k}": "v" * 500 for k in range(500)}, starts=starts)
     assert len(page(out).encode()) < 1_000_000
 
 
@@ -197,6 +197,12 @@ def test_values_that_json_lacks_do_not_break_the_points(tmp_path):
     (chart,) = data_of(text)["logs"][0]["charts"]
     assert chart["curves"][0]["y"] == [1, None, None, None, None, None, 2]
     assert "main/loss: 2 NaN, 2 Infinity, 1 -Infinity" in Reader(text).text
+
+
+def test_an_empty_value_that_was_replaced_is_seen(tmp_path):
+    """Two quotes, and not nothing."""
+    starts = [{"iteration": 0}, {"iteration": 5, "changed": {"config.resume": ["", "a"]}}]
+    assert 'config.resume "" → a' in Reader(page(recorded(tmp_path, starts=starts))).text
 
 
 def test_text_that_is_no_unicode_is_shown_escaped(tmp_path):

@@ -50,9 +50,9 @@ def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -
     store = Store(directory)
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
     links: dict[str, list[str]] = {}
-    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
-        if entry.is_symlink() and not entry.name.startswith("."):
-            links.setdefault(os.readlink(entry.path), []).append(entry.name)
+    for name in sorted(os.listdir(directory)):
+        if not name.startswith(".") and (target := store.linked(name)) is not None:
+            links.setdefault(target, []).append(name)
     found = []
     for name, manifest in store.listing():
         is_own = (directory / name / MANIFEST).is_file() or any(pattern.fullmatch(name) for pattern in patterns)

@@ -21,7 +21,7 @@ def text(value: object) -> str:
 
 def value(content: Any) -> str:
     """A value of JSON as a reader writes it: texts without quotes, all else as it is spelled."""
-    if isinstance(content, str):
+    if isinstance(content, str) and content:
         return text(content)
     if isinstance(content, float) and math.isfinite(content):
         return text(number(content))
