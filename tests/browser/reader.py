@@ -14,10 +14,10 @@ _COLOURED = """
   context.fillRect(0, seen.height, 1, 1);
   const [red, green, blue] = context.getImageData(0, seen.height, 1, 1).data;
   const { data } = context.getImageData(0, 0, seen.width, seen.height);
-  let found = 0;
+  const found = [];
   for (let i = 0; i < data.length; i += 4) {
     const away = Math.abs(data[i] - red) + Math.abs(data[i + 1] - green) + Math.abs(data[i + 2] - blue);
-    if (data[i + 3] > 200 && away < 12) found++;
+    if (data[i + 3] > 200 && away < 12) found.push([(i / 4) % seen.width, Math.floor(i / 4 / seen.width)]);
   }
   return found;
 }
@@ -64,6 +64,17 @@ class Reader:
 
     def curve(self, name, number=0):
         """How many pixels of a chart have the colour of its curve of this number, once it has been painted anew."""
+        return len(self._pixels(name, number))
+
+    def middle(self, name):
+        """How far up the first curve of a chart is in the middle of its width, from 0, its lowest pixel, to 1."""
+        pixels = self._pixels(name, 0)
+        rights, downs = zip(*pixels, strict=True)
+        centre = (min(rights) + max(rights)) / 2
+        there = [down for right, down in pixels if abs(right - centre) < 5]
+        return (max(downs) - sum(there) / len(there)) / (max(downs) - min(downs))
+
+    def _pixels(self, name, number):
         self.settle()
         return self.chart(name).evaluate(_COLOURED, f"--c{number}")
 

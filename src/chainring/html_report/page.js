@@ -46,16 +46,6 @@
     return { columns: [rows.map((row) => xs[row]), ...columns], unseen };
   }
 
-  // The value of a curve beside the cursor: its nearest one, because not every row has each key.
-  function nearest(plot, series, index) {
-    const column = plot.data[series];
-    for (let away = 0; away < column.length; away++) {
-      if (column[index - away] !== undefined && index >= away) return index - away;
-      if (column[index + away] !== undefined) return index + away;
-    }
-    return index;
-  }
-
   function drawMarks(plot, figure) {
     const axes = logOf(figure).axes;
     if (!axes.iteration) return;
@@ -83,8 +73,8 @@
     const axis = axisOf(figure);
     figure.querySelector(".at").textContent = index == null ? "" : place(axis, plot.data[0][index]);
     figure.querySelectorAll(".legend b").forEach((cell, number) => {
-      const column = plot.data[number + 1];
-      cell.textContent = index == null ? "" : shown(column[nearest(plot, number + 1, index)]);
+      // Not every row has each key: uPlot finds the nearest that has.
+      cell.textContent = index == null ? "" : shown(plot.data[number + 1][plot.cursor.idxs[number + 1]]);
     });
   }
 
@@ -101,7 +91,7 @@
       width: holder.clientWidth,
       height: holder.clientHeight,
       legend: { show: false },
-      cursor: { sync: { key: "run", setSeries: false }, dataIdx: nearest, points: { size: 7 } },
+      cursor: { sync: { key: "run", setSeries: false }, points: { size: 7 } },
       scales: { x: { time: false }, y: { distr: choice.logarithmic ? 3 : 1 } },
       axes: [{ ...axis, values: format, size: 34 }, { ...axis, values: choice.logarithmic ? undefined : format, size: 58 }],
       series: [{}].concat(chartOf(figure).curves.map((curve, number) => ({
