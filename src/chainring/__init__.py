@@ -1,6 +1,6 @@
 """Chainring: Chainer's training loop for PyTorch.
 
-A `Trainer` runs an `Updater` and, when their triggers fire, `Extension`s. A batch walks through the folders::
+A `Trainer` runs an `Updater` and every `Extension` whose trigger fires. A batch walks through the folders::
 
     dataset -> iterators/ -> converters -> updaters/ -> your model -- report({"loss": loss}, self) --> reporter
                                                                                                           |
@@ -8,7 +8,7 @@ A `Trainer` runs an `Updater` and, when their triggers fire, `Extension`s. A bat
                                                                                                           |
     disk, screen <-- writers/ <-- extensions/ (Evaluator, LogReport, PrintReport, ...) <-- when triggers/ say so
 
-State flows beside it, from `Trainer.serialize` down through `serializers/`; settings never do.
+State flows beside it, from `Trainer.serialize` down through ``serializers/``; settings never do.
 """
 
 from chainring._version import __version__ as __version__

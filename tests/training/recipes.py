@@ -10,12 +10,12 @@ import torch
 from chainring import serializers
 from chainring.training.extensions import LogReport, snapshot
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(heading=""):
     """The Python of a section; of the lines before the first one without a heading."""
-    sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    sections = re.split(r"^## ", (DOCS / "recipes.md").read_text(), flags=re.MULTILINE)
     (section,) = [part for part in sections[1:] if part.startswith(heading)] if heading else sections[:1]
     return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
@@ -36,6 +36,14 @@ def run_section(heading):
     """Runs a section as it stands, in the current directory; what it has defined."""
     namespace = {}
     for block in blocks() + blocks(heading):
+        exec(block, namespace)
+    return namespace
+
+
+def run_page(name):
+    """Runs another page from its beginning to its end; what it has defined."""
+    namespace = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL):
         exec(block, namespace)
     return namespace
 

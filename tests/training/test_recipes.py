@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from recipes import assert_resumes_everywhere, blocks, definitions, rows_of, run_section
+from recipes import assert_resumes_everywhere, blocks, definitions, rows_of, run_page, run_section
 from torch import nn
 
 from chainring import datasets, iterators, serializers, training
@@ -173,7 +173,7 @@ def warm_rates():
 
 def test_throughput_and_the_profile_have_the_names_of_the_page():
     """So that who reads the page finds them."""
-    page = run_section("Where the time goes")
+    page = run_page("profiling.md")
     (*_, row) = rows_of(page["trainer"])
     names = {"iterations_per_second", "examples_per_second", "peak_memory_mib"}
     assert {f"throughput/{name}" for name in names} <= row.keys()

@@ -88,7 +88,7 @@ class Trainer(Stateful):
 
     @property
     def comm(self) -> Any:
-        """The communicator of the ranks that train together: the updater's."""
+        """The communicator of the ranks that train together, which is the updater's."""
         return as_communicator(self.updater.comm)
 
     @property

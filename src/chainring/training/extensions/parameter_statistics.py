@@ -45,7 +45,7 @@ class ParameterStatistics(Extension):
     Args:
         models: the model, called ``"main"``, or a mapping of several by name.
         statistics: functions by name, each called with all numbers of a tensor in one dimension; by default
-            `default_statistics`. Add to those, for example percentiles::
+            ``default_statistics``. Add to those, for example percentiles::
 
                 {**ParameterStatistics.default_statistics, "percentile": lambda x: x.quantile(x.new_tensor([0.05, 0.95]))}
 
