@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test check lint wheel browser faults bench clean
+.PHONY: help install demo test check lint wheel browser docs faults bench clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,7 +23,7 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-check: lint wheel browser  ## what CI runs besides the tests: style, types, a wheel, a page, a few of each fault, several ranks
+check: lint wheel docs browser  ## what CI runs besides the tests: style, types, packages, documents, a page, faults, ranks
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
 
@@ -41,6 +41,9 @@ wheel: install  ## build the wheel, install it elsewhere, and run the demo there
 
 browser: install  ## the page of a run, seen and clicked in Chromium (apt-get install chromium)
 	$(BIN)/python -m pytest tests/browser
+
+docs: install  ## build the documents into build/docs, warnings being errors
+	$(BIN)/python -m sphinx -q -W -n --keep-going docs build/docs
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable ".[bench]"

@@ -12,6 +12,9 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
 import chainring
+from chainring.training.extensions import snapshot
+
+snapshot.__name__ = "snapshot"  # the class is written Snapshot, and would else be shown as an alias
 
 project = "Chainring"
 copyright = "The Chainring developers"  # noqa: A001 - Sphinx's name for it
@@ -32,13 +35,12 @@ myst_heading_anchors = 3
 default_role = "py:obj"  # `Trainer` in a docstring leads to it
 autodoc_default_options = {
     "members": True,
-    "inherited-members": "Module,Stateful,Extension,Updater,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
+    "inherited-members": "Module,Extension,Updater,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
 }
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autosummary_generate = False  # a table stands above what it lists, on the same page
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 nitpick_ignore_regex = [

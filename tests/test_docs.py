@@ -1,17 +1,26 @@
-"""What the pages of docs/ show runs as it stands."""
+"""What the pages of docs/ show runs as it stands, leads somewhere, and leaves no public name out."""
 
 import ast
+import importlib
+import inspect
 import os
 import re
+import subprocess
 import sys
 import types
+import zlib
 from pathlib import Path
 
 import pytest
+from test_public_api import PACKAGES
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+MIGRATION = sorted(page for page in (DOCS / "migration").glob("*.md") if page.name != "index.md")
+TEXTS = sorted([*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BEFORE = "{code-block} python"
 
 
 def blocks_of(page):
@@ -21,6 +30,20 @@ def blocks_of(page):
     return [(line, code) for line, language, code in found if language.startswith("python")]
 
 
+@pytest.fixture
+def _services_keep_to_themselves(tmp_path, monkeypatch):
+    """W&B, on the page of logs, says nothing and leaves no files elsewhere."""
+    for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "own"))
+    yield
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+
+
+@pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
+@pytest.mark.usefixtures("_services_keep_to_themselves")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
     """All its blocks, one after the other in one module, in an empty directory."""
@@ -33,11 +56,33 @@ def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_no_block_of_python_is_left_out(page):
-    """Each begins with ```python and nothing else, and ends."""
+    """Each begins with ```python and nothing else, and ends; a script for another library is the exception."""
     text = page.read_text()
     assert len(re.findall(r"^[ \t]*```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text))
-    begun = re.findall(r"^[ \t]*```[ \t]*py.*$", text, re.MULTILINE | re.IGNORECASE)
-    assert begun == ["```python"] * len(blocks_of(page))
+    begun = re.findall(r"^[ \t]*```.*py.*$", text, re.MULTILINE | re.IGNORECASE)
+    before = [f"```{BEFORE}"] if page in MIGRATION else []
+    assert sorted(begun) == sorted(["```python"] * len(blocks_of(page)) + before)
+
+
+@pytest.mark.parametrize("page", MIGRATION, ids=lambda page: page.stem)
+def test_a_page_of_migration_has_a_table_a_script_before_and_one_after(page):
+    """The script before is of that library, and is Python; the one after trains with Chainring."""
+    text = page.read_text()
+    assert re.search(r"^\| .* \| Chainring \|\n\|---\|---\|$", text, re.MULTILINE)
+    (before,) = [code for language, code in FENCE.findall(text) if language == BEFORE]
+    library = page.stem.replace("pfn-extras", "pytorch_pfn_extras")
+    assert library in {name.partition(".")[0] for name in imported(before)}
+    after = text.split("## After\n")[1]
+    assert "trainer.run()" in FENCE.search(after).group(2)
+
+
+def imported(code):
+    """The modules that a program imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
 
 
 @pytest.mark.parametrize("part", ["A dataset", "An updater", "A trigger", "An extension", "A callback", "An iterator"])
@@ -53,3 +98,66 @@ def test_each_part_of_ones_own_is_written_in_15_lines_and_proved(part):
     del lines[docstring.lineno - 1 : docstring.end_lineno]
     assert len([line for line in lines if line.strip()]) <= 15
     assert re.search(r"\bcheck_\w+\(|\bassert ", proof)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The pages as `make docs` makes them, and whatever was said about them."""
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-n", "--keep-going", os.fspath(DOCS), os.fspath(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return folder, done.stdout + done.stderr
+
+
+def test_the_documents_are_made_without_a_warning(built):
+    """References that lead nowhere are warnings too."""
+    assert built[1] == ""
+
+
+def documented(built):
+    """The names of Python in the inventory that Sphinx writes beside the pages."""
+    *_, packed = (built[0] / "objects.inv").read_bytes().split(b"\n", 4)
+    lines = zlib.decompress(packed).decode().splitlines()
+    return {line.split()[0] for line in lines if line.split()[1].startswith("py:")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_public_name(package, built):
+    """Each name of the package, and each method of its classes, there or at a public base."""
+    there = documented(built)
+    public = {thing: f"{module}.{name}" for module in PACKAGES for name, thing in names_of(module) if inspect.isclass(thing)}
+    for name, thing in names_of(package):
+        assert f"{package}.{name}" in there
+        for method in own_methods(thing) if inspect.isclass(thing) else ():
+            assert any(f"{public[base]}.{method}" in there for base in thing.__mro__ if base in public), (name, method)
+
+
+def names_of(package):
+    """What its ``__all__`` lists; of a module that has none, what it defines."""
+    module = importlib.import_module(package)
+    defined = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == package and name[0] != "_"]
+    return [(name, getattr(module, name)) for name in getattr(module, "__all__", defined)]
+
+
+def own_methods(thing):
+    methods = inspect.getmembers(thing, inspect.isfunction)
+    return [name for name, method in methods if name[0] != "_" and method.__module__.startswith("chainring")]
+
+
+def anchors_of(path):
+    """The fragments by which the headings of a page are known."""
+    prose = FENCE.sub("", path.read_text())
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings_that_are_there(path):
+    """Those within the repository; nothing is fetched."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", path.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors_of(there), target

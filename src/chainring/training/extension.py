@@ -37,7 +37,6 @@ class Extension(Stateful):
         trigger: when it is called, unless `Trainer.extend` says otherwise.
         priority: extensions of higher priority run first.
         invoke_before_training: whether it is also called once just before the loop.
-        default_name: its name, unless `Trainer.extend` says otherwise; the class name.
         skip_on_resume: whether the call before training is left out in a run that continues an earlier one.
         is_snapshot: whether it takes down the state of the run. Such extensions are called last, after every trigger of
             the iteration has been asked.
@@ -63,7 +62,7 @@ class Extension(Stateful):
 
     @property
     def default_name(self) -> str:
-        """The name in a trainer that gives no other."""
+        """Its name, unless `Trainer.extend` says otherwise; the class name."""
         return type(self).__name__
 
     def __call__(self, trainer: Trainer) -> Any:
