@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 import re
 from typing import Any
 
@@ -50,15 +49,15 @@ nitpick_ignore_regex = [
 
 
 def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element) -> Any:
-    """A docstring says `Trainer` wherever it stands: the public thing of that name is meant, the nearest of several."""
+    """A docstring says `Trainer` wherever it stands: the public thing of that name is meant, of several one of the same page."""
     if node.get("refdomain") != "py":
         return None
     domain: Any = env.get_domain("py")
-    here = f"{node.get('py:module')}.{node.get('py:class')}"
     found = domain.find_obj(env, None, None, node["reftarget"], None, 1)
     if not found:
         return None
-    name, entry = min(found, key=lambda each: (-len(os.path.commonprefix([here, each[0]])), len(each[0])))
+    here = f"{node.get('py:module')}."
+    name, entry = min(found, key=lambda each: (not each[0].startswith(here), len(each[0])))
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
 
 

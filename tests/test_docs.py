@@ -12,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+
 from test_public_api import PACKAGES
 
 ROOT = Path(__file__).parent.parent
@@ -135,8 +136,8 @@ def test_the_reference_has_every_public_name(package, built):
 def names_of(package):
     """What its ``__all__`` lists; of a module that has none, what it defines."""
     module = importlib.import_module(package)
-    defined = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == package and name[0] != "_"]
-    return [(name, getattr(module, name)) for name in getattr(module, "__all__", defined)]
+    own = [name for name, thing in vars(module).items() if getattr(thing, "__module__", "") == package and name[0] != "_"]
+    return [(name, getattr(module, name)) for name in getattr(module, "__all__", own)]
 
 
 def own_methods(thing):

@@ -59,8 +59,8 @@ def verify_resume(
         iterations: of the whole run.
         kill_after: iterations until the kill. Where an epoch is as short as that, one in the second epoch tells more.
         directory: where everything is left to be looked at, new or empty; by default it is removed.
-        start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share what the server has imported
-            and are there sooner; the order of sets is then the same in all three.
+        start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share what the server has
+            imported and are there sooner; the order of sets is then the same in all three.
 
     Returns:
         What was compared, and how many values.
