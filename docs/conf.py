@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
 
 
 def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element) -> Any:
-    """A docstring says `Trainer` wherever it stands: the public thing of that name is meant, of several one of the same page."""
+    """A docstring says `Trainer` wherever it stands: the public thing of that name is meant, one of the same page first."""
     if node.get("refdomain") != "py":
         return None
     domain: Any = env.get_domain("py")

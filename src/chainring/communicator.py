@@ -71,8 +71,8 @@ class Communicator:
         """Called where a run fails: tells the other ranks why, so that none waits for this one.
 
         Returns:
-            What this rank is to raise, which is the error itself, or a `RankFailed` with the traceback of the rank that failed
-            first.
+            What this rank is to raise, which is the error itself, or a `RankFailed` with the traceback of the rank that
+            failed first.
         """
         return error
 
