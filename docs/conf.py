@@ -11,9 +11,10 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
 import chainring
-from chainring.training.extensions import snapshot
+from chainring.training.extensions import dump_graph, snapshot
 
-snapshot.__name__ = "snapshot"  # the class is written Snapshot, and would else be shown as an alias
+# Classes that are called as functions: under the names of the classes they would be aliases.
+dump_graph.__name__, snapshot.__name__ = "dump_graph", "snapshot"
 
 project = "Chainring"
 copyright = "The Chainring developers"  # noqa: A001 - Sphinx's name for it
@@ -26,6 +27,7 @@ html_copy_source = False
 html_show_sphinx = False
 html_static_path = ["_static"]
 html_css_files = ["chainring.css"]
+highlight_language = "none"  # what is printed is no Python
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -37,6 +39,7 @@ autodoc_default_options = {
     "inherited-members": "Module,Extension,Updater,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
 }
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 autosummary_generate = False  # a table stands above what it lists, on the same page
 napoleon_numpy_docstring = False
