@@ -1,0 +1,152 @@
+"""Trains a character language model with truncated backpropagation through time, on Python's own documentation.
+
+    python train_text.py --out result
+
+The text is that of ``help("for")`` and the other topics, which is part of every Python. The same command again continues a
+run that was stopped; the state that its last batch has ended with is in the snapshot.
+"""
+
+import argparse
+import math
+from pydoc_data.topics import topics
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import chainring
+from chainring import iterators, report, training
+from chainring.training import UpdateCallbacks, clip_grad_norm, extensions
+
+
+class LanguageModel(nn.Module):
+    """Predicts each character from those before it, with a GRU."""
+
+    def __init__(self, characters: int, units: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, 64)
+        self.recurrent = nn.GRU(64, units, batch_first=True)
+        self.scores = nn.Linear(units, characters)
+
+    def forward(self, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The scores (batch, length, characters) of what comes after each character of (batch, length); the state there."""
+        outputs, state = self.recurrent(self.embedding(text), state)
+        return self.scores(outputs), state
+
+
+def read(model: LanguageModel, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean loss in nats a character over (batch, length + 1), which is reported, and the state at its end."""
+    scores, state = model(text[:, :-1], state)
+    loss = cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
+    report({"loss": loss}, model)
+    return loss, state
+
+
+class BPTTUpdater(training.StandardUpdater):
+    """Gradients stop where a batch begins; the state goes on, to the end of the epoch."""
+
+    state: Tensor | None = None
+
+    def update_core(self) -> None:
+        text = self.next_batch()
+        with self.autocast():
+            loss, state = read(self.get_model("main"), text, self.state)
+        self.backward(loss)
+        self.step()
+        self.state = None if self.get_iterator("main").is_new_epoch else state.detach()
+
+    def serialize(self, serializer) -> None:
+        super().serialize(serializer)
+        self.state = serializer("state", self.state)
+
+
+class Reading:
+    """Goes on with the state of the batch before: what an Evaluator calls, and at the beginning of a pass `begin`."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def begin(self, _: extensions.Evaluator) -> None:
+        self.state: Tensor | None = None
+
+    def __call__(self, text: Tensor) -> None:
+        _, self.state = read(self.model, text, self.state)
+
+
+def load() -> str:
+    """The topics one after the other; a paragraph that is in several is there once, so that no test text is trained on."""
+    return "\n\n".join(dict.fromkeys("\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")))
+
+
+def in_batches(text: np.ndarray, batchsize: int, length: int) -> np.ndarray:
+    """Rows of length + 1 characters, in the order in which an iterator that does not shuffle puts them into batches.
+
+    The text is cut into ``batchsize`` parts. Row n of each batch goes on, in part n, where row n of the batch before ended.
+    """
+    batches = (len(text) - 1) // (batchsize * length)
+    starts = np.arange(batchsize) * batches * length + np.arange(batches)[:, None] * length
+    return text[starts.reshape(-1, 1) + np.arange(length + 1)]
+
+
+def baselines(train: np.ndarray, test: np.ndarray, characters: int) -> dict[str, float]:
+    """Perplexities of a guess among all characters, and of the frequencies of characters and of their pairs."""
+    pairs = np.ones((characters, characters))  # each pair once more than it was seen, so that none is impossible
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    ones = np.bincount(train, minlength=characters) + 1
+    unigram = -np.log(ones / ones.sum())[test].mean()
+    bigram = -np.log(pairs / pairs.sum(1, keepdims=True))[test[:-1], test[1:]].mean()
+    return {"uniform": characters, "unigram": round(math.exp(unigram), 3), "bigram": round(math.exp(bigram), 3)}
+
+
+@torch.no_grad()
+def write(model: LanguageModel, alphabet: list[str], length: int, seed: int) -> str:
+    """Characters drawn from the model one by one, with random numbers of their own."""
+    generator, state, text = torch.Generator().manual_seed(seed), None, ["\n"]
+    for _ in range(length):
+        scores, state = model(torch.tensor([[alphabet.index(text[-1])]]), state)
+        text.append(alphabet[torch.multinomial(scores[0, -1].softmax(-1), 1, generator=generator).item()])
+    return "".join(text[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batchsize", "-b", type=int, default=32, help="parts of the text (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=50, help="characters that gradients go back (default: %(default)s)")
+    parser.add_argument("--epoch", "-e", type=int, default=10, help="epochs to train (default: %(default)s)")
+    parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
+    parser.add_argument("--unit", "-u", type=int, default=256, help="units of the GRU (default: %(default)s)")
+    parser.add_argument("--characters", type=int, help="of the text, to be used; by default all")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    args = parser.parse_args()
+
+    chainring.deterministic(args.seed)
+    text = load()[: args.characters]
+    alphabet = sorted(set(text))
+    numbers = np.array([alphabet.index(character) for character in text])
+    train, test = np.split(numbers, [len(numbers) * 9 // 10])
+    print(f"{len(train)} and {len(test)} characters; perplexities: {baselines(train, test, len(alphabet))}")
+
+    model = LanguageModel(len(alphabet), args.unit)
+    train_iter = iterators.SerialIterator(in_batches(train, args.batchsize, args.length), args.batchsize, shuffle=False)
+    test_iter = iterators.SerialIterator(in_batches(test, 10, args.length), 10, repeat=False, shuffle=False)
+    clip = UpdateCallbacks(update_on_start=clip_grad_norm(1.0))
+    updater = BPTTUpdater(train_iter, torch.optim.Adam(model.parameters(), 3e-3), model, callbacks=clip)
+
+    trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
+    trainer.extend(extensions.ExponentialShift("lr", 0.75), trigger=(1, "epoch"))
+    reading = Reading(model)
+    trainer.extend(extensions.Evaluator(test_iter, model, eval_func=reading, eval_hook=reading.begin))
+    trainer.extend(
+        extensions.LogReport(postprocess=lambda row: row.update(perplexity=math.exp(row["validation/main/loss"])))
+    )
+    columns = ["epoch", "main/loss", "validation/main/loss", "perplexity", "grad_norm", "elapsed_time"]
+    trainer.extend(extensions.PrintReport(columns))
+    trainer.extend(extensions.ProgressBar())
+    trainer.extend(extensions.snapshot(autoload=True, n_retains=2))
+    trainer.run()
+    print(write(model, alphabet, 500, args.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Runs the examples as their users run them: each in a process of its own, on a small setting."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(script, *arguments, check=True):
+    """What an example printed; with ``check`` off, the finished process, which may have failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 or not check, done.stderr
+    return done.stdout if check else done
+
+
+def log(out):
+    """The rows of a run's log without the times, which differ between runs."""
+    rows = json.loads((out / "log").read_text())
+    return [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
