@@ -101,7 +101,7 @@ def baselines(train: np.ndarray, test: np.ndarray, characters: int) -> dict[str,
 
 @torch.no_grad()
 def write(model: LanguageModel, alphabet: list[str], length: int, seed: int) -> str:
-    """Characters drawn from the model one by one, with random numbers of their own."""
+    """Characters drawn from the model one by one."""
     generator, state, text = torch.Generator().manual_seed(seed), None, ["\n"]
     for _ in range(length):
         scores, state = model(torch.tensor([[alphabet.index(text[-1])]]), state)
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batchsize", "-b", type=int, default=32, help="parts of the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=50, help="characters that gradients go back (default: %(default)s)")
-    parser.add_argument("--epoch", "-e", type=int, default=10, help="epochs to train (default: %(default)s)")
+    parser.add_argument("--epoch", "-e", type=float, default=10, help="epochs to train (default: %(default)s)")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
     parser.add_argument("--unit", "-u", type=int, default=256, help="units of the GRU (default: %(default)s)")
     parser.add_argument("--characters", type=int, help="of the text, to be used; by default all")
@@ -132,7 +132,6 @@ def main() -> None:
     test_iter = iterators.SerialIterator(in_batches(test, 10, args.length), 10, repeat=False, shuffle=False)
     clip = UpdateCallbacks(update_on_start=clip_grad_norm(1.0))
     updater = BPTTUpdater(train_iter, torch.optim.Adam(model.parameters(), 3e-3), model, callbacks=clip)
-
     trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
     trainer.extend(extensions.ExponentialShift("lr", 0.75), trigger=(1, "epoch"))
     reading = Reading(model)
@@ -140,8 +139,7 @@ def main() -> None:
     trainer.extend(
         extensions.LogReport(postprocess=lambda row: row.update(perplexity=math.exp(row["validation/main/loss"])))
     )
-    columns = ["epoch", "main/loss", "validation/main/loss", "perplexity", "grad_norm", "elapsed_time"]
-    trainer.extend(extensions.PrintReport(columns))
+    trainer.extend(extensions.PrintReport(["epoch", "main/loss", "validation/main/loss", "perplexity", "elapsed_time"]))
     trainer.extend(extensions.ProgressBar())
     trainer.extend(extensions.snapshot(autoload=True, n_retains=2))
     trainer.run()
