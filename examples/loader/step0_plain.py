@@ -1,0 +1,62 @@
+"""A loop over a DataLoader as many are: it trains, evaluates after each epoch, prints, and saves the model at the end."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+def load() -> list[TensorDataset]:
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
+    return random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
+
+
+def evaluate(model: nn.Module, loader: DataLoader) -> tuple[float, float]:
+    loss, right, size = 0.0, 0, 0
+    model.eval()
+    with torch.no_grad():
+        for x, t in loader:
+            y = model(x)
+            loss += cross_entropy(y, t).item() * len(x)
+            right += (y.argmax(1) == t).sum().item()
+            size += len(x)
+    model.train()
+    return loss / size, right / size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train (default: %(default)s)")
+    parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    train, test = load()
+    train_loader = DataLoader(train, 100, shuffle=True, generator=torch.Generator().manual_seed(0))
+    test_loader = DataLoader(test, 100)
+    model = nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 10))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    for epoch in range(args.epoch):
+        total, size = 0.0, 0
+        for x, t in train_loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), t)
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(x)
+            size += len(x)
+        test_loss, accuracy = evaluate(model, test_loader)
+        print(f"{epoch + 1:3} train loss {total / size:.6f} test loss {test_loss:.6f} accuracy {accuracy:.6f}")
+
+    Path(args.out).mkdir(exist_ok=True)
+    torch.save(model.state_dict(), f"{args.out}/model.pt")
+
+
+if __name__ == "__main__":
+    main()
