@@ -37,7 +37,7 @@ def main() -> None:
     trainer.extend(extensions.LogReport())
     columns = ["epoch", "main/loss", "test/main/loss", "main/accuracy", "test/main/accuracy", "elapsed_time"]
     trainer.extend(extensions.PrintReport(columns))
-    trainer.extend(extensions.PlotReport(["main/loss", "test/main/loss"], "epoch", filename="loss.png"))
+    trainer.extend(extensions.PlotReport(["main/loss", "test/main/loss"], "epoch", (5, "epoch"), filename="loss.png"))
     trainer.extend(extensions.ProgressBar())
     trainer.extend(extensions.snapshot(autoload=True, n_retains=2))
     trainer.run()

@@ -2,8 +2,8 @@
 
     python prove.py --kills 10
 
-It trains once undisturbed, and once with a kill at random moments: SIGTERM and SIGKILL by turns. Then it compares every number
-of the logs, and the files of the models byte for byte.
+It trains once undisturbed, and once with a kill at random moments: SIGTERM and SIGKILL by turns. Then it compares every
+number of the logs, and the files of the models byte for byte.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Pretrains a small GPT-2 of transformers on sentences, then fine-tunes adapters in it to tell right sentences from wrong ones.
+"""Pretrains a small GPT-2 of transformers, then fine-tunes adapters in it to tell right sentences from wrong ones.
 
     python train_adapters.py --out result
 
@@ -21,13 +21,13 @@ import chainring
 from chainring import iterators, report, training
 from chainring.training import extensions
 
-NOUNS = "dog cat horse king teacher doctor farmer friend neighbour singer pilot lawyer".split()
-VERBS = "see help like follow know hear thank call visit greet trust paint".split()
+NOUNS = ["dog", "cat", "horse", "king", "teacher", "doctor", "farmer", "friend", "neighbour", "singer", "pilot", "lawyer"]
+VERBS = ["see", "help", "like", "follow", "know", "hear", "thank", "call", "visit", "greet", "trust", "paint"]
 LENGTH = 24
 
 
 def sentence(draw: random.Random, right: bool = True) -> str:
-    """Such as "the king near the dogs that the pilot knows thanks the cat". In a wrong one the main verb has another number."""
+    """Such as "the king near the dogs that the pilot knows thanks the cat"; a wrong one has "thank"."""
 
     def verb(plural: bool) -> str:
         return draw.choice(VERBS) + ("" if plural else "s")
