@@ -21,9 +21,10 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples
 
-check: lint wheel docs browser  ## what CI runs besides the tests: style, types, packages, documents, a page, faults, ranks
+check: lint wheel docs browser  ## what CI runs besides the tests: style, types, packages, pages, examples, faults, ranks
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
 

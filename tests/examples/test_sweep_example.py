@@ -11,7 +11,7 @@ def study(out):
 
 
 def test_a_study_prunes_and_goes_on(tmp_path):
-    """Begun with six trials and continued to twelve, it has pruned some of those after the fifth, and kept the best snapshot."""
+    """Begun with six trials and continued to twelve, some of those after the fifth are pruned, and the best is kept."""
     small = ("--epoch", 6, "--out", tmp_path)
     run("sweep/sweep.py", "--trials", 6, *small)
     first = [trial.value for trial in study(tmp_path).trials]

@@ -26,7 +26,7 @@ def test_pretraining_learns_the_language(whole):
 
 
 def test_a_snapshot_of_the_fine_tuning_has_the_adapters_only(whole):
-    """No frozen parameter is in it: it has the head and two matrices for each of twelve layers, of which each has its optimizer's."""
+    """No frozen parameter is in it: it has the head, and two matrices for each of twelve layers."""
     model = [name for name in tensors(whole) if name.startswith("updater/model:main/")]
     assert len(model) == 1 + 2 * 12
     assert all(name.endswith(("/up", "/down", "/score/weight")) for name in model)
