@@ -66,9 +66,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(
         storage=f"sqlite:///{args.out}/study.db", study_name="digits", load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=args.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2),
     )  # fmt: skip
+    study.sampler = optuna.samplers.TPESampler(seed=args.seed + len(study.trials))  # its state is not part of the study
     for trial in study.get_trials(states=[TrialState.RUNNING]):  # a run that was killed was in the middle of it
         study.tell(trial.number, state=TrialState.FAIL)
         study.enqueue_trial(trial.params)

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epoch", "-e", type=float, default=10, help="epochs to train (default: %(default)s)")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
     parser.add_argument("--unit", "-u", type=int, default=256, help="units of the GRU (default: %(default)s)")
-    parser.add_argument("--characters", type=int, help="of the text, to be used; by default all")
+    parser.add_argument("--characters", type=int, help="of the text to be used; by default all")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     args = parser.parse_args()
 
