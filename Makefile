@@ -56,6 +56,7 @@ bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start,
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/snapshot.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/growth.py
 
 clean:  ## remove what the commands here have made
 	rm -rf $(VENV) result build dist

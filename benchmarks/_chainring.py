@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
+from torch import Tensor
 
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
@@ -21,7 +22,7 @@ IDLE = 64
 
 
 def bare(iterations: int, out: Path, **settings: Any) -> None:
-    """No extension; ``settings`` are the updater's."""
+    """No extension; ``settings`` are the number of layers and the updater's."""
     _trainer(iterations, out, **settings).run()
 
 
@@ -30,11 +31,23 @@ def staged(iterations: int, out: Path) -> None:
     bare(iterations, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
 
 
-def idle(iterations: int, out: Path) -> None:
+def idle(iterations: int, out: Path, count: int = IDLE) -> None:
     """Extensions that do nothing, once an epoch."""
     trainer = _trainer(iterations, out)
-    for number in range(IDLE):
+    for number in range(count):
         trainer.extend(lambda trainer: None, name=f"idle{number}", trigger=(1, "epoch"))
+    trainer.run()
+
+
+def with_keys(iterations: int, out: Path, keys: int) -> None:
+    """A log of so many numbers, each reported in every iteration."""
+
+    def loss_func(model: Loss, *inputs: Tensor) -> dict[str, Tensor]:
+        loss = model(*inputs)
+        return {"loss": loss} | {f"{number}": loss for number in range(keys - 1)}
+
+    trainer = _trainer(iterations, out, loss_func=loss_func)
+    trainer.extend(LogReport())
     trainer.run()
 
 
@@ -70,8 +83,8 @@ def _fresh(out: Path) -> str:
     return tempfile.mkdtemp(dir=out)
 
 
-def _trainer(iterations: int, out: Path, **settings: Any) -> Trainer:
-    model = Loss()
+def _trainer(iterations: int, out: Path, layers: int = 2, **settings: Any) -> Trainer:
+    model = Loss(layers)
     updater = StandardUpdater(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
     return Trainer(updater, (iterations, "iteration"), out=_fresh(out))
 

@@ -22,19 +22,20 @@ X_TEST, T_TEST = X[:160].copy(), T[:160].copy()
 
 
 class Predictor(nn.Sequential):
-    """Two small layers: next to nothing to compute, so that what surrounds it shows."""
+    """Two small layers, or more of them: next to nothing to compute, so that what surrounds it shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         torch.manual_seed(0)
-        super().__init__(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+        hidden = [part for _ in range(layers - 1) for part in (nn.Linear(16, 16), nn.ReLU())]
+        super().__init__(*hidden, nn.Linear(16, 4))
 
 
 class Loss(nn.Module):
     """The predictor with its loss, which it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.predictor = Predictor()
+        self.predictor = Predictor(layers)
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return cross_entropy(self.predictor(x), t)
@@ -44,9 +45,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def raw(iterations: int) -> None:
+def raw(iterations: int, layers: int = 2) -> None:
     """The bare work."""
-    model = Loss()
+    model = Loss(layers)
     optimizer = sgd(model)
     for _ in range(iterations // EPOCH):
         order = np.random.permutation(len(X))

@@ -56,12 +56,12 @@ class Taken:
 
 
 class State:
-    """Layers and their Adam: ``size`` bytes in 24 large tensors and 24 small ones, and 16 counters."""
+    """Layers and their Adam: ``size`` bytes, a layer in three large tensors, three small ones, and two counters."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, layers: int) -> None:
         torch.manual_seed(0)
-        width = math.isqrt(size // (LAYERS * 3 * 4))  # a layer is a square of floats, and Adam holds two more of each
-        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)])
+        width = math.isqrt(size // (layers * 3 * 4))  # a layer is a square of floats, and Adam holds two more of each
+        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
         self.optimizer = torch.optim.Adam(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 from _measure import Figure, conclude, figure, machine, parser_of
-from _snapshots import ASYNCHRONOUS, MEMCPY, Rounds, State, Writers
+from _snapshots import ASYNCHRONOUS, LAYERS, MEMCPY, Rounds, State, Writers
 
 BUDGET, BUDGET_SIZE = 1.3, 200
 """How often the time of one memcpy the loop may stand still for an asynchronous snapshot, and for how many MB."""
 
 
-def measured(size: int, rounds: int, directory: Path) -> list[dict[str, Any]]:
-    """The rows of a state of ``size`` MB, as they go into the table and the file."""
+def measured(size: int, rounds: int, directory: Path, layers: int = LAYERS) -> list[dict[str, Any]]:
+    """The rows of a state of ``size`` MB in so many layers, as they go into the table and the file."""
     directory.mkdir()
-    state = State(size * 10**6)
+    state = State(size * 10**6, layers)
     writers = Writers(state, directory)
     calls = Rounds(writers, lambda number, name: say(f"{size} MB, round {number} of {rounds}: {name}"))
     writers.run(calls, rounds + 1)

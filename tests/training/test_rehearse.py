@@ -6,9 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import resume_program
-from chainring import training
+from chainring import iterators, training
+from chainring.datasets import TupleDataset
+from chainring.nn import Classifier
 from chainring.training import extensions
 
 
@@ -104,3 +107,20 @@ def test_a_rehearsal_after_the_run_has_begun_is_refused(tmp_path):
     trainer.run()
     with pytest.raises(RuntimeError, match="before run"):
         trainer.rehearse()
+
+
+def test_a_lazy_module_is_refused_until_it_has_seen_a_batch(tmp_path):
+    """Its parameters could not be put back; the error names them and says what to do, which helps."""
+    model = Classifier(nn.Sequential(nn.LazyLinear(3)))
+    data = TupleDataset(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+    updater = training.StandardUpdater(iterators.SerialIterator(data, 4), torch.optim.Adam(model.parameters()), model)
+    trainer = training.Trainer(updater, (2, "iteration"), out=str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"\['predictor.0.weight', 'predictor.0.bias'\] of model 'main'; call the model once"
+    ):
+        trainer.rehearse()
+    with torch.no_grad():
+        model(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
+    trainer.rehearse()
+    trainer.run()
+    assert updater.iteration == 2

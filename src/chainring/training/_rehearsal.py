@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+
+from torch.nn.parameter import is_lazy
 
 from chainring import generators
 from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
@@ -13,6 +15,8 @@ from chainring.training import _start
 from chainring.training._state import visit_part
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from chainring.serializers.base import AbstractSerializer
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
@@ -22,6 +26,7 @@ _UPDATES = 2
 
 def rehearse(trainer: Trainer, entries: list[Entry]) -> None:
     """Updates twice and calls every extension once, see `Trainer.rehearse`. Triggers are not asked."""
+    _refuse_lazy(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
     with _put_back(trainer, entries), ExitStack() as stack:
         _start.prepare(trainer)
         for entry in entries:
@@ -34,6 +39,15 @@ def rehearse(trainer: Trainer, entries: list[Entry]) -> None:
                 _iterate(trainer, entries, calls=number == _UPDATES)
         except StopIteration:
             raise RuntimeError(f"the data ended before {_UPDATES} updates, so there is nothing to rehearse") from None
+
+
+def _refuse_lazy(models: Mapping[str, nn.Module]) -> None:
+    for name, model in models.items():
+        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"a rehearsal puts parameters back, and those of a lazy module are none before its first batch: {lazy} of "
+                f"model {name!r}; call the model once with a batch under torch.no_grad() before"
+            )
 
 
 def _iterate(trainer: Trainer, entries: list[Entry], calls: bool) -> None:

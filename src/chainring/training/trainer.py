@@ -251,6 +251,7 @@ class Trainer(Stateful):
 
         Raises:
             RuntimeError: the run has begun, or the data end before two updates.
+            ValueError: a lazy module has no parameters yet.
         """
         if self._has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
