@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import sys
 import zipfile
 
 import numpy as np
@@ -27,10 +26,10 @@ class Keeper(Stateful):
 
 
 class Bomb:
-    """Unpickled, it would call `exit`."""
+    """Unpickled, it would end the process."""
 
     def __reduce__(self):
-        return sys.exit, ("unpickled",)
+        return exec, ("raise SystemExit('unpickled')",)
 
 
 def with_json(path, content):
