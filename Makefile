@@ -23,10 +23,11 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples
 
-check: lint wheel docs browser  ## what CI runs besides the tests: style, types, packages, pages, examples, faults, ranks
+check: lint wheel docs browser  ## what CI runs besides the tests: style, types, packages, pages, examples, faults, ranks, speed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
+	$(BIN)/python benchmarks/gate.py
 
 faults: install  ## kills, signals, damage, lost ranks, in large numbers
 	$(BIN)/python tests/faults/run.py --large

@@ -41,7 +41,7 @@ def get_state() -> dict[str, Any]:
     words = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     version, python_words, gauss = random.getstate()
     state = {
-        "python": {"version": version, "words": torch.tensor(python_words), "gauss": gauss},
+        "python": {"version": version, "words": torch.from_numpy(np.array(python_words, np.int64)), "gauss": gauss},
         "numpy": {**numpy, "state": {**numpy["state"], "key": words}},
         "torch": torch.get_rng_state(),
     }

@@ -14,6 +14,7 @@ Any other reader opens the file; it sees every value, but no strides, two float6
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -145,15 +146,21 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
             continue
         stored[name] = tensor.detach()
         mark: dict[str, Any] = {}
-        strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
-        if strides != torch.empty(tensor.shape, device="meta").stride():
-            mark["strides"] = strides
+        if tensor.stride() != _row_major(tensor.shape):
+            strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
+            if strides != _row_major(tensor.shape):
+                mark["strides"] = strides
         if tensor.dtype in _VIEWS:
             mark["dtype"] = str(tensor.dtype).removeprefix("torch.")
         if mark:
             marks[name] = mark
     # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
     return marks, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of that shape."""
+    return tuple(math.prod(size or 1 for size in shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
 def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -202,10 +209,10 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.reshape(-1), CHUNK // tensor.itemsize)
-    elif size <= CHUNK:
+    if size <= CHUNK:
         yield tensor.contiguous().reshape(-1)
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.reshape(-1), CHUNK // tensor.itemsize)
     else:
         rows = len(tensor) * CHUNK // size
         for part in torch.split(tensor, rows) if rows > 1 else tensor:

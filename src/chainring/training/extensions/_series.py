@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from chainring.serializers.manifest import Manifest
 from chainring.serializers.store import Store
 from chainring.training._directory import pattern_of
 
@@ -60,6 +61,10 @@ class Series:
 
     def own(self, store: Store) -> list[str]:
         """The snapshots that may be continued from: first those that cannot be read, then the newest, and so on."""
+        return [name for name, _ in self._listing(store)]
+
+    def _listing(self, store: Store) -> list[tuple[str, Manifest | None]]:
+        """Its snapshots in that order, each with its manifest if that can be read."""
         patterns = [pattern_of(template) for template in self.templates]
         found = []
         for name, manifest in store.listing():
@@ -68,7 +73,7 @@ class Series:
             else:
                 is_own = manifest.about.get(KEY) == self.label and "error" not in manifest.about
             if is_own:
-                found.append(name)
+                found.append((name, manifest))
         return found
 
     def real(self, name: str, iteration: int) -> str:
@@ -116,9 +121,8 @@ class Series:
 
     def _readable(self, store: Store) -> list[tuple[str, bool]]:
         """Its snapshots, the newest first, and whether each has had the fixed name in its turn."""
-        own = set(self.own(store))
-        listed = [(name, manifest) for name, manifest in store.listing() if name in own and manifest is not None]
-        return [(name, OUT_OF_TURN not in manifest.about) for name, manifest in listed]
+        listed = self._listing(store)
+        return [(name, OUT_OF_TURN not in manifest.about) for name, manifest in listed if manifest is not None]
 
 
 def fields_of(filename: Any) -> list[str]:
