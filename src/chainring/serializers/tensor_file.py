@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -40,6 +41,12 @@ _VIEWS = {  # dtypes that not every reader of the format knows: stored as
     torch.complex128: torch.float64, torch.float8_e8m0fnu: torch.uint8, torch.float4_e2m1fn_x2: torch.uint8,
 }  # fmt: skip
 _VIEW_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _VIEWS}
+
+_NUMPY = {
+    *(torch.float64, torch.float32, torch.float16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+"""Dtypes that NumPy has too, without those that may be conjugated."""
 
 Marks = dict[str, dict[str, Any]]
 Place = tuple[Sequence[int], Sequence[int]]
@@ -144,7 +151,7 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
         if tensor.numel() and (owner := owners.setdefault(view_of(tensor), name)) != name:
             marks[name] = {"same_as": owner}
             continue
-        stored[name] = tensor.detach()
+        stored[name] = tensor.detach() if tensor.requires_grad else tensor
         mark: dict[str, Any] = {}
         if tensor.stride() != _row_major(tensor.shape):
             strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
@@ -196,12 +203,22 @@ def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> t
     file.write(header)
     size, crc = len(header), zlib.crc32(header)
     for tensor in tensors:
-        for chunk in _chunks(tensor):
-            content: Any = chunk.resolve_conj().resolve_neg().cpu().view(torch.uint8).numpy()
+        for content in _contents(tensor):
             file.write(content)
             crc = zlib.crc32(content, crc)
             size += content.nbytes
     return size, crc
+
+
+def _contents(tensor: torch.Tensor) -> Iterator[Any]:
+    """Buffers of bytes, at most `CHUNK` each, which are ``tensor`` in row-major order."""
+    if tensor.dtype in _NUMPY and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+        # Through NumPy: each operation of torch would hand Python's lock to the training and wait to have it back.
+        content = tensor.numpy().reshape(-1).view(np.uint8)
+        yield from (content[start : start + CHUNK] for start in range(0, len(content), CHUNK))
+        return
+    for chunk in _chunks(tensor):
+        yield chunk.resolve_conj().resolve_neg().cpu().view(torch.uint8).numpy()
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
