@@ -123,6 +123,14 @@ def conclude(args: argparse.Namespace, report: dict[str, Any], failed: Sequence[
     return 1 if failed else 0
 
 
+def begin() -> dict[str, object]:
+    """Computes with one thread from now on; prints and returns what the figures are taken on."""
+    torch.set_num_threads(1)
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    return facts
+
+
 def machine() -> dict[str, object]:
     """What the figures were taken on."""
     return {

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from _measure import Figure, conclude, figure, machine, parser_of
+from _measure import Figure, begin, conclude, figure, parser_of
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -148,9 +147,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    torch.set_num_threads(1)
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = begin()
     print(f"median of {args.rounds} rounds, batches of {BATCH}\n")
     print(f"{'examples a second':<28}{'workers':>8}{'DataLoader':>14}{'Chainring':>14}{'ratio':>9} (least to most)")
     draw = np.random.default_rng(0)

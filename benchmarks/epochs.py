@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import _epochs
-import torch
-from _measure import Figure, Plan, Row, conclude, figure, machine, measure, parser_of
+from _measure import Figure, Plan, Row, begin, conclude, figure, measure, parser_of
 from _peers import version
 
 LOADER, GATHER, FUSED = "by hand, DataLoader", "by hand, one gather", "by hand, one gather, fused Adam"
@@ -95,9 +94,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    torch.set_num_threads(1)
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = begin()
     print(f"median of {args.rounds} rounds of {args.tries} tries; {_epochs.EXAMPLES} images in batches of {_epochs.BATCH}\n")
     print(f"{'units':>5}  {'':<42}{'ms':>9}{'ratio':>8}   of the DataLoader loop (least to most)")
     results: list[dict[str, Any]] = []

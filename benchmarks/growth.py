@@ -29,8 +29,7 @@ import data
 import epochs
 import numpy as np
 import snapshot
-import torch
-from _measure import Figure, Plan, Row, conclude, differences, figure, machine, measure, parser_of
+from _measure import Figure, Plan, Row, begin, conclude, differences, figure, measure, parser_of
 
 from chainring.datasets import TupleDataset
 
@@ -116,9 +115,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    torch.set_num_threads(1)
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = begin()
     print(f"median of {args.rounds} rounds (least to most)\n")
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):

@@ -23,8 +23,7 @@ from typing import Any
 import _chainring
 import _loops
 import _peers
-import torch
-from _measure import Figure, Plan, Row, conclude, differences, figure, machine, measure, parser_of
+from _measure import Figure, Plan, Row, begin, conclude, differences, figure, measure, parser_of
 
 RAW, RAW_WITH_LOG, RAW_BF16, BARE = "raw loop", "raw loop with means, evaluation and log", "raw loop in bf16", "no extension"
 RAW_WITH_SAVE = "the same raw loop and torch.save an epoch"
@@ -131,9 +130,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    torch.set_num_threads(1)
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = begin()
     print(
         f"median of {args.rounds} rounds of {args.tries} tries, N = {args.iterations}, {args.clock} clock, "
         f"batches of {_loops.BATCH}, epochs of {_loops.EPOCH}\n"

@@ -19,8 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from _measure import Figure, conclude, figure, machine, parser_of
+from _measure import Figure, begin, conclude, figure, parser_of
 from _snapshots import ASYNCHRONOUS, LAYERS, MEMCPY, Rounds, State, Writers
 
 BUDGET, BUDGET_SIZE = 1.3, 200
@@ -114,9 +113,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    torch.set_num_threads(1)
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    facts = begin()
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.dir) as directory, warnings.catch_warnings(action="ignore"):
         print(f"median of {args.rounds} rounds, written to {directory}\n")
