@@ -17,7 +17,7 @@ LAYERS = [
     ("chainring.serializers.base", 0), ("chainring.serializers.dictionary", 0.1), ("chainring.serializers.lock", 0.1),
     ("chainring.serializers.manifest", 0.1), ("chainring.serializers.store", 0.2),
     ("chainring.serializers.stateful", 0.2), ("chainring.metrics", 0.2), ("chainring.summary", 0.3),
-    ("chainring.merging", 0.4),
+    ("chainring.blocks", 0.2), ("chainring.merging", 0.4),
     ("chainring.reporter", 1), ("chainring.generators", 1), ("chainring.training.updaters._optimizer_state", 1),
     ("chainring.writers.base", 2), ("chainring.iterators.base", 2), ("chainring.training.triggers", 2),
     ("chainring.training.updaters.base", 2), ("chainring.training.updaters.callbacks", 2),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chainring.summary import is_scalar
+from chainring.blocks import is_scalar
 
 
 def weighted_means(parts: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from chainring.reporter import report
 
 def accuracy(y: Tensor, t: Tensor) -> Tensor:
     """The share of rows of ``y`` (batch, classes, ...) whose largest entry is at the label in ``t`` (batch, ...)."""
-    return (y.argmax(1) == t).float().mean()
+    return (y.argmax(1) == t).mean(dtype=torch.float32)
 
 
 class Classifier(nn.Module):
@@ -55,8 +55,7 @@ class Classifier(nn.Module):
         loss = self.lossfun(scores, labels)
         values = {"loss": loss}
         if self.accfun is not None:
-            with torch.no_grad():
-                values["accuracy"] = self.accfun(scores, labels)
+            values["accuracy"] = self.accfun(scores.detach(), labels)
         report(values, self)
         return loss
 

@@ -2,39 +2,23 @@
 
 The values themselves are kept, not running sums: a mean is the correctly rounded sum (`math.fsum`) of the products
 value x weight in float64 over the summed weight. So it does not depend on where a snapshot fell or on how values were
-grouped. Values that live on a device are stacked there in blocks, because a thousand live scalars slow every iteration.
+grouped.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from chainring.blocks import LENGTH, NONE, Block, append, is_scalar, mean_of, on_host, stacked
 from chainring.communicator import Communicator
 from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.serializers.stateful import Stateful
-
-_BLOCK = 32
-
-Block = tuple[Tensor, Tensor]
-"""Values and their weights, one dimension each."""
-
-
-def is_scalar(value: Any) -> bool:
-    """Whether a value can be averaged: a real number, or an array or tensor without dimensions."""
-    ndim = getattr(value, "ndim", None)
-    if ndim is not None:
-        if isinstance(value, Tensor):
-            return ndim == 0 and not value.is_complex()
-        return bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
-    return isinstance(value, Real)
 
 
 class Summary(Stateful):
@@ -55,49 +39,41 @@ class Summary(Stateful):
             raise TypeError(f"a summary takes single numbers, got {_shown(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
         self._new.append((_kept(value), _kept(weight)))
-        if len(self._new) == _BLOCK:
+        if len(self._new) == LENGTH:
             self._fold()
 
     def add_block(self, values: Tensor, weights: Tensor) -> None:
         """Takes many numbers into account, one dimension of values and of their weights, where they lie."""
-        self._blocks.append((values, weights))
-        if len(self._blocks) >= 2 * _BLOCK:  # blocks of blocks, so that an interval of any length stays few objects
-            self._blocks = _merged(self._blocks)
+        append(self._blocks, (values, weights))
 
     def _fold(self) -> None:
         new, self._new = self._new, []
         for value, weight in new:
-            self.add_block(_stacked([value]), _stacked([weight]))
+            self.add_block(_alone(value), _alone(weight))
 
-    def _numbers(self) -> tuple[list[float], list[float]]:
-        """Values and weights on the host: the one place where a device is waited for."""
+    def _numbers(self) -> Block:
+        """Values and weights in float64 on the host."""
         self._fold()
-        self._blocks = _merged(self._blocks)
-        values = [number for block, _ in self._blocks for number in block.cpu().to(torch.float64).tolist()]
-        weights = [number for _, block in self._blocks for number in block.cpu().to(torch.float64).tolist()]
-        return values, weights
+        self._blocks = [on_host(self._blocks)] if self._blocks else []
+        return self._blocks[0] if self._blocks else (NONE, NONE)
 
     def compute_mean(self) -> float:
         """The weighted mean; NaN when nothing has been added."""
-        return _mean(*self._numbers())
+        return mean_of(*self._numbers())
 
     def make_statistics(self) -> tuple[float, float]:
         """The weighted mean and the weighted population standard deviation, by two passes over the values."""
         values, weights = self._numbers()
-        mean = _mean(values, weights)
-        variance = _mean([(value - mean) * (value - mean) for value in values], weights)
+        mean = mean_of(values, weights)
+        variance = mean_of((values - mean) * (values - mean), weights)
         return mean, math.sqrt(variance) if variance == variance else variance
 
     def over(self, comm: Communicator) -> Summary:
         """The summary of what has been added on all ranks."""
         merged = Summary()
         for values, weights in comm.gather_object(self._numbers()):
-            merged._extend(values, weights)
+            merged.add_block(values, weights)
         return merged
-
-    def _extend(self, values: list[float], weights: list[float]) -> None:
-        if values:
-            self.add_block(torch.tensor(values, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saved = self.over(serializer.comm) if isinstance(serializer, Serializer) and serializer.comm.size > 1 else self
@@ -106,73 +82,20 @@ class Summary(Stateful):
     def visit(self, serializer: AbstractSerializer) -> None:
         """Saves what this rank has, or loads what all had on rank 0: a mean does not depend on who holds the values."""
         saving = isinstance(serializer, Serializer)
-        values, weights = self._numbers() if saving else ([], [])
-        loaded = serializer("values", torch.tensor(values, dtype=torch.float64))
-        loaded_weights = serializer("weights", torch.tensor(weights, dtype=torch.float64))
+        values, weights = self._numbers() if saving else (NONE, NONE)
+        loaded = serializer("values", values)
+        loaded_weights = serializer("weights", weights)
         if not saving:
             holds = len(loaded) and serializer.comm.rank == 0
             self._new, self._blocks = [], [(loaded, loaded_weights)] if holds else []
-
-
-def _stacked(values: list[Any]) -> Tensor:
-    """One dimension of like scalars: on their device where they are tensors, else float64 on the host."""
-    if isinstance(values[0], Tensor):
-        return torch.stack(values)
-    return torch.tensor([float(value) for value in values], dtype=torch.float64)
-
-
-def _merged(blocks: list[Block]) -> list[Block]:
-    """Neighbours of the same dtype and device as one block."""
-    groups: list[list[Block]] = []
-    for block in blocks:
-        if groups and _kinds(groups[-1][0]) == _kinds(block):
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-    return [(torch.cat([v for v, _ in group]), torch.cat([w for _, w in group])) for group in groups]
-
-
-def _kinds(block: Block) -> list[Any]:
-    return [(part.dtype, part.device) for part in block]
-
-
-def _kept(value: Any) -> Any:
-    """A tensor as it was now: out of its graph, and safe from a later change in place."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _check_weight(weight: Any) -> None:
-    if not is_scalar(weight):
-        raise ValueError(f"a weight is a single number, got {_shown(weight)}")
-
-
-def _shown(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
-
-
-def _mean(values: list[float], weights: list[float]) -> float:
-    total = sum_of(weights)
-    if not total:
-        return math.nan
-    mean = sum_of([value * weight for value, weight in zip(values, weights, strict=True)]) / total
-    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
-    return min(max(mean, min(values)), max(values)) if math.isfinite(mean) else mean
-
-
-def sum_of(numbers: list[float]) -> float:
-    """The sum, correctly rounded, so that it does not depend on the order."""
-    try:
-        return math.fsum(numbers)
-    except (OverflowError, ValueError):  # infinities of both signs, or past the largest float: as IEEE addition has it
-        return sum(numbers)
 
 
 class DictSummary(Stateful):
     """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Mapping[str, Any], Any]] = []
+        self._open: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {}
+        self._tables: dict[tuple[str, ...], list[Block]] = {}
         self._summaries: dict[str, Summary] = {}
         self._metrics: dict[str, Any] = {}
 
@@ -189,31 +112,39 @@ class DictSummary(Stateful):
         """
         if type(weight) is not int:
             _check_weight(weight)
-        self._rows.append((dict(values), weight))
-        if len(self._rows) == _BLOCK:
+        keys = tuple(values)
+        rows = self._open.get(keys)
+        if rows is None:
+            rows = self._open[keys] = [], []
+        rows[0].extend(values.values())
+        rows[1].append(weight)
+        if len(rows[1]) == LENGTH:
             self._fold()
 
     def _fold(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        weights = _column([weight for _, weight in rows])
-        keys = rows[0][0].keys()
-        if weights is not None and all(values.keys() == keys for values, _ in rows):  # nearly always: whole columns
-            for key in keys:
-                column = [values[key] for values, _ in rows]
-                block = _column(column)
-                if block is None:
-                    self._add_each(key, rows)
-                else:
-                    self._of(key).add_block(block, weights)
-            return
-        for key in dict.fromkeys(key for values, _ in rows for key in values):
-            self._add_each(key, [row for row in rows if key in row[0]])
+        """Stacks the observations of the same keys: at once, because each operation costs what ten values cost."""
+        opened, self._open = self._open, {}
+        opened.pop((), None)
+        for keys, (values, weights) in opened.items():
+            weighing = stacked(weights)
+            if self._add_table(keys, stacked(values), weighing):
+                continue
+            for number, key in enumerate(keys):
+                column = values[number :: len(keys)]
+                if not self._add_table((key,), stacked(column), weighing):
+                    self._add_each(key, column, weights)
 
-    def _add_each(self, key: str, rows: list[tuple[Mapping[str, Any], Any]]) -> None:
-        for values, weight in rows:
-            value = values[key]
+    def _add_table(self, keys: tuple[str, ...], values: Tensor | None, weights: Tensor | None) -> bool:
+        """Adds rows of values, one of each key; false where there are none, because they are not alike."""
+        if values is None or weights is None:
+            return False
+        for key in keys:
+            self._of(key)
+        append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights))
+        return True
+
+    def _add_each(self, key: str, column: list[Any], weights: list[Any]) -> None:
+        for value, weight in zip(column, weights, strict=True):
             if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
                 self._of(key).add(*value)
             elif is_scalar(value):
@@ -221,14 +152,25 @@ class DictSummary(Stateful):
             elif is_metric(value):
                 self._metrics[key] = value
 
-    def _compute(self) -> None:
-        """Ends the interval of the metrics: each gives one number and starts anew."""
+    def _collect(self) -> dict[str, Summary]:
+        """The summary of each key, with all of its values."""
         self._fold()
+        tables, self._tables = self._tables, {}
+        for keys, blocks in tables.items():
+            values, weights = on_host(blocks)
+            for key, column in zip(keys, values.t().contiguous(), strict=True):
+                self._of(key).add_block(column, weights)
+        return self._summaries
+
+    def _compute(self) -> dict[str, Summary]:
+        """The same at the end of the interval of the metrics: each gives one number and starts anew."""
+        summaries = self._collect()
         metrics, self._metrics = self._metrics, {}
         for key, metric in metrics.items():
             for name, value in take(key, metric).items():
                 if is_scalar(value):
                     self._of(name).add(value)
+        return summaries
 
     def _of(self, key: str) -> Summary:
         if key not in self._summaries:
@@ -237,14 +179,12 @@ class DictSummary(Stateful):
 
     def compute_mean(self) -> dict[str, float]:
         """The weighted mean of each key, in the order in which the keys were first seen."""
-        self._compute()
-        return {key: summary.compute_mean() for key, summary in self._summaries.items()}
+        return {key: summary.compute_mean() for key, summary in self._compute().items()}
 
     def make_statistics(self) -> dict[str, float]:
         """The mean of each key as ``key`` and its standard deviation as ``key.std``."""
-        self._compute()
         statistics: dict[str, float] = {}
-        for key, summary in self._summaries.items():
+        for key, summary in self._compute().items():
             statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
         return statistics
 
@@ -255,34 +195,38 @@ class DictSummary(Stateful):
 
     def _gathered(self, comm: Communicator) -> DictSummary:
         merged = DictSummary()
-        for rank in comm.gather_object({name: summary._numbers() for name, summary in self._summaries.items()}):
-            for name, numbers in rank.items():
-                merged._of(name)._extend(*numbers)
+        for rank in comm.gather_object({name: summary._numbers() for name, summary in self._collect().items()}):
+            for name, (values, weights) in rank.items():
+                merged._of(name).add_block(values, weights)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        self._fold()
         saved, saving = self, isinstance(serializer, Serializer)
         if saving:
             warn_of_unsaved(self._metrics)
             saved = self if serializer.comm.size == 1 else self._gathered(serializer.comm)
-        names: list[str] = serializer("names", list(saved._summaries))
+        names: list[str] = serializer("names", list(saved._collect()))
         if not saving:
-            self._rows, self._summaries, self._metrics = [], {name: Summary() for name in names}, {}
+            self._open, self._tables, self._metrics = {}, {}, {}
+            self._summaries = {name: Summary() for name in names}
         for number, name in enumerate(names):  # by number: a name may hold slashes
             saved._summaries[name].visit(serializer[str(number)])
 
 
-def _column(values: list[Any]) -> Tensor | None:
-    """One dimension of scalars, made at once where all of them are tensors or all are numbers; else ``None``."""
-    first, kinds = values[0], set(map(type, values))
-    if kinds <= {float, int}:
-        if values.count(first) == len(values):  # weights, nearly always
-            return torch.full((len(values),), float(first), dtype=torch.float64)
-        return torch.tensor(values, dtype=torch.float64)
-    if kinds != {Tensor} or not is_scalar(first) or len({value.dtype for value in values}) > 1:
-        return None
-    try:
-        return torch.stack(values)
-    except RuntimeError:  # some have dimensions, or lie on another device
-        return None
+def _kept(value: Any) -> Any:
+    """A tensor as it was now: out of its graph, and safe from a later change in place."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _alone(value: Any) -> Tensor:
+    return value.view(1) if isinstance(value, Tensor) else torch.tensor([float(value)], dtype=torch.float64)
+
+
+def _check_weight(weight: Any) -> None:
+    if not is_scalar(weight):
+        raise ValueError(f"a weight is a single number, got {_shown(weight)}")
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"

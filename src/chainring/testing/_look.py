@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from chainring import generators
+from chainring.blocks import is_scalar
 from chainring.names import unwrapped
-from chainring.summary import is_scalar
 from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from chainring.blocks import is_scalar
 from chainring.reporter import current_reporter, report
-from chainring.summary import is_scalar
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

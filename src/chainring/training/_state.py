@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring import generators
+from chainring.blocks import is_scalar
 from chainring.notices import changed_setting
 from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method
-from chainring.summary import is_scalar
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry

@@ -6,9 +6,10 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from chainring.blocks import is_scalar, sum_of
 from chainring.reporter import report
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.summary import Summary, is_scalar, sum_of
+from chainring.summary import Summary
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import get_trigger
 

@@ -1,0 +1,103 @@
+"""Scalars kept where they lie, many in one tensor, and what a mean is made of.
+
+A thousand live scalars slow every iteration, and reading one waits for its device. So they are stacked there in blocks,
+and read when a mean is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LENGTH = 32
+"""Scalars that are stacked at once."""
+Block = tuple[Tensor, Tensor]
+"""Values (numbers,) or (numbers, keys), and their weights (numbers,)."""
+NONE = torch.empty(0, dtype=torch.float64)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value can be averaged: a real number, or an array or tensor without dimensions."""
+    ndim = getattr(value, "ndim", None)
+    if ndim is not None:
+        if isinstance(value, Tensor):
+            return ndim == 0 and not value.is_complex()
+        return bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
+    return isinstance(value, Real)
+
+
+def stacked(scalars: list[Any]) -> Tensor | None:
+    """One dimension of like scalars: on their device where they are tensors, float64 on the host where they are numbers.
+
+    ``None`` where they are of several kinds or no scalars.
+    """
+    kinds, first = set(map(type, scalars)), scalars[0]
+    if kinds <= {float, int}:
+        if scalars.count(first) == len(scalars):  # weights, nearly always
+            return torch.full((len(scalars),), float(first), dtype=torch.float64)
+        return torch.from_numpy(np.array(scalars, np.float64))
+    if kinds != {Tensor} or not is_scalar(first) or len({value.dtype for value in scalars}) > 1:
+        return None
+    try:
+        return torch.stack(scalars)
+    except RuntimeError:  # some have dimensions, or lie on another device
+        return None
+
+
+def append(blocks: list[Block], block: Block) -> None:
+    """Adds a block, and makes one of many, so that an interval of any length stays few objects."""
+    blocks.append(block)
+    if len(blocks) >= 2 * LENGTH:
+        blocks[:] = _merged(blocks)
+
+
+def _merged(blocks: list[Block]) -> list[Block]:
+    """Neighbours of the same dtype and device as one block."""
+    groups: list[list[Block]] = []
+    for block in blocks:
+        if groups and _kinds(groups[-1][0]) == _kinds(block):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return [_joined(group) for group in groups]
+
+
+def _joined(blocks: list[Block]) -> Block:
+    values, weights = zip(*blocks, strict=True)
+    return torch.cat(values), torch.cat(weights)
+
+
+def _kinds(block: Block) -> list[Any]:
+    return [(part.dtype, part.device) for part in block]
+
+
+def on_host(blocks: list[Block]) -> Block:
+    """All of them in one block of float64: the one place where a device is waited for."""
+    return _joined([(_float64(values), _float64(weights)) for values, weights in _merged(blocks)])
+
+
+def _float64(numbers: Tensor) -> Tensor:
+    return numbers.cpu().to(torch.float64)
+
+
+def mean_of(values: Tensor, weights: Tensor) -> float:
+    """The weighted mean of numbers on the host, in float64; NaN where there are none."""
+    total = sum_of(weights.tolist())
+    if not total:
+        return math.nan
+    mean = sum_of((values * weights).tolist()) / total
+    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
+    return min(max(mean, values.min().item()), values.max().item()) if math.isfinite(mean) else mean
+
+
+def sum_of(numbers: list[float]) -> float:
+    """The sum, correctly rounded, so that it does not depend on the order."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # infinities of both signs, or past the largest float: as IEEE addition has it
+        return sum(numbers)
