@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LENGTH = 32
-"""Scalars that are stacked at once."""
+SCALARS = 256
+"""So many are stacked at once: what stacking costs beside its values is then little, and few objects are alive."""
+_BLOCKS = 64
+"""So many blocks are made one."""
 Block = tuple[Tensor, Tensor]
 """Values (numbers,) or (numbers, keys), and their weights (numbers,)."""
 NONE = torch.empty(0, dtype=torch.float64)
@@ -52,7 +54,7 @@ def stacked(scalars: list[Any]) -> Tensor | None:
 def append(blocks: list[Block], block: Block) -> None:
     """Adds a block, and makes one of many, so that an interval of any length stays few objects."""
     blocks.append(block)
-    if len(blocks) >= 2 * LENGTH:
+    if len(blocks) == _BLOCKS:
         blocks[:] = _merged(blocks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 from torch import nn
 
 from chainring.serializers.base import has_state, serialize_method
+
+_PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
+"""Types of most attributes of a module, none of which are metrics."""
 
 
 def is_metric(value: Any) -> bool:
@@ -65,7 +69,7 @@ def _places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for part in model.modules():
         for attributes in (vars(part), part._modules):
             for name, value in attributes.items():
-                if is_metric(value) and not _is_trained(value):
+                if type(value) not in _PLAIN and is_metric(value) and not _is_trained(value):
                     yield attributes, name, value
 
 

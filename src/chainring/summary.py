@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chainring.blocks import LENGTH, NONE, Block, append, is_scalar, mean_of, on_host, stacked
+from chainring.blocks import NONE, SCALARS, Block, append, is_scalar, mean_of, on_host, stacked
 from chainring.communicator import Communicator
 from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -25,7 +25,6 @@ class Summary(Stateful):
     """The weighted mean and deviation of one series of numbers."""
 
     def __init__(self) -> None:
-        self._new: list[tuple[Any, Any]] = []
         self._blocks: list[Block] = []
 
     def add(self, value: Any, weight: float = 1) -> None:
@@ -38,22 +37,14 @@ class Summary(Stateful):
         if not is_scalar(value):
             raise TypeError(f"a summary takes single numbers, got {_shown(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        self._new.append((_kept(value), _kept(weight)))
-        if len(self._new) == LENGTH:
-            self._fold()
+        self.add_block(_kept(value), _kept(weight))
 
     def add_block(self, values: Tensor, weights: Tensor) -> None:
         """Takes many numbers into account, one dimension of values and of their weights, where they lie."""
         append(self._blocks, (values, weights))
 
-    def _fold(self) -> None:
-        new, self._new = self._new, []
-        for value, weight in new:
-            self.add_block(_alone(value), _alone(weight))
-
     def _numbers(self) -> Block:
         """Values and weights in float64 on the host."""
-        self._fold()
         self._blocks = [on_host(self._blocks)] if self._blocks else []
         return self._blocks[0] if self._blocks else (NONE, NONE)
 
@@ -87,14 +78,14 @@ class Summary(Stateful):
         loaded_weights = serializer("weights", weights)
         if not saving:
             holds = len(loaded) and serializer.comm.rank == 0
-            self._new, self._blocks = [], [(loaded, loaded_weights)] if holds else []
+            self._blocks = [(loaded, loaded_weights)] if holds else []
 
 
 class DictSummary(Stateful):
     """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {}
+        self._rows: list[tuple[Mapping[str, Any], Any]] = []
         self._tables: dict[tuple[str, ...], list[Block]] = {}
         self._summaries: dict[str, Summary] = {}
         self._metrics: dict[str, Any] = {}
@@ -112,20 +103,20 @@ class DictSummary(Stateful):
         """
         if type(weight) is not int:
             _check_weight(weight)
-        keys = tuple(values)
-        rows = self._open.get(keys)
-        if rows is None:
-            rows = self._open[keys] = [], []
-        rows[0].extend(values.values())
-        rows[1].append(weight)
-        if len(rows[1]) == LENGTH:
+        self._rows.append((dict(values), weight))
+        if len(self._rows) * (len(values) or 1) >= SCALARS:
             self._fold()
 
     def _fold(self) -> None:
-        """Stacks the observations of the same keys: at once, because each operation costs what ten values cost."""
-        opened, self._open = self._open, {}
-        opened.pop((), None)
-        for keys, (values, weights) in opened.items():
+        """Stacks the observations that have the same keys, all their values at once if those are alike."""
+        rows, self._rows = self._rows, []
+        alike: dict[tuple[str, ...], list[tuple[Mapping[str, Any], Any]]] = {}
+        for row in rows:
+            alike.setdefault(tuple(row[0]), []).append(row)
+        alike.pop((), None)
+        for keys, group in alike.items():
+            values = [value for row, _ in group for value in row.values()]
+            weights = [weight for _, weight in group]
             weighing = stacked(weights)
             if self._add_table(keys, stacked(values), weighing):
                 continue
@@ -207,19 +198,17 @@ class DictSummary(Stateful):
             saved = self if serializer.comm.size == 1 else self._gathered(serializer.comm)
         names: list[str] = serializer("names", list(saved._collect()))
         if not saving:
-            self._open, self._tables, self._metrics = {}, {}, {}
+            self._rows, self._tables, self._metrics = [], {}, {}
             self._summaries = {name: Summary() for name in names}
         for number, name in enumerate(names):  # by number: a name may hold slashes
             saved._summaries[name].visit(serializer[str(number)])
 
 
-def _kept(value: Any) -> Any:
-    """A tensor as it was now: out of its graph, and safe from a later change in place."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _alone(value: Any) -> Tensor:
-    return value.view(1) if isinstance(value, Tensor) else torch.tensor([float(value)], dtype=torch.float64)
+def _kept(number: Any) -> Tensor:
+    """One dimension: of a tensor as it was now, out of its graph and safe from a later change in place."""
+    if isinstance(number, Tensor):
+        return number.detach().clone().view(1)
+    return torch.tensor([float(number)], dtype=torch.float64)
 
 
 def _check_weight(weight: Any) -> None:

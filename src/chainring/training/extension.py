@@ -152,7 +152,7 @@ class Entry:
         extension: the callable.
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         trigger: asked once an iteration.
-        asks: the call of the trigger.
+        asks: the call of the trigger, or ``None`` if it fires in every iteration.
         observe: the extension's `observe`, or ``None`` if it has none of its own.
         call: calls the extension. A profiler puts a call that it times in its place.
     """
@@ -170,7 +170,8 @@ class Entry:
         self.call: Callable[[Trainer], Any] = _bound(extension)
         self.name = name
         self.trigger = get_trigger(_first(trigger, getattr(extension, "trigger", None), Extension.trigger))
-        self.asks: Callable[[Trainer], bool] = _bound(self.trigger)
+        every = getattr(self.trigger, "is_every_iteration", False)
+        self.asks: Callable[[Trainer], bool] | None = None if every else _bound(self.trigger)
         self.priority: int = _first(priority, getattr(extension, "priority", None), Extension.priority)
         before = getattr(extension, "invoke_before_training", None)
         self.invoke_before_training: bool = _first(invoke_before_training, before, False)

@@ -200,7 +200,7 @@ class Trainer(Stateful):
         for entry in entries:
             if entry.observe is not None:
                 entry.observe(self)
-            if entry.asks(self):
+            if entry.asks is None or entry.asks(self):
                 self.extension_name = entry.name
                 entry.call(self)
                 self.extension_name = None
@@ -232,7 +232,7 @@ class Trainer(Stateful):
         """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""
         if entry.observe is not None:
             entry.observe(self)
-        return entry.asks(self)
+        return entry.asks is None or entry.asks(self)
 
     def _warn_of_the_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):

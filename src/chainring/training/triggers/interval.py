@@ -23,6 +23,9 @@ class IntervalTrigger(Trigger):
         period: how many units lie between two fires, above 0; for epochs it may be a fraction.
         unit: ``"iteration"`` or ``"epoch"``.
 
+    Attributes:
+        is_every_iteration: whether it fires after each iteration, so that there is nothing to ask.
+
     Raises:
         ValueError: the period is not above 0, or the unit is another.
     """
@@ -41,7 +44,7 @@ class IntervalTrigger(Trigger):
         self._crossed: int | None = None
         self._wait: float = -math.inf
         self._is_of_iterations = unit == "iteration"
-        self._is_every = self._ratio == (1, 1) and self._is_of_iterations
+        self.is_every_iteration = self._ratio == (1, 1) and self._is_of_iterations
 
     def __call__(self, trainer: Trainer) -> bool:
         """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
@@ -49,7 +52,7 @@ class IntervalTrigger(Trigger):
         progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
         if progress < self._wait:  # the next multiple is not near, and nothing has to be counted or remembered
             return False
-        if self._is_every:
+        if self.is_every_iteration:
             return progress > 0
         return super().__call__(trainer)
 
@@ -70,7 +73,7 @@ class IntervalTrigger(Trigger):
     def _count(self, crossed: int) -> None:
         numerator, denominator = self._ratio
         self._crossed = crossed
-        if self._is_every:
+        if self.is_every_iteration:
             return
         if self.unit == "iteration":
             self._wait = -(-(crossed + 1) * numerator // denominator)
@@ -101,7 +104,7 @@ class IntervalTrigger(Trigger):
             if crossed is not None and list(period) == own:
                 self._count(crossed)
                 if self._answer:
-                    self._wait = -math.inf
+                    self._wait = -math.inf  # as in ask
 
     def __str__(self) -> str:
         return f"IntervalTrigger({self.period}, {self.unit!r})"
