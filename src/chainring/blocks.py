@@ -36,8 +36,10 @@ def is_scalar(value: Any) -> bool:
 def stacked(scalars: list[Any]) -> Tensor | None:
     """One dimension of like scalars: on their device where they are tensors, float64 on the host where they are numbers.
 
-    ``None`` where they are of several kinds or no scalars.
+    ``None`` where they are of several kinds, or no scalars, or none.
     """
+    if not scalars:
+        return None
     kinds, first = set(map(type, scalars)), scalars[0]
     if kinds <= {float, int}:
         if scalars.count(first) == len(scalars):  # weights, nearly always
@@ -70,6 +72,8 @@ def _merged(blocks: list[Block]) -> list[Block]:
 
 
 def _joined(blocks: list[Block]) -> Block:
+    if len(blocks) == 1:
+        return blocks[0]
     values, weights = zip(*blocks, strict=True)
     return torch.cat(values), torch.cat(weights)
 

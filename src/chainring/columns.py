@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def gather_of(dataset: Any) -> Gather | None:
     """
     kind = type(dataset)
     if kind in (np.ndarray, np.memmap):
-        return (lambda indices: dataset.take(indices, 0)) if dataset.ndim and dataset.dtype.kind in "biufc" else None
+        return partial(dataset.take, axis=0) if dataset.ndim and dataset.dtype.kind in "biufc" else None
     if kind is torch.Tensor:
         return _gather_tensor(dataset) if dataset.ndim else None
     if kind is torch.utils.data.TensorDataset:

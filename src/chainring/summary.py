@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from chainring.communicator import Communicator
 from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.serializers.stateful import Stateful
+
+Keys = tuple[str, ...]
 
 
 class Summary(Stateful):
@@ -85,8 +88,9 @@ class DictSummary(Stateful):
     """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Mapping[str, Any], Any]] = []
-        self._tables: dict[tuple[str, ...], list[Block]] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._weights: list[Any] = []
+        self._tables: dict[Keys, list[Block]] = {}
         self._summaries: dict[str, Summary] = {}
         self._metrics: dict[str, Any] = {}
 
@@ -103,20 +107,17 @@ class DictSummary(Stateful):
         """
         if type(weight) is not int:
             _check_weight(weight)
-        self._rows.append((dict(values), weight))
+        self._rows.append(dict(values))
+        self._weights.append(weight)
         if len(self._rows) * (len(values) or 1) >= SCALARS:
             self._fold()
 
     def _fold(self) -> None:
         """Stacks the observations that have the same keys, all their values at once if those are alike."""
-        rows, self._rows = self._rows, []
-        alike: dict[tuple[str, ...], list[tuple[Mapping[str, Any], Any]]] = {}
-        for row in rows:
-            alike.setdefault(tuple(row[0]), []).append(row)
-        alike.pop((), None)
-        for keys, group in alike.items():
-            values = [value for row, _ in group for value in row.values()]
-            weights = [weight for _, weight in group]
+        groups = _alike(self._rows, self._weights)
+        self._rows, self._weights = [], []
+        for keys, rows, weights in groups:
+            values = list(chain.from_iterable(map(dict.values, rows)))
             weighing = stacked(weights)
             if self._add_table(keys, stacked(values), weighing):
                 continue
@@ -125,7 +126,7 @@ class DictSummary(Stateful):
                 if not self._add_table((key,), stacked(column), weighing):
                     self._add_each(key, column, weights)
 
-    def _add_table(self, keys: tuple[str, ...], values: Tensor | None, weights: Tensor | None) -> bool:
+    def _add_table(self, keys: Keys, values: Tensor | None, weights: Tensor | None) -> bool:
         """Adds rows of values, one of each key; false where there are none, because they are not alike."""
         if values is None or weights is None:
             return False
@@ -198,10 +199,23 @@ class DictSummary(Stateful):
             saved = self if serializer.comm.size == 1 else self._gathered(serializer.comm)
         names: list[str] = serializer("names", list(saved._collect()))
         if not saving:
-            self._rows, self._tables, self._metrics = [], {}, {}
+            self._rows, self._weights, self._tables, self._metrics = [], [], {}, {}
             self._summaries = {name: Summary() for name in names}
         for number, name in enumerate(names):  # by number: a name may hold slashes
             saved._summaries[name].visit(serializer[str(number)])
+
+
+def _alike(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[Keys, list[dict[str, Any]], list[Any]]]:
+    """Observations by their keys, with their weights."""
+    keys = list(map(tuple, rows))
+    if keys and keys.count(keys[0]) == len(keys):  # nearly always
+        return [(keys[0], rows, weights)]
+    groups: dict[Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
+    for own, row, weight in zip(keys, rows, weights, strict=True):
+        group = groups.setdefault(own, ([], []))
+        group[0].append(row)
+        group[1].append(weight)
+    return [(own, *group) for own, group in groups.items()]
 
 
 def _kept(number: Any) -> Tensor:
