@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
 BATCH = 8
 EPOCH = 500
@@ -75,14 +76,14 @@ def raw_bf16(iterations: int) -> None:
 
 
 def raw_with_log(iterations: int, out: Path, saves: bool = False) -> None:
-    """The work of the script: means of loss and accuracy, an evaluation, a line in a file and one on the screen."""
+    """The work of the script: means of loss and accuracy, an evaluation, a line in a file and one on the screen, a bar."""
     predictor = Predictor()
     optimizer = sgd(predictor)
     with open(os.devnull, "w") as screen:
         for epoch in range(1, iterations // EPOCH + 1):
             loss_sum, right = torch.zeros(()), torch.zeros(())
             order = np.random.permutation(len(X))
-            for start in range(0, len(X), BATCH):
+            for start in tqdm(range(0, len(X), BATCH), file=screen, leave=False):
                 index = order[start : start + BATCH]
                 t = torch.from_numpy(T[index])
                 scores = predictor(torch.from_numpy(X[index]))

@@ -190,6 +190,59 @@ def test_a_key_that_an_observation_lacks_does_not_count_as_zero():
     assert list(summary.compute_mean().items()) == [("a", 3.0), ("b", 10.0), ("c", 5.0)]
 
 
+MIXES = {
+    "dtypes": ["loss", "tokens"],
+    "one key's dtypes": ["changing"],
+    "tensors and numbers": ["loss", "lr"],
+    "numbers and words": ["lr", "name"],
+    "now and then": ["loss", "validation"],
+    "everything": ["loss", "tokens", "changing", "lr", "name", "validation"],
+}
+
+
+def observation(number, keys):
+    """Of some of these keys; one of them only now and then, and in another order now and then."""
+    large = 2**24 + 1 + number  # which float32 cannot hold
+    row = {
+        "loss": torch.tensor(number / 7, dtype=torch.float32),
+        "tokens": torch.tensor(large),
+        "changing": torch.tensor(number / 7) if number % 2 else torch.tensor(large),
+        "lr": 0.1 / (number + 1),
+        "name": "train",
+        "validation": torch.tensor(number / 3, dtype=torch.float64),
+    }
+    kept = {key: row[key] for key in keys if key != "validation" or number % 3 == 0}
+    return dict(reversed(kept.items())) if number % 5 == 0 else kept
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
+@pytest.mark.parametrize("keys", MIXES.values(), ids=MIXES)
+def test_the_mean_of_each_key_is_that_of_its_values_however_they_are_mixed(keys, kind):
+    """To the last bit: what is stacked together is never rounded to a common dtype (R11)."""
+    summary, products = DictSummary(), {}
+    for number in range(700):
+        row, weight = observation(number, keys), kind(1 + number % 4)
+        summary.add(row, weight)
+        for key, value in row.items():
+            if key != "name":
+                products.setdefault(key, []).append((float(value), float(weight)))
+    expected = {
+        key: math.fsum(value * weight for value, weight in pairs) / math.fsum(weight for _, weight in pairs)
+        for key, pairs in products.items()
+    }
+    assert summary.compute_mean() == expected
+    assert saved_and_loaded(summary).compute_mean() == expected
+
+
+def test_an_observation_of_nothing_counts_for_nothing():
+    """However many there are."""
+    summary = DictSummary()
+    for _ in range(1000):
+        summary.add({}, 2)
+    summary.add({"a": 3.0})
+    assert summary.compute_mean() == {"a": 3.0}
+
+
 def test_a_value_may_bring_its_own_weight():
     """(value, weight) goes before the weight of the observation (R11)."""
     summary = DictSummary()

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 
 import pytest
 from scripted import Counting, StateAt, run, trainer_of
@@ -46,6 +47,21 @@ def test_a_missing_key_is_a_blank(tmp_path):
         table = printed(tmp_path, observations, entries=["a", "b", "never"])
     assert len(caught) == 1
     assert table == ["a           b           never", "1           2", "            3"]
+
+
+def test_a_run_that_fails_says_nothing_of_keys_that_have_not_come(tmp_path):
+    """Its error is what there is to read; the rows so far are printed."""
+
+    def fail(trainer):
+        if trainer.updater.iteration == 2:
+            raise ArithmeticError("as planned")
+
+    out = io.StringIO()
+    log = LogReport(trigger=(1, "iteration"), filename=None)
+    with pytest.raises(ArithmeticError), warnings.catch_warnings(record=True, action="always") as caught:
+        run(Counting(losses(1, 2, 3)), 3, tmp_path, fail, PrintReport(["iteration", "validation/main/loss"], out=out), log)
+    assert [line.split() for line in out.getvalue().splitlines()] == [["iteration", "validation/main/loss"], ["1"]]
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_entries_none_takes_the_keys_of_the_first_row(tmp_path):

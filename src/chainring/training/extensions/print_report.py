@@ -70,6 +70,10 @@ class PrintReport(Extension):
     def __call__(self, trainer: Trainer) -> None:
         self._print_new()
 
+    def on_error(self, trainer: Trainer, exception: BaseException) -> None:
+        self._print_new(at_once=True)
+        self._log = None  # keys that have not come yet are no news then
+
     def finalize(self) -> None:
         self._print_new(at_once=True)
         self._warn_of_blanks()
