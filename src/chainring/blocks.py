@@ -56,7 +56,7 @@ def stacked(scalars: list[Any]) -> Tensor | None:
 def append(blocks: list[Block], block: Block) -> None:
     """Adds a block, and makes one of many, so that an interval of any length stays few objects."""
     blocks.append(block)
-    if len(blocks) == _BLOCKS:
+    if len(blocks) >= _BLOCKS:
         blocks[:] = _merged(blocks)
 
 

@@ -150,8 +150,8 @@ class DictSummary(Stateful):
         tables, self._tables = self._tables, {}
         for keys, blocks in tables.items():
             values, weights = on_host(blocks)
-            for key, column in zip(keys, values.t().contiguous(), strict=True):
-                self._of(key).add_block(column, weights)
+            for key, column in zip(keys, values.unbind(1), strict=True):
+                self._of(key).add_block(column.contiguous(), weights)
         return self._summaries
 
     def _compute(self) -> dict[str, Summary]:
