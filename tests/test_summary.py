@@ -234,6 +234,21 @@ def test_the_mean_of_each_key_is_that_of_its_values_however_they_are_mixed(keys,
     assert saved_and_loaded(summary).compute_mean() == expected
 
 
+@pytest.mark.parametrize("keys", MIXES.values(), ids=MIXES)
+def test_saved_state_does_not_depend_on_where_state_was_saved_before(keys):
+    """Bit for bit: what is stacked together depends on it, what is saved does not."""
+    states = []
+    for stops in ((), (1, 2, 7, 64)):
+        summary = DictSummary()
+        for number in range(100):
+            summary.add(observation(number, keys), 1 + number % 4)
+            if number in stops:
+                summary = saved_and_loaded(summary)
+        state = summary.state_dict()
+        states.append({key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in state.items()})
+    assert states[0] == states[1]
+
+
 def test_an_observation_of_nothing_counts_for_nothing():
     """However many there are."""
     summary = DictSummary()

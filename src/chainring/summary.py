@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +77,7 @@ class Summary(Stateful):
     def visit(self, serializer: AbstractSerializer) -> None:
         """Saves what this rank has, or loads what all had on rank 0: a mean does not depend on who holds the values."""
         saving = isinstance(serializer, Serializer)
-        values, weights = self._numbers() if saving else (NONE, NONE)
+        values, weights = _in_order(*self._numbers()) if saving else (NONE, NONE)
         loaded = serializer("values", values)
         loaded_weights = serializer("weights", weights)
         if not saving:
@@ -193,6 +194,7 @@ class DictSummary(Stateful):
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
+        self._fold()
         saved, saving = self, isinstance(serializer, Serializer)
         if saving:
             warn_of_unsaved(self._metrics)
@@ -216,6 +218,12 @@ def _alike(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[Keys, l
         group[0].append(row)
         group[1].append(weight)
     return [(own, *group) for own, group in groups.items()]
+
+
+def _in_order(values: Tensor, weights: Tensor) -> Block:
+    """By their bits: saved state shall depend on the numbers alone, and not on which of them were stacked together."""
+    order = torch.from_numpy(np.lexsort([part.numpy().view(np.int64) for part in (weights, values)]))
+    return values[order], weights[order]
 
 
 def _kept(number: Any) -> Tensor:
