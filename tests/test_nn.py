@@ -109,6 +109,33 @@ def test_accuracy_keeps_no_graph_and_the_loss_does():
     assert not observation["main/accuracy"].requires_grad
 
 
+class Structured(nn.Module):
+    """A predictor that answers with a mapping, as many published models do."""
+
+    def forward(self, x):
+        return {"logits": x, "hidden": None}
+
+
+def test_a_predictor_may_answer_with_a_structure():
+    """Which lossfun and accfun know."""
+    lossfun, accfun = (lambda y, t: F.cross_entropy(y["logits"], t)), (lambda y, t: (y["logits"].argmax(1) == t).sum())
+    loss, observation = observed(Classifier(Structured(), lossfun, accfun), X, T)
+    torch.testing.assert_close(loss, F.cross_entropy(X, T))
+    assert observation["main/accuracy"] == 3
+
+
+def test_an_accuracy_of_ones_own_computes_without_gradients():
+    """It may go through NumPy, or through a module with parameters."""
+    seen = []
+
+    def accfun(y, t):
+        seen.append(torch.is_grad_enabled())
+        return float((y.numpy().argmax(1) == t.numpy()).mean())
+
+    observed(Classifier(nn.Linear(3, 3), accfun=accfun), X, T)
+    assert seen == [False]
+
+
 def test_its_parameters_are_the_predictors():
     """Under the name predictor, so that a saved model can be found by its path."""
     assert list(Classifier(nn.Linear(3, 3)).state_dict()) == ["predictor.weight", "predictor.bias"]

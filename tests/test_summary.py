@@ -3,6 +3,7 @@
 import math
 from decimal import Decimal
 from fractions import Fraction
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -172,6 +173,20 @@ def test_a_mean_does_not_depend_on_the_order_of_the_values():
     """The sum is the correctly rounded one (T24)."""
     values = [1e16, 1.0, -1e16, 1.0]
     assert {summary_of(np.roll(values, shift).tolist()).compute_mean() for shift in range(4)} == {0.5}
+
+
+@pytest.mark.parametrize("values", sorted(set(permutations([1e308, 1e308, -1e308, -1e308, -1e308]))))
+def test_nor_where_a_sum_on_the_way_is_past_the_largest_float(values):
+    """The mean is of the exact sum: Python's own refuses some of the orders."""
+    assert summary_of(values).compute_mean() == -1e308 / 5
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"), [([1e308] * 3, math.inf), ([-1e308] * 3, -math.inf), ([math.inf, -1e308, -1e308], math.inf)]
+)
+def test_what_no_float_holds_is_infinite(values, mean):
+    """With its sign."""
+    assert summary_of(values).compute_mean() == mean
 
 
 def test_asking_for_a_mean_changes_nothing():

@@ -21,6 +21,7 @@ _BLOCKS = 64
 Block = tuple[Tensor, Tensor]
 """Values (numbers,) or (numbers, keys), and their weights (numbers,)."""
 NONE = torch.empty(0, dtype=torch.float64)
+"""No values, or no weights."""
 
 
 def is_scalar(value: Any) -> bool:
@@ -91,6 +92,12 @@ def _float64(numbers: Tensor) -> Tensor:
     return numbers.cpu().to(torch.float64)
 
 
+def in_order(values: Tensor, weights: Tensor) -> Block:
+    """Numbers on the host by their bits, so that what is saved does not depend on which were stacked together."""
+    order = torch.from_numpy(np.lexsort([part.numpy().view(np.int64) for part in (weights, values)]))
+    return values[order], weights[order]
+
+
 def mean_of(values: Tensor, weights: Tensor) -> float:
     """The weighted mean of numbers on the host, in float64; NaN where there are none."""
     total = sum_of(weights.tolist())
@@ -105,5 +112,16 @@ def sum_of(numbers: list[float]) -> float:
     """The sum, correctly rounded, so that it does not depend on the order."""
     try:
         return math.fsum(numbers)
-    except (OverflowError, ValueError):  # infinities of both signs, or past the largest float: as IEEE addition has it
-        return sum(numbers)
+    except (OverflowError, ValueError):  # past the largest float on the way, in this order, or infinities of both signs
+        special = [number for number in numbers if not math.isfinite(number)]
+        return sum(special) if special else _exactly(numbers)
+
+
+def _exactly(numbers: list[float]) -> float:
+    from fractions import Fraction  # rarely needed, and an import of chainring shall be cheap
+
+    total = sum(map(Fraction, numbers))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf

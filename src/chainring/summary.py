@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from chainring.blocks import NONE, SCALARS, Block, append, is_scalar, mean_of, on_host, stacked
+from chainring.blocks import NONE, SCALARS, Block, append, in_order, is_scalar, mean_of, on_host, stacked
 from chainring.communicator import Communicator
 from chainring.metrics import is_metric, take, warn_of_unsaved
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -77,7 +76,7 @@ class Summary(Stateful):
     def visit(self, serializer: AbstractSerializer) -> None:
         """Saves what this rank has, or loads what all had on rank 0: a mean does not depend on who holds the values."""
         saving = isinstance(serializer, Serializer)
-        values, weights = _in_order(*self._numbers()) if saving else (NONE, NONE)
+        values, weights = in_order(*self._numbers()) if saving else (NONE, NONE)
         loaded = serializer("values", values)
         loaded_weights = serializer("weights", weights)
         if not saving:
@@ -218,12 +217,6 @@ def _alike(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[Keys, l
         group[0].append(row)
         group[1].append(weight)
     return [(own, *group) for own, group in groups.items()]
-
-
-def _in_order(values: Tensor, weights: Tensor) -> Block:
-    """By their bits: saved state shall depend on the numbers alone, and not on which of them were stacked together."""
-    order = torch.from_numpy(np.lexsort([part.numpy().view(np.int64) for part in (weights, values)]))
-    return values[order], weights[order]
 
 
 def _kept(number: Any) -> Tensor:

@@ -260,3 +260,36 @@ def test_a_fraction_of_an_epoch_of_unknown_length_is_refused_at_the_start(tmp_pa
     trainer.extend(Fires(), trigger=(0.5, "epoch"))
     with pytest.raises(ValueError, match=r"fraction of an epoch \(0.5\).*epoch_length"):
         trainer.run()
+
+
+class AsksFurther(triggers.IntervalTrigger):
+    """A subclass with a rule of its own in ``ask``."""
+
+    def ask(self, trainer):
+        return super().ask(trainer) and trainer.updater.iteration % 3 == 0
+
+
+class CallsFurther(triggers.IntervalTrigger):
+    """The same in ``__call__``."""
+
+    def __call__(self, trainer):
+        return super().__call__(trainer) and trainer.updater.iteration % 3 == 0
+
+
+class Wrapping:
+    """A trigger around another, whose attributes it shows."""
+
+    def __init__(self, period, unit):
+        self.inner = triggers.IntervalTrigger(period, unit)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, trainer):
+        return self.inner(trainer) and trainer.updater.iteration % 3 == 0
+
+
+@pytest.mark.parametrize("kind", [AsksFurther, CallsFurther, Wrapping])
+def test_a_trigger_made_of_it_has_the_last_word_also_in_every_iteration(tmp_path, kind):
+    """What is answered at once is only what nobody has changed."""
+    assert fires_in_run(tmp_path, kind(1, "iteration"), 7) == [3, 6]

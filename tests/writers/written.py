@@ -31,7 +31,8 @@ def train(out, *writers, length=LENGTH, kill=None, config=None, load=None, updat
 
     log = extensions.LogReport(trigger=OFTEN, writers=writers, **settings)
     trainer = training.Trainer(updater or Losing(), (length, "iteration"), str(out), [log, killed], config=config)
-    trainer.extend(extensions.snapshot(autoload=True), trigger=(4, "iteration"))
+    # Not beside the training: a process that is killed two iterations later shall have left it.
+    trainer.extend(extensions.snapshot(autoload=True, asynchronous=False), trigger=(4, "iteration"))
     if load is not None:
         load(trainer)
     trainer.run()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.stateful import Stateful
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import IntervalTrigger, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -170,7 +170,8 @@ class Entry:
         self.call: Callable[[Trainer], Any] = _bound(extension)
         self.name = name
         self.trigger = get_trigger(_first(trigger, getattr(extension, "trigger", None), Extension.trigger))
-        every = getattr(self.trigger, "is_every_iteration", False)
+        # By type: a trigger around another may pass the attributes of that one on.
+        every = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
         self.asks: Callable[[Trainer], bool] | None = None if every else _bound(self.trigger)
         self.priority: int = _first(priority, getattr(extension, "priority", None), Extension.priority)
         before = getattr(extension, "invoke_before_training", None)

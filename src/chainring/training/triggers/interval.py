@@ -24,7 +24,8 @@ class IntervalTrigger(Trigger):
         unit: ``"iteration"`` or ``"epoch"``.
 
     Attributes:
-        is_every_iteration: whether it fires after each iteration, so that there is nothing to ask.
+        is_every_iteration: whether it fires after each iteration, so that there is nothing to ask. Never for a subclass,
+            which may answer otherwise.
 
     Raises:
         ValueError: the period is not above 0, or the unit is another.
@@ -44,7 +45,8 @@ class IntervalTrigger(Trigger):
         self._crossed: int | None = None
         self._wait: float = -math.inf
         self._is_of_iterations = unit == "iteration"
-        self.is_every_iteration = self._ratio == (1, 1) and self._is_of_iterations
+        is_own = type(self) is IntervalTrigger
+        self.is_every_iteration = is_own and self._is_of_iterations and self._ratio == (1, 1)
 
     def __call__(self, trainer: Trainer) -> bool:
         """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
