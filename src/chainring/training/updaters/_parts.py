@@ -38,24 +38,28 @@ class InParts(Registered):
     _sets_aside: bool
     """Whether gradients wait apart for the last part, because an ``update_core`` of one's own may add strange ones."""
     _wrapped: Wrapped
+    _is_last = True
+    """Whether no part follows the one under way."""
 
     def _begin_update(self) -> None:
         self._context = UpdateContext(self, self.iteration, 0)
-        self._is_last = self.accumulate == 1
         self._part_weight: Any = 1
         self._given_weight: Any = None
         self._last_weight: Any = None
-        self._totals: dict[str, Any] = {}
         self._stepped: list[Optimizer] = []
-        self._deferred: list[str] = []
-        self._held: dict[Tensor, Tensor] = {}
         self.weight = 0
-        main = self._iterators.get("main")
+        if self._weighs:
+            self._begin_average()
         if self._spans:
+            main = self._iterators.get("main")
             self._epoch_before = getattr(main, "epoch", 0)
             self._before = getattr(main, "epoch_detail", None)
-        if self._weighs:
-            self._reference = self.accumulate * getattr(main, "batch_size", 1)
+
+    def _begin_average(self) -> None:
+        self._totals: dict[str, Any] = {}
+        self._deferred: list[str] = []
+        self._held: dict[Tensor, Tensor] = {}
+        self._reference = self.accumulate * getattr(self._iterators.get("main"), "batch_size", 1)
 
     def _accumulate(self) -> None:
         """The parts of an update; when the data end after some, the update is made of those."""
@@ -129,9 +133,10 @@ class InParts(Registered):
         if self._given_weight is None:
             self._given_weight = weight
         self._last_weight = weight
-        for optimizer in self._stepped:  # gradients of a step before this one, in an update of several
-            clear(optimizer)
-        self._stepped = []
+        if self._stepped:  # gradients of a step before this one, in an update of several
+            for optimizer in self._stepped:
+                clear(optimizer)
+            self._stepped = []
         context, callbacks = self._context, self.callbacks
         context.loss = loss
         if callbacks.backward_on_start:
@@ -141,7 +146,8 @@ class InParts(Registered):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        differentiate(self._precision.scale(loss))
+        scaler = self._precision.scaler
+        differentiate(loss if scaler is None else scaler.scale(loss))
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
 
@@ -174,24 +180,32 @@ class InParts(Registered):
 
     def _finish(self, names: list[str]) -> None:
         """The stages after the last backward."""
-        callbacks, context = self.callbacks, self._context
+        callbacks, context, scaler = self.callbacks, self._context, self._precision.scaler
         optimizers = [_arguments.look_up(self._optimizers, name, "optimizer") for name in names]
-        for optimizer in optimizers if self._held else ():
-            bring_back(optimizer, self._held)
         if self._weighs:
-            totals = [self._totals.pop(name) for name in names]
-            if self._communicates:
-                run(callbacks.comm_on_start, context)
-                totals = sum_over_ranks(self.comm, optimizers, totals, self._wrapped.parameters)
-                run(callbacks.comm_on_finish, context)
-            for optimizer, total in zip(optimizers, totals, strict=True):
-                rescale(optimizer, self._reference, total, self._wrapped.parameters, self.comm.size)
-        for optimizer in optimizers:
-            self._precision.unscale(optimizer)
+            self._average(names, optimizers)
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale(optimizer)
         if callbacks.update_on_start:
             run(callbacks.update_on_start, context)
         for optimizer in optimizers:
-            self._precision.step(optimizer)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
         if callbacks.update_on_finish:
             run(callbacks.update_on_finish, context)
         self._stepped += optimizers
+
+    def _average(self, names: list[str], optimizers: list[Optimizer]) -> None:
+        """Makes the weighted sums of gradients means, over the parts and over the ranks."""
+        for optimizer in optimizers if self._held else ():
+            bring_back(optimizer, self._held)
+        totals = [self._totals.pop(name) for name in names]
+        if self._communicates:
+            run(self.callbacks.comm_on_start, self._context)
+            totals = sum_over_ranks(self.comm, optimizers, totals, self._wrapped.parameters)
+            run(self.callbacks.comm_on_finish, self._context)
+        for optimizer, total in zip(optimizers, totals, strict=True):
+            rescale(optimizer, self._reference, total, self._wrapped.parameters, self.comm.size)

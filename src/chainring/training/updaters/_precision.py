@@ -14,30 +14,58 @@ from chainring.serializers.base import AbstractSerializer, Serializer
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
+class LossScaler:
+    """Scales the loss up and gradients down again; a step whose gradients overflow is left out."""
+
+    def __init__(self, device_type: str) -> None:
+        self._scaler = torch.amp.GradScaler(device_type)
+        self._stepped: set[Optimizer] = set()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Gives the gradients of an optimizer their true size."""
+        if optimizer in self._stepped:  # its second step of this update: the scaler counts by its own updates
+            self.update()
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's step, unless its gradients have overflowed."""
+        self._scaler.step(optimizer)
+        self._stepped.add(optimizer)
+
+    def update(self) -> None:
+        """Called at the end of each update."""
+        if self._stepped:
+            self._scaler.update()
+        self._stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and how long it has held."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a scale that was saved."""
+        self._scaler.load_state_dict(state)
+
+
 class Full:
     """``fp32``: everything as the model has it."""
+
+    scaler: LossScaler | None = None
+    """What the loss and the gradients go through, where the format's range is small."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Around the forward."""
         return _NOTHING
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
-        return loss
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Gives the gradients of an optimizer their true size."""
-
-    def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's step."""
-        optimizer.step()
-
-    def update(self) -> None:
-        """Called at the end of each update."""
-
     def serialize(self, serializer: AbstractSerializer) -> None:
         """The state of the loss scaler, or ``None``: the precision is a setting, which a resumed run may change."""
-        serializer("scaler", None)
+        state = serializer("scaler", None if self.scaler is None else self.scaler.state_dict())
+        if self.scaler is not None and state is not None and not isinstance(serializer, Serializer):
+            self.scaler.load_state_dict(state)
 
 
 class Autocast(Full):
@@ -52,34 +80,11 @@ class Autocast(Full):
 
 
 class Scaled(Autocast):
-    """``fp16``: a format of small range, so the loss is scaled up and a step whose gradients overflow is left out."""
+    """``fp16``: a format of small range."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type, torch.float16)
-        self._scaler = torch.amp.GradScaler(device_type)
-        self._stepped: set[Optimizer] = set()
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return self._scaler.scale(loss)
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        if optimizer in self._stepped:  # its second step of this update: the scaler counts by its own updates
-            self.update()
-        self._scaler.unscale_(optimizer)
-
-    def step(self, optimizer: Optimizer) -> None:
-        self._scaler.step(optimizer)
-        self._stepped.add(optimizer)
-
-    def update(self) -> None:
-        if self._stepped:
-            self._scaler.update()
-        self._stepped.clear()
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        state = serializer("scaler", self._scaler.state_dict())
-        if state is not None and not isinstance(serializer, Serializer):
-            self._scaler.load_state_dict(state)
+        self.scaler = LossScaler(device_type)
 
 
 def get_precision(name: str, device_type: str) -> Full:

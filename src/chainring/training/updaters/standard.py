@@ -179,7 +179,8 @@ class StandardUpdater(InParts):
             self._count_part()
         else:
             self._accumulate()
-        self._precision.update()
+        if self._precision.scaler is not None:
+            self._precision.scaler.update()
         if self.comm.size > 1 and (changing := buffers(list(self._models.values()))):
             self.comm.broadcast(changing)
         if self._spans:
