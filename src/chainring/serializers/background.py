@@ -42,12 +42,17 @@ class Staging:
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         kept = self._buffers.get(name)
-        fits = kept is not None and (kept.dtype, kept.shape) == (tensor.dtype, tensor.shape)
+        if kept is not None and _layout(kept) == _layout(tensor):
+            return kept
         fresh = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
-        if fits and kept is not None and kept.stride() == fresh.stride():
+        if kept is not None and _layout(kept) == _layout(fresh):
             return kept
         pinned = tensor.device.type != "cpu"
         return torch.empty_strided(fresh.shape, fresh.stride(), dtype=tensor.dtype, pin_memory=pinned)
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 class Background:
