@@ -15,3 +15,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what ru
 def _repeatable():
     torch.set_num_threads(1)
     chainring.deterministic(0)
+
+
+@pytest.fixture
+def said(capsys):
+    """Returns the lines printed since it was last called, but for that of another stop trigger: tests cut runs by it."""
+
+    def lines():
+        printed = capsys.readouterr().out.splitlines()
+        return [line for line in printed if not line.startswith("resumed with stop trigger")]
+
+    return lines

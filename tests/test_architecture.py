@@ -10,7 +10,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # The first prefix that fits says the layer of a module. An import points to a lower layer, or stays in its folder.
 LAYERS = [
-    ("chainring._version", 0), ("chainring.progress", 0), ("chainring.notices", 0), ("chainring.names", -1),
+    ("chainring._version", 0), ("chainring.progress", 0), ("chainring.notices", -1), ("chainring.names", -1),
     ("chainring.order", 0), ("chainring.columns", 0), ("chainring.files", 0), ("chainring.plain", 0),
     ("chainring.environment", 0.1), ("chainring.communicator", -1),
     ("chainring.sharding", -1),

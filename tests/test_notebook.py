@@ -99,14 +99,18 @@ def test_a_cell_shows_one_table_with_every_row(example):
     _, first, second, _ = outputs_of(notebook)
     assert tables_of(first) == [rows[:11]]
     assert tables_of(second) == [rows]
-    (text,) = [output["data"]["text/plain"] for output in second if "text/html" in output["data"]]
+    (text,) = [output["data"]["text/plain"] for output in second if "text/html" in output.get("data", {})]
     assert [line.split() for line in text.splitlines()] == rows
 
 
 def test_a_cell_shows_tqdms_bar_of_widgets(example):
-    """Full and green at the end, with the same text as in a terminal; nothing is written as text."""
+    """Full and green at the end, with the same text as in a terminal; all else is that the second run stops later."""
     notebook, _ = example
     _, *both, _ = outputs_of(notebook)
+    (said,) = [output for output in both[1] if output["output_type"] == "stream"]
+    both[1].remove(said)
+    assert said["text"].startswith("resumed with stop trigger")
+    assert len(said["text"].splitlines()) == 1
     for outputs, epochs in zip(both, (10, 20), strict=True):
         ((bar, text),) = bars_of(notebook, outputs)
         assert (bar["value"], bar["max"], bar["bar_style"]) == (epochs, epochs, "success")

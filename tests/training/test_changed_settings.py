@@ -1,9 +1,14 @@
 """What the script of a resumed run sets otherwise than the script of the run that it continues."""
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from chainring import training
+from chainring import iterators, serializers, training
+from chainring.datasets import TupleDataset
+from chainring.training import extensions, triggers
 
 
 class TestSettingsOfAResumedRun:
@@ -51,3 +56,95 @@ class TestSettingsOfAResumedRun:
                 assert optimizer.param_groups[0]["lr"] == 0.07
             optimizer.param_groups[0]["lr"] = 0.07
             states.append(updater.state_dict())
+
+
+X = np.arange(24, dtype=np.float32).reshape(12, 2)
+BATCHES = TensorDataset(torch.from_numpy(X))
+
+
+class OwnTrigger:
+    """One that shows its state."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __repr__(self):
+        return f"OwnTrigger, called {self.calls} times"
+
+    def __call__(self, trainer):
+        self.calls += 1
+        return False
+
+
+def updater_of(*, source=None, replicas=0, kind=iterators.SerialIterator, batch=2, **settings):
+    model = nn.Linear(2, 1)
+    source = kind(TupleDataset(X), batch, seed=0) if source is None else source
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not replicas:
+        return training.StandardUpdater(source, optimizer, model, loss_func=loss, **settings)
+    devices = dict.fromkeys(["main", *map(str, range(1, replicas))], "cpu")
+    return training.ParallelUpdater(source, optimizer, model, devices=devices, loss_func=loss)
+
+
+def trainer_of(out, *, stop=(2, "iteration"), often=(1, "epoch"), **settings):
+    trainer = training.Trainer(updater_of(**settings), stop, str(out))
+    trainer.extend(lambda trainer: None, name="own", trigger=often)
+    trainer.extend(extensions.snapshot(), trigger=(2, "iteration"))
+    return trainer
+
+
+def loss(model, x):
+    return model(x).sum()
+
+
+def resumed(tmp_path, before, now):
+    """What is printed where a run is loaded that had other settings, and then goes on."""
+    trainer_of(tmp_path / "before", **before).run()
+    trainer = trainer_of(tmp_path / "now", **{"stop": (4, "iteration"), **now})
+    serializers.load(tmp_path / "before/snapshot_iter_2", trainer)
+    trainer.run()
+    return trainer
+
+
+CHANGES = {
+    "the stop trigger": ({}, {}, None),
+    "the batch size": ({}, {"batch": 3}, "batch size of iterator 'main' 3, where the saved run had 2: the new value holds"),
+    "the batch size of workers": (
+        {"kind": iterators.MultiprocessIterator},
+        {"batch": 3},
+        "batch size of iterator 'main' 3, where the saved run had 2",
+    ),
+    "the batch size of a loader": (
+        {"source": DataLoader(BATCHES, 6)},
+        {"source": DataLoader(BATCHES, 4)},
+        "batch size of iterator 'main' 4, where the saved run had 6",
+    ),
+    "the parts of an update": ({}, {"accumulate": 2}, "accumulate 2, where the saved run had 1"),
+    "the precision": ({"precision": "bf16"}, {}, "precision 'fp32', where the saved run had 'bf16'"),
+    "the replicas": ({"replicas": 2}, {"replicas": 3}, "number of replicas 3, where the saved run had 2"),
+    "when an extension runs": (
+        {},
+        {"often": (2, "epoch")},
+        """trigger of extension 'own' "IntervalTrigger(2, 'epoch')", where the saved run had "IntervalTrigger(1, """,
+    ),
+}
+STOP = """stop trigger "ReachedTrigger(4, 'iteration')", where the saved run had "ReachedTrigger(2, 'iteration')\""""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_script_sets_otherwise_holds_and_is_printed(tmp_path, capsys, change):
+    """Each of the settings that a resumed run may have otherwise."""
+    before, now, said = CHANGES[change]
+    trainer = resumed(tmp_path, before, now)
+    expected = [STOP] if said is None else [STOP, said]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
+    assert len(lines) == len(expected)
+    assert all(any(text in line for line in lines) for text in expected)
+    assert trainer.updater.iteration == 4
+
+
+@pytest.mark.parametrize("often", [(1, "epoch"), OwnTrigger(), triggers.TimeTrigger(100), lambda trainer: False, None])
+def test_where_nothing_is_set_otherwise_nothing_is_printed(tmp_path, capsys, often):
+    """Whatever the triggers are, and whatever they have seen since."""
+    resumed(tmp_path, {"often": often}, {"stop": (2, "iteration"), "often": often})
+    assert "resumed with" not in capsys.readouterr().out

@@ -69,11 +69,11 @@ def logged(directory):
     return [row["iteration"] for row in rows]
 
 
-def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_path, capsys):
+def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_path, said):
     """To abandoned/1, and from the next fork on to abandoned/2; it is said, and nothing is lost."""
     run(tmp_path, 4)
     before = (tmp_path / "log.jsonl").read_bytes()
-    capsys.readouterr()
+    said()
     seen = []
     look = training.make_extension(initializer=lambda trainer: seen.append(logged(tmp_path)), priority=-1)(lambda _: None)
     trainer = trainer_of(tmp_path, 3)
@@ -82,9 +82,7 @@ def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_pa
     with pytest.warns(UserWarning, match="other extensions"):
         trainer.run()
     place = tmp_path / "abandoned" / "1"
-    assert (
-        capsys.readouterr().out == f"resumed at iteration 2: the later snapshot_iter_3, snapshot_iter_4 moved to {place}\n"
-    )
+    assert said() == [f"resumed at iteration 2: the later snapshot_iter_3, snapshot_iter_4 moved to {place}"]
     assert seen == [[1, 2]]
     assert names(tmp_path / "abandoned" / "1") == ["log", "log.jsonl", "run.json", *taken(3, 4)]
     assert (tmp_path / "abandoned" / "1" / "log.jsonl").read_bytes() == before
@@ -96,12 +94,12 @@ def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_pa
     assert logged(tmp_path) == [1, 2]
 
 
-def test_resuming_from_the_newest_moves_nothing(tmp_path, capsys):
+def test_resuming_from_the_newest_moves_nothing(tmp_path, said):
     """There is nothing later, and nothing is said."""
     run(tmp_path, 2)
     run(tmp_path, 4, load=tmp_path / "snapshot_iter_2")
     assert names(tmp_path) == [".lock", "log", "log.jsonl", "run.json", *taken(1, 2, 3, 4)]
-    assert capsys.readouterr().out == ""
+    assert said() == []
 
 
 def test_what_is_abandoned_or_of_a_previous_run_is_never_continued_from_by_itself(tmp_path):

@@ -259,20 +259,20 @@ def test_a_script_outside_a_repository_or_without_git_has_no_commit(tmp_path, mo
     assert run(tmp_path / "outside")["git_commit"] is None
 
 
-def test_a_resumed_run_adds_a_start_and_prints_nothing_where_nothing_has_changed(tmp_path, capsys):
+def test_a_resumed_run_adds_a_start_and_prints_nothing_where_nothing_has_changed(tmp_path, said):
     """Also where the config has values whose plain text would be another in every process."""
     config = {"epoch": 3, "lr": math.nan, "func": lambda: None, "data": {"a", "b"}, "object": Opaque()}
     run(tmp_path, **config)
     found = run(tmp_path, 3, load="snapshot_iter_1", **{**config, "object": Opaque()})
     assert [(start["iteration"], start["changed"]) for start in found["starts"]] == [(0, {}), (1, {})]
-    assert capsys.readouterr().out == ""
+    assert said() == []
 
 
-def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_path, capsys):
+def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_path, said):
     """Also of an argument that is new or gone; each start says what had changed since the one before."""
     run(tmp_path, epoch=3, gone="x", same=1)
     run(tmp_path, 2, load="snapshot_iter_1", epoch=4, same=1, new=[1])
-    assert capsys.readouterr().out.splitlines() == [
+    assert said() == [
         "resumed with config epoch 4, where the saved run had 3: the new value holds",
         "resumed with config gone None, where the saved run had 'x': the new value holds",
         "resumed with config new [1], where the saved run had None: the new value holds",
@@ -286,18 +286,16 @@ def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_pa
     ]
 
 
-def test_another_number_of_threads_is_printed_and_recorded(tmp_path, capsys):
+def test_another_number_of_threads_is_printed_and_recorded(tmp_path, said):
     """The results may differ in the last bits."""
     run(tmp_path)
     torch.set_num_threads(2)
     found = run(tmp_path, 2, load="snapshot_iter_1")
     assert found["starts"][1]["changed"] == {"threads": [1, 2]}
-    assert capsys.readouterr().out == (
-        "resumed with threads 2, where the saved run had 1: the run goes on, and may differ in the last bits\n"
-    )
+    assert said() == ["resumed with threads 2, where the saved run had 1: the run goes on, and may differ in the last bits"]
 
 
-def test_another_commit_is_printed_and_recorded(tmp_path, script, capsys):
+def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
     """The code of now runs."""
     first = run(tmp_path / "out")["git_commit"]
     git(script.parent, "commit", "--quiet", "--allow-empty", "--message", "second")
@@ -305,8 +303,8 @@ def test_another_commit_is_printed_and_recorded(tmp_path, script, capsys):
     found = run(tmp_path / "out", 2, load="snapshot_iter_1")
     second = git(script.parent, "rev-parse", "HEAD")
     assert found["starts"][1]["changed"] == {"git_commit": [first, second]}
-    line = f"resumed with git_commit {second!r}, where the saved run had {first!r}: the code of now runs\n"
-    assert capsys.readouterr().out == line
+    line = f"resumed with git_commit {second!r}, where the saved run had {first!r}: the code of now runs"
+    assert said() == [line]
 
 
 def test_a_version_that_has_changed_is_printed_and_recorded(tmp_path, capsys):

@@ -13,7 +13,7 @@ from chainring.iterators._position import Position, Stretch, advance
 from chainring.iterators.base import Batch, Iterator
 from chainring.notices import changed_setting
 from chainring.order import Indices, stable_hash
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
 
 Part = tuple[tuple[int, int], Indices]
 """Indices of one order, with that order's key: its seed and its number."""
@@ -160,6 +160,7 @@ class IndexedIterator(Iterator):
                 f"the saved run had {size}. "
                 "A position in one means nothing in the other: resume with the same dataset, or start a new run"
             )
+        visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         seed = serializer("seed", self._known_seed() if saving else self._seed)
         earlier = serializer("earlier_seed", self._earlier_seed)
         switch = serializer("switch", self._switch)

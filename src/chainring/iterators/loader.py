@@ -13,7 +13,7 @@ from chainring.columns import count_rows
 from chainring.iterators import _loaders
 from chainring.iterators._passes import PassIterator, Place
 from chainring.iterators.base import Batch, Iterator
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state
+from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_setting
 
 
 class LoaderIterator(PassIterator):
@@ -134,6 +134,8 @@ class LoaderIterator(PassIterator):
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
         sizes = [serializer(key, value) for key, value in self._sizes().items()]
+        if self._batch_size_is_known:
+            visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         self._seed = serializer("seed", self._known_seed() if saving else self._seed)
         self.epoch = serializer("epoch", self.epoch)
         self._epoch_position = serializer("position", self._epoch_position)

@@ -16,6 +16,7 @@ from typing import Any
 
 from chainring.communicator import Communicator
 from chainring.names import without_wrappers
+from chainring.notices import changed_setting
 from chainring.sharding import is_sharded, laid_out_like
 
 
@@ -129,6 +130,16 @@ def load_module(deserializer: Deserializer, module: Any) -> None:
 def laid_out(value: Any, own: Any) -> Any:
     """A saved tensor as the model holds its own: of a sharded one this rank's part."""
     return laid_out_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
+
+
+def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
+    """Records a setting beside state. It is no state: what was saved does not hold, and is printed where it is another."""
+    try:
+        saved = serializer(key, value)
+    except KeyError:  # of a snapshot that was made before it was recorded
+        return
+    if saved != value:
+        changed_setting(name, saved, value)
 
 
 def has_state(obj: Any) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import re
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chainring.progress import main_iterator
-from chainring.training.triggers.base import never, start
+from chainring.training.triggers.base import never, shown, start
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -99,13 +98,13 @@ def plan_of(trainer: Trainer, entries: list[Entry]) -> dict[str, Any]:
             "name": entry.name,
             "class": type(entry.extension).__name__,
             "priority": entry.priority,
-            "trigger": _without_address(_shown(entry.trigger)),
+            "trigger": shown(entry.trigger),
             "before_training": entry.invoke_before_training,
             "observes": entry.observe is not None,
         }
         for entry in _in_order(entries)
     ]
-    return {"stop_trigger": _without_address(_shown(trainer.stop_trigger)), "extensions": extensions}
+    return {"stop_trigger": shown(trainer.stop_trigger), "extensions": extensions}
 
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
@@ -126,7 +125,7 @@ def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[
     stop = triggers.get(id(trainer.stop_trigger))
     while updater.iteration < first - 1 + iterations:
         if stop is not None and stop(stand_in):
-            return fires, first, updater.iteration, _shown(trainer.stop_trigger)
+            return fires, first, updater.iteration, shown(trainer.stop_trigger)
         if updater.has_ended:
             return fires, first, updater.iteration, "the end of the data"
         updater.update()
@@ -152,7 +151,7 @@ def _predictable(trainer: Trainer, entries: list[Entry]) -> list[Any]:
 def _headline(trainer: Trainer, first: int, last: int, end: str | None) -> str:
     if last < first:
         return f"No more iterations: {end} has stopped training after iteration {last}."
-    until = "the data end" if trainer.stop_trigger is never else _shown(trainer.stop_trigger)
+    until = "the data end" if trainer.stop_trigger is never else shown(trainer.stop_trigger)
     what = f"then {end} stops training" if end is not None else f"until {until}"
     return f"Iterations {first} to {last}, {what}. Each is an update, then in this order:"
 
@@ -167,20 +166,10 @@ def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, 
     is_skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
     before = "; once before training" if entry.invoke_before_training and not is_skipped else ""
     observes = "; observes each" if entry.observe is not None else ""
-    return entry.name, str(entry.priority), _shown(entry.trigger), when + before + observes
+    return entry.name, str(entry.priority), shown(entry.trigger), when + before + observes
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     rows = [("extension", "priority", "trigger", "fires"), *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
-
-
-def _shown(trigger: Any) -> str:
-    name = getattr(trigger, "__name__", None)
-    return str(trigger) if name is None else name
-
-
-def _without_address(text: str) -> str:
-    """The same text in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from chainring import generators
 from chainring.blocks import is_scalar
 from chainring.notices import changed_setting
-from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method
+from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method, visit_setting
+from chainring.training.triggers.base import setting_of
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -60,6 +61,9 @@ class Restored:
             self._new.append(entry.name)
         if saved[1] == own[1]:
             visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
+        for before, now in zip(saved[2:], own[2:], strict=False):  # none in a snapshot that was made before there were such
+            if before != now:
+                changed_setting(f"trigger of extension {entry.name!r}", before, now)
 
     def warn_of_differences(self) -> None:
         """Names the extensions that only the saved run had, and those that only this one has; called when a run starts."""
@@ -86,6 +90,7 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     stop = type(trainer.stop_trigger).__name__
     if serializer("stop_trigger_type", stop) == stop:
         visit_part(serializer, "stop_trigger", trainer.stop_trigger)
+    visit_setting(serializer, "stop_trigger_setting", setting_of(trainer.stop_trigger), "stop trigger")
     drawn = _generators(trainer, serializer["generators"], restored)
     observation = serializer["observation"]
     if isinstance(serializer, Deserializer):

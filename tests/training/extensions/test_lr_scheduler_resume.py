@@ -44,38 +44,38 @@ def builder(make, *, made="after", by_loss=False, optimizer=sgd, lr=0.1, every=1
     return build
 
 
-def check(tmp_path, capsys, build, ways, cuts=range(STOP)):
+def check(tmp_path, said, build, ways, cuts=range(STOP)):
     expected = resumed(tmp_path / "whole", STOP, None, build, "file")
     assert len({str(groups[0][0]) for groups in expected[0]}) > 1
     for way in ways:
         for k in cuts:
             assert resumed(tmp_path / way, STOP, k, build, way) == expected, (way, k)
-    assert capsys.readouterr().out == ""
+    assert said() == []
 
 
 @pytest.mark.parametrize("made", ["before", "after", "last"])
 @pytest.mark.parametrize(("name", "make"), EVERY_CASE)
-def test_every_scheduler_goes_on_exactly(tmp_path, capsys, name, make, made):
+def test_every_scheduler_goes_on_exactly(tmp_path, said, name, make, made):
     """Also one that is made after the state was loaded, which writes to the groups at once, and nothing is printed."""
     build = builder(make, made=made, by_loss=name == "ReduceLROnPlateau")
-    check(tmp_path, capsys, build, ["load, extend"] if made != "before" else ["extend, load"], range(0, STOP, 2))
+    check(tmp_path, said, build, ["load, extend"] if made != "before" else ["extend, load"], range(0, STOP, 2))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["SequentialLR", "CyclicLR", "OneCycleLR", "ReduceLROnPlateau"])
-def test_it_goes_on_exactly_after_every_iteration_and_from_the_disk(tmp_path, capsys, name, way):
+def test_it_goes_on_exactly_after_every_iteration_and_from_the_disk(tmp_path, said, name, way):
     """With steps in every second iteration, so that there is something between two of them."""
     make = next(iter(CASES[name].values()))
     build = builder(make, made="last", by_loss=name == "ReduceLROnPlateau", every=2)
-    check(tmp_path, capsys, build, [way])
+    check(tmp_path, said, build, [way])
 
 
 @pytest.mark.parametrize("name", ["LambdaLR", "SequentialLR", "CyclicLR", "ReduceLROnPlateau"])
-def test_learning_rates_that_are_tensors_go_on_exactly(tmp_path, capsys, name):
+def test_learning_rates_that_are_tensors_go_on_exactly(tmp_path, said, name):
     """Also with betas in the place of a momentum."""
     make = next(iter(CASES[name].values()))
     build = builder(make, made="last", by_loss=name == "ReduceLROnPlateau", optimizer=adam)
-    check(tmp_path, capsys, build, ["load, extend", "file"], range(0, STOP, 3))
+    check(tmp_path, said, build, ["load, extend", "file"], range(0, STOP, 3))
 
 
 OBSERVATIONS = [{"loss" if number < 6 else "los": value} for number, value in enumerate([4, 1, 5, 3, 2, 6, 1, 1])]

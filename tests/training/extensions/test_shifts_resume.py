@@ -52,14 +52,14 @@ def builder(make, **settings):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_cut_after_any_iteration_every_update_has_the_same_settings(tmp_path, capsys, make, way):
+def test_cut_after_any_iteration_every_update_has_the_same_settings(tmp_path, said, make, way):
     """Before the first, at the bounds of epochs and between them; with state in memory and on the disk (T3, T5, Q1)."""
     build = builder(make, split=True)
     expected = resumed(tmp_path, STOP, None, build, way)
     assert len({str(settings) for settings in expected[0]}) > 1
     for k in range(STOP + 1):
         assert resumed(tmp_path, STOP, k, build, way) == expected, k
-    assert capsys.readouterr().out == ""
+    assert said() == []
 
 
 def test_a_rate_that_is_a_tensor_is_resumed_bit_for_bit(tmp_path):

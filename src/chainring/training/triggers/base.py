@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -66,6 +67,17 @@ def start(trigger: Any, trainer: Trainer) -> None:
     if hasattr(trigger, "initialize") and all(other is not trigger for other in started):
         started.append(trigger)
         trigger.initialize(trainer)
+
+
+def shown(trigger: Any) -> str:
+    """A trigger as text, the same in every process: with its settings, or the name of a function."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(getattr(trigger, "__name__", trigger)))
+
+
+def setting_of(trigger: Any) -> str:
+    """The same as far as it is a setting: of a class that is not ours its name, since what else it shows may be state."""
+    is_ours = type(trigger).__module__.startswith("chainring.")
+    return shown(trigger) if is_ours or hasattr(trigger, "__name__") else type(trigger).__name__
 
 
 def never(trainer: Any) -> bool:

@@ -54,6 +54,7 @@ class LossScaler:
 class Full:
     """``fp32``: everything as the model has it."""
 
+    name = "fp32"
     scaler: LossScaler | None = None
     """What the loss and the gradients go through, where the format's range is small."""
 
@@ -71,6 +72,8 @@ class Full:
 class Autocast(Full):
     """``bf16``: matrix products and the like in a format with the range of float32."""
 
+    name = "bf16"
+
     def __init__(self, device_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device_type = device_type
         self._dtype = dtype
@@ -81,6 +84,8 @@ class Autocast(Full):
 
 class Scaled(Autocast):
     """``fp16``: a format of small range."""
+
+    name = "fp16"
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type, torch.float16)

@@ -135,6 +135,9 @@ class ParallelUpdater(StandardUpdater):
             self._checked = True
         return loss_and_weight(function(model, *args, **kwargs), "main")
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "number of replicas": len(self._replicas)}
+
     def _name_replicas(self) -> None:
         """Lets the parts of every replica report under the names of the main model's."""
         reporter = current_reporter()

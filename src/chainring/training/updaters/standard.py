@@ -11,7 +11,7 @@ from chainring.communicator import Communicator
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
 from chainring.training._loss import (
     arguments,
     check_call,
@@ -251,8 +251,14 @@ class StandardUpdater(InParts):
         if self._spans and not isinstance(serializer, Serializer):
             self.previous_epoch_detail, self.is_new_epoch = span
         self._precision.serialize(serializer["precision"])
+        for name, value in self._settings().items():
+            visit_setting(serializer["settings"], name, value, name)
         if isinstance(self._compute, Compiled):
             self._compute.serialize(serializer["compiled"])
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run may have otherwise, and then says so."""
+        return {"accumulate": self.accumulate, "precision": self._precision.name}
 
 
 def _overrides(updater: StandardUpdater, *names: str) -> bool:
