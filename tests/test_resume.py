@@ -16,6 +16,7 @@ import resume_program
 
 
 def _send(pipe, function, arguments):
+    torch.set_num_threads(1)  # as in every test: more of them wait for one another where other tests run beside
     pipe.send(function(*arguments))
 
 
