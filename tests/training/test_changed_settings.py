@@ -98,7 +98,7 @@ def loss(model, x):
 
 
 def resumed(tmp_path, before, now):
-    """What is printed where a run is loaded that had other settings, and then goes on."""
+    """A trainer that has loaded a run of other settings, and gone on."""
     trainer_of(tmp_path / "before", **before).run()
     trainer = trainer_of(tmp_path / "now", **{"stop": (4, "iteration"), **now})
     serializers.load(tmp_path / "before/snapshot_iter_2", trainer)

@@ -61,9 +61,7 @@ class Restored:
             self._new.append(entry.name)
         if saved[1] == own[1]:
             visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
-        for before, now in zip(saved[2:], own[2:], strict=False):  # none in a snapshot that was made before there were such
-            if before != now:
-                changed_setting(f"trigger of extension {entry.name!r}", before, now)
+        _visit_trigger_setting(self._source, entry)
 
     def warn_of_differences(self) -> None:
         """Names the extensions that only the saved run had, and those that only this one has; called when a run starts."""
@@ -106,6 +104,12 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     for entry in entries:
         visit_part(serializer["extensions"], entry.name, entry.extension)
         visit_part(serializer["extension_triggers"], entry.name, entry.trigger)
+        _visit_trigger_setting(serializer, entry)
+
+
+def _visit_trigger_setting(serializer: AbstractSerializer, entry: Entry) -> None:
+    setting, name = setting_of(entry.trigger), f"trigger of extension {entry.name!r}"
+    visit_setting(serializer["extension_trigger_settings"], entry.name, setting, name)
 
 
 def _generators(trainer: Trainer, serializer: AbstractSerializer, restored: Restored) -> Any:

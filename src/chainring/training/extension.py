@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.stateful import Stateful
 from chainring.training.triggers import IntervalTrigger, get_trigger
-from chainring.training.triggers.base import setting_of
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -183,8 +182,8 @@ class Entry:
 
     @property
     def kinds(self) -> list[str]:
-        """The class names of the extension and of its trigger, whose saved state is for the same only; and its settings."""
-        return [type(self.extension).__name__, type(self.trigger).__name__, setting_of(self.trigger)]
+        """The class names of the extension and of its trigger: saved state is for the same ones only."""
+        return [type(self.extension).__name__, type(self.trigger).__name__]
 
     def method(self, name: str) -> Callable[..., Any]:
         """An optional method of the extension; where there is none, one that does nothing."""
