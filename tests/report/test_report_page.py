@@ -76,7 +76,7 @@ def test_a_trained_run_shows_every_part(shown):
     """In words that its reader knows from the script."""
     text = Reader(shown).text
     expected = [
-        "main/accuracy", "validation/main/loss", "<b>bold</b>", "config.lr", "optimizers.main.0.lr", "resumed",
+        "main/accuracy", "validation/main/loss", "<b>bold</b>", "config.lr", "lr of optimizer", "resumed",
         "ReachedTrigger(6, 'epoch')", "IntervalTrigger(1, 'epoch')", "extension:LogReport", "Classifier", "67", "8x4",
         "main/predictor/0/weight", "6 verified", "snapshot_iter_18",
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """What the script of a resumed run sets otherwise than the script of the run that it continues."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -132,8 +134,8 @@ STOP = """stop trigger "ReachedTrigger(4, 'iteration')", where the saved run had
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_script_sets_otherwise_holds_and_is_printed(tmp_path, capsys, change):
-    """Each of the settings that a resumed run may have otherwise."""
+def test_what_the_script_sets_otherwise_holds_and_is_printed_and_recorded(tmp_path, capsys, change):
+    """Each of the settings that a resumed run may have otherwise; run.json has the old value and the new."""
     before, now, said = CHANGES[change]
     trainer = resumed(tmp_path, before, now)
     expected = [STOP] if said is None else [STOP, said]
@@ -141,6 +143,21 @@ def test_what_the_script_sets_otherwise_holds_and_is_printed(tmp_path, capsys, c
     assert len(lines) == len(expected)
     assert all(any(text in line for line in lines) for text in expected)
     assert trainer.updater.iteration == 4
+    changed = json.loads((tmp_path / "now/run.json").read_text())["starts"][-1]["changed"]
+    recorded = [f"resumed with {name} {new!r}, where the saved run had {old!r}: " for name, (old, new) in changed.items()]
+    assert all(line.startswith(start) for line, start in zip(lines, recorded, strict=True))
+
+
+def test_the_trigger_of_an_extension_that_comes_after_loading_is_recorded_too(tmp_path):
+    """State waits for its extension, and so does what is said about it."""
+    trainer_of(tmp_path / "before").run()
+    trainer = training.Trainer(updater_of(), (2, "iteration"), str(tmp_path / "now"))
+    serializers.load(tmp_path / "before/snapshot_iter_2", trainer)
+    trainer.extend(lambda trainer: None, name="own", trigger=(2, "epoch"))
+    trainer.extend(extensions.snapshot(), trigger=(2, "iteration"))
+    trainer.run()
+    (start,) = json.loads((tmp_path / "now/run.json").read_text())["starts"][1:]
+    assert start["changed"] == {"trigger of extension 'own'": ["IntervalTrigger(1, 'epoch')", "IntervalTrigger(2, 'epoch')"]}
 
 
 @pytest.mark.parametrize("often", [(1, "epoch"), OwnTrigger(), triggers.TimeTrigger(100), lambda trainer: False, None])

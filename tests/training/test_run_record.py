@@ -52,6 +52,11 @@ def record(out):
     return json.loads((Path(out) / "run.json").read_text(), parse_constant=refuse)
 
 
+def changes(found):
+    """What had changed at each start, but for the stop trigger, which these tests set further."""
+    return [{key: pair for key, pair in start["changed"].items() if key != "stop trigger"} for start in found["starts"]]
+
+
 @pytest.fixture
 def commit():
     """Asks anew for the commit of the running script, which a process asks for once."""
@@ -183,16 +188,8 @@ def test_another_learning_rate_is_recorded_and_printed_once(tmp_path, capsys):
     assert with_sgd(tmp_path, 1, 0.1)["optimizers"]["main"][0]["lr"] == 0.1
     found = with_sgd(tmp_path, 2, 0.5, load="snapshot_iter_1")
     assert found["optimizers"]["main"][0]["lr"] == 0.5
-    assert found["starts"][1]["changed"] == {"optimizers.main.0.lr": [0.1, 0.5]}
+    assert changes(found) == [{}, {"lr of optimizer 'main', group 0": [0.1, 0.5]}]
     assert capsys.readouterr().out.count("0.5") == 1
-
-
-@pytest.mark.parametrize("edited", [None, 3, [], {"main": 3}, {"main": [3]}, {"main": [{"lr": {}}]}, {"other": []}])
-def test_a_run_goes_on_from_a_record_whose_optimizers_a_person_has_edited(tmp_path, edited):
-    """What cannot be compared has not changed."""
-    content = with_sgd(tmp_path, 1, 0.1)
-    (tmp_path / "run.json").write_text(json.dumps({**content, "optimizers": edited}))
-    assert len(with_sgd(tmp_path, 2, 0.1, load="snapshot_iter_1")["starts"]) == 2
 
 
 def test_every_value_of_a_config_becomes_plain_json(tmp_path):
@@ -264,7 +261,8 @@ def test_a_resumed_run_adds_a_start_and_prints_nothing_where_nothing_has_changed
     config = {"epoch": 3, "lr": math.nan, "func": lambda: None, "data": {"a", "b"}, "object": Opaque()}
     run(tmp_path, **config)
     found = run(tmp_path, 3, load="snapshot_iter_1", **{**config, "object": Opaque()})
-    assert [(start["iteration"], start["changed"]) for start in found["starts"]] == [(0, {}), (1, {})]
+    assert [start["iteration"] for start in found["starts"]] == [0, 1]
+    assert changes(found) == [{}, {}]
     assert said() == []
 
 
@@ -279,7 +277,7 @@ def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_pa
     ]
     found = run(tmp_path, 3, load="snapshot_iter_2", epoch=5, same=1, new=[1])
     assert found["config"] == {"epoch": 5, "same": 1, "new": [1]}
-    assert [start["changed"] for start in found["starts"]] == [
+    assert changes(found) == [
         {},
         {"config.epoch": [3, 4], "config.gone": ["x", None], "config.new": [None, [1]]},
         {"config.epoch": [4, 5]},
@@ -291,7 +289,7 @@ def test_another_number_of_threads_is_printed_and_recorded(tmp_path, said):
     run(tmp_path)
     torch.set_num_threads(2)
     found = run(tmp_path, 2, load="snapshot_iter_1")
-    assert found["starts"][1]["changed"] == {"threads": [1, 2]}
+    assert changes(found) == [{}, {"threads": [1, 2]}]
     assert said() == ["resumed with threads 2, where the saved run had 1: the run goes on, and may differ in the last bits"]
 
 
@@ -302,7 +300,7 @@ def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
     environment.git_commit.cache_clear()
     found = run(tmp_path / "out", 2, load="snapshot_iter_1")
     second = git(script.parent, "rev-parse", "HEAD")
-    assert found["starts"][1]["changed"] == {"git_commit": [first, second]}
+    assert changes(found) == [{}, {"git_commit": [first, second]}]
     line = f"resumed with git_commit {second!r}, where the saved run had {first!r}: the code of now runs"
     assert said() == [line]
 
@@ -314,7 +312,8 @@ def test_a_version_that_has_changed_is_printed_and_recorded(tmp_path, capsys):
     content = json.loads(path.read_text())
     content["versions"]["torch"] = "0.1"
     path.write_text(json.dumps(content))
-    assert run(tmp_path, 2, load="snapshot_iter_1")["starts"][1]["changed"] == {"versions.torch": ["0.1", torch.__version__]}
+    found = run(tmp_path, 2, load="snapshot_iter_1")
+    assert changes(found) == [{}, {"versions.torch": ["0.1", torch.__version__]}]
     assert "resumed with version of torch" in capsys.readouterr().out
 
 
@@ -334,8 +333,9 @@ def test_a_run_continued_elsewhere_goes_on_with_the_record_beside_its_snapshot(t
     trainer = trainer_of(tmp_path / "out", 3, epoch=4)
     serializers.load(tmp_path / "source" / "snapshot_iter_2", trainer)
     trainer.run()
-    starts = record(tmp_path / "out")["starts"]
-    assert [(start["iteration"], start["changed"]) for start in starts] == [(0, {}), (2, {"config.epoch": [3, 4]})]
+    found = record(tmp_path / "out")
+    assert [start["iteration"] for start in found["starts"]] == [0, 2]
+    assert changes(found) == [{}, {"config.epoch": [3, 4]}]
     assert "where the saved run had 3" in capsys.readouterr().out
     assert len(record(tmp_path / "source")["starts"]) == 1
 

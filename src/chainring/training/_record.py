@@ -82,7 +82,7 @@ def write(trainer: Trainer, entries: list[Entry], earlier: Mapping[str, Any], fi
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "argv": settings["argv"],
-        "changed": changed,  # by name, the old value and the new
+        "changed": {**changed, **_plain(trainer._restored.changes)},  # by name, the old value and the new
     }
     starts = [*earlier.get("starts", ()), start]
     shown = {"models": _models(trainer), "plan": plan_of(trainer, entries)}
@@ -138,20 +138,7 @@ def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
         if earlier.get(part) != settings[part]:
             changed[part] = [earlier.get(part), settings[part]]
             changed_setting(part, earlier.get(part), settings[part], consequence)
-    # Not printed: an optimizer that is loaded says so itself.
-    return changed | _changed_optimizers(earlier.get("optimizers"), settings["optimizers"])
-
-
-def _changed_optimizers(earlier: Any, settings: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The values that the script now constructs otherwise, such as ``optimizers.main.0.lr`` of the first group."""
-    changed = {}
-    for name, groups in settings.items():
-        before = earlier.get(name) if isinstance(earlier, dict) else None
-        for number, (old, new) in enumerate(zip(before if isinstance(before, list) else (), groups, strict=False)):
-            for key in old.keys() & new.keys() if isinstance(old, dict) else ():
-                if old[key] != new[key]:
-                    changed[f"optimizers.{name}.{number}.{key}"] = [old[key], new[key]]
-    return dict(sorted(changed.items()))
+    return changed
 
 
 def _plain(value: Any) -> Any:

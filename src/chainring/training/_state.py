@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import generators
 from chainring.blocks import is_scalar
-from chainring.notices import changed_setting
+from chainring.notices import changed_setting, noting
 from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method, visit_setting
 from chainring.training.triggers.base import setting_of
 
@@ -28,12 +28,14 @@ class Restored:
         happened: whether anything was loaded, so that the run continues an earlier one.
         generators: the state of the random generators, put back immediately before the first update.
         origin: the directory in which the snapshot lies that was loaded; ``None`` where it came from memory.
+        changes: the settings that the script has otherwise than that of the saved run: by name, the old value and the new.
     """
 
     def __init__(self) -> None:
         self.happened = False
         self.generators: Any = None
         self.origin: Path | None = None
+        self.changes: dict[str, list[Any]] = {}
         self._source: Deserializer | None = None
         self._saved: dict[str, list[str]] = {}
         self._new: list[str] = []
@@ -55,13 +57,14 @@ class Restored:
             self._new.append(entry.name)
             return
         saved, own = self._saved.pop(entry.name), entry.kinds
-        if saved[0] == own[0]:
-            visit_part(self._source["extensions"], entry.name, entry.extension)
-        else:
-            self._new.append(entry.name)
-        if saved[1] == own[1]:
-            visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
-        _visit_trigger_setting(self._source, entry)
+        with noting(self.changes):
+            if saved[0] == own[0]:
+                visit_part(self._source["extensions"], entry.name, entry.extension)
+            else:
+                self._new.append(entry.name)
+            if saved[1] == own[1]:
+                visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
+            _visit_trigger_setting(self._source, entry)
 
     def warn_of_differences(self) -> None:
         """Names the extensions that only the saved run had, and those that only this one has; called when a run starts."""
@@ -81,6 +84,13 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     Raises:
         RuntimeError: state is loaded into a trainer that has run.
     """
+    if isinstance(serializer, Deserializer):
+        restored.changes = {}
+    with noting(restored.changes):
+        _visit(trainer, serializer, entries, restored)
+
+
+def _visit(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry], restored: Restored) -> None:
     serializer.visit("updater", trainer.updater)
     elapsed = serializer("elapsed_time", trainer.elapsed_time)
     weight = serializer("weight", getattr(trainer.updater, "weight", 1))  # of the observation, for who averages it
