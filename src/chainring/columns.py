@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -41,9 +43,10 @@ def _gather_tensor(tensor: torch.Tensor) -> Gather:
 def gather_all(datasets: Any) -> Gather | None:
     """Gathers from each dataset, as a tuple of columns; ``None`` as soon as one of them cannot."""
     parts = [gather_of(dataset) for dataset in datasets]
-    if any(part is None for part in parts):
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
         return None
-    return lambda indices: tuple([part(indices) for part in parts if part is not None])
+    return lambda indices: tuple(map(call, found, repeat(indices)))
 
 
 def rows(columns: Any, index: Any) -> Any:

@@ -47,8 +47,6 @@ def to_device(device: Device, x: Any) -> Any:
 
 
 def _moved(device: torch.device | None, x: Any) -> Any:
-    if device is None and type(x) is tuple:  # a batch of columns, nearly always: without a call for each
-        return tuple([_tensor(c) if type(c) is np.ndarray and c.dtype.kind in "fiub" else _moved(None, c) for c in x])
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = _tensor(x)
     if isinstance(x, Tensor):
@@ -61,6 +59,13 @@ def _moved(device: torch.device | None, x: Any) -> Any:
     if isinstance(x, Mapping):
         return {key: _moved(device, item) for key, item in x.items()}
     return x.to(device) if device is not None and hasattr(x, "to") else x
+
+
+def _left(x: Any) -> Any:
+    """A column of a batch where it is: an array, nearly always, which becomes a tensor over its memory."""
+    if type(x) is np.ndarray and x.dtype.kind in "fiub" and x.dtype.isnative and x.flags.carray:
+        return torch.from_numpy(x)
+    return _moved(None, x)
 
 
 def _sent(device: torch.device, x: Tensor) -> Tensor:
@@ -86,10 +91,10 @@ def concat_examples(batch: Sequence[Any], device: Device = None, padding: Any = 
         ValueError: the batch is empty; or examples differ in structure, or without ``padding`` in shape.
         TypeError: an example holds something that is no number, such as a string.
     """
-    target = as_device(device)
+    target = None if device is None else as_device(device)
     columns = getattr(batch, "columns", None)
     if columns is not None:
-        return _moved(target, columns)
+        return tuple(map(_left, columns)) if target is None and type(columns) is tuple else _moved(target, columns)
     if len(batch) == 0:
         raise ValueError("a batch needs at least one example, got none")
     return _moved(target, _joined(batch, padding, "example"))

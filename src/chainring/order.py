@@ -11,6 +11,8 @@ It is made for shuffling, not for secrecy.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,11 +46,13 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
         raise ValueError(f"positions must satisfy 0 <= start <= stop <= size, got {start}, {stop}, {size}")
     bits = max(2, (size - 1).bit_length())
     dtype = np.uint32 if bits <= 32 else np.uint64
-    keys = _round_keys(seed, epoch)
-    values = _feistel(np.arange(start, stop, dtype=dtype), bits, keys)
+    permuted: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
+    if 2 * (stop - start) >= 1 << bits:  # of a whole epoch, where the walk takes many steps: by looking them up
+        permuted = permuted(np.arange(1 << bits, dtype=dtype)).take
+    values = permuted(np.arange(start, stop, dtype=dtype))
     outside = np.flatnonzero(values >= size)
     while outside.size:  # cycle walking: the walk is inside the permutation, so it comes back below size
-        values[outside] = _feistel(values[outside], bits, keys)
+        values[outside] = permuted(values[outside])
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 

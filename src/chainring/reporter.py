@@ -10,12 +10,13 @@ from typing import Any
 
 
 class _Current(threading.local):
-    """The reporter that `report` writes to, in this thread. A class attribute, so that compiled models may read it."""
+    """Of each thread its own. A class attribute, so that compiled models may read it."""
 
     reporter: Reporter | None = None
 
 
-_current = _Current()
+current = _Current()
+"""``current.reporter`` is the reporter that `report` writes to in this thread, or ``None``."""
 
 
 class Reporter:
@@ -61,7 +62,12 @@ class Reporter:
             KeyError: the observer is not registered.
             TypeError: ``values`` is no mapping.
         """
-        prefix = "" if observer is None else self._name_of(observer) + "/"
+        prefix = ""
+        if observer is not None:
+            entry = self._names.get(id(observer))
+            if entry is None:
+                raise KeyError(self._unknown(observer))
+            prefix = entry[1] + "/"
         observation = self.observation
         try:
             items = values.items()
@@ -74,16 +80,13 @@ class Reporter:
                 for watch in self.watchers:
                     watch(prefix + key, value)
 
-    def _name_of(self, observer: Any) -> str:
-        entry = self._names.get(id(observer))
-        if entry is None:
-            known = sorted({name for _, name in self._names.values()})
-            raise KeyError(
-                f"{type(observer).__name__} is not registered as an observer; registered are {known}. "
-                "The trainer registers the updater's models and their submodules; "
-                "for another object call reporter.add_observer(name, it)"
-            )
-        return entry[1]
+    def _unknown(self, observer: Any) -> str:
+        known = sorted({name for _, name in self._names.values()})
+        return (
+            f"{type(observer).__name__} is not registered as an observer; registered are {known}. "
+            "The trainer registers the updater's models and their submodules; "
+            "for another object call reporter.add_observer(name, it)"
+        )
 
     def scope(self, observation: dict[str, Any]) -> AbstractContextManager[None]:
         """Inside, this reporter is the current one and writes into ``observation``; both are put back, come what may."""
@@ -101,13 +104,13 @@ class _Scope:
 
     def __enter__(self) -> None:
         reporter = self._reporter
-        self._outer = _current.reporter
+        self._outer = current.reporter
         self._observation, reporter.observation = reporter.observation, self._observation
-        _current.reporter = reporter
+        current.reporter = reporter
 
     def __exit__(self, *error: object) -> None:
         self._reporter.observation = self._observation
-        _current.reporter = self._outer
+        current.reporter = self._outer
 
 
 def _kept(value: Any) -> Any:
@@ -137,7 +140,7 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
     Raises:
         KeyError: the observer is not registered with the current reporter.
     """
-    reporter = _current.reporter
+    reporter = current.reporter
     if reporter is not None:
         reporter.report(values, observer)
 
@@ -159,17 +162,12 @@ def get_current_reporter() -> Reporter:
     Raises:
         RuntimeError: there is none.
     """
-    if _current.reporter is None:
+    if current.reporter is None:
         raise RuntimeError("no reporter is current: report inside Trainer.run, or inside `with reporter.scope({})`")
-    return _current.reporter
-
-
-def current_reporter() -> Reporter | None:
-    """The reporter that `report` writes to in this thread, or ``None``."""
-    return _current.reporter
+    return current.reporter
 
 
 def current_observation() -> dict[str, Any] | None:
     """What the current reporter writes into, or ``None`` where there is no reporter."""
-    reporter = _current.reporter
+    reporter = current.reporter
     return None if reporter is None else reporter.observation

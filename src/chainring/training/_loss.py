@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chainring.blocks import is_scalar
-from chainring.reporter import current_reporter, report
+from chainring.reporter import current, report
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -96,7 +96,7 @@ def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
         name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
     """
     if isinstance(answer, Tensor):
-        reporter = current_reporter()
+        reporter = current.reporter
         if reporter is not None and (key := f"{name}/loss") not in reporter.observation and answer.ndim == 0:
             if reporter.watchers:
                 reporter.report({key: answer})
@@ -124,7 +124,7 @@ def differentiate(loss: Tensor) -> None:
     Gradient checkpointing runs parts of the forward again in there. What they report again is not taken, or a part that
     is called twice would end with the value of its first call.
     """
-    reporter = current_reporter()
+    reporter = current.reporter
     if reporter is None:
         loss.backward()  # type: ignore[no-untyped-call]
         return

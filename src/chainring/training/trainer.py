@@ -204,7 +204,7 @@ class Trainer(Stateful):
                 self.extension_name = entry.name
                 entry.call(self)
                 self.extension_name = None
-        due = [entry for entry in snapshots if self._is_due(entry)]
+        due = list(filter(self._is_due, snapshots))
         if due:
             self._take(due, entries)
         return True

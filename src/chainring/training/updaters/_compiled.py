@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring.reporter import current_reporter
+from chainring.reporter import current
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training._loss import arguments, check_loss, loss_and_weight
 from chainring.training.updaters._precision import Full
@@ -64,7 +64,7 @@ class Compiled:
 
     def __call__(self, inputs: Any) -> Any:
         """Computes an update and returns its weight, ``None`` if none came with the loss."""
-        reporter = current_reporter()
+        reporter = current.reporter
         if self._is_eager or (reporter is not None and reporter.watchers):  # who watches looks at the graph of autograd
             return self._eagerly(inputs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported

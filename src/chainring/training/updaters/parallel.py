@@ -13,7 +13,7 @@ from chainring.converters import Device, concat_examples, to_device
 from chainring.merging import weighted_means
 from chainring.metrics import is_metric
 from chainring.names import named_parts
-from chainring.reporter import Reporter, current_observation, current_reporter, report_scope
+from chainring.reporter import Reporter, current, current_observation, report_scope
 from chainring.training._loss import arguments, check_call, check_loss, check_model_call, loss_and_weight
 from chainring.training.updaters import _arguments
 from chainring.training.updaters._replicas import (
@@ -115,7 +115,7 @@ class ParallelUpdater(StandardUpdater):
     def _answer(self, replica: Replica, shard: Any) -> Answer:
         inputs = self.converter(shard, replica.device)
         observation: dict[str, Any] = {}
-        with nullcontext() if current_reporter() is None else report_scope(observation), replica.current():
+        with nullcontext() if current.reporter is None else report_scope(observation), replica.current():
             loss, weight = self._loss_of(replica.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim:
             check_loss(loss)  # raises, and says what is wrong
@@ -140,7 +140,7 @@ class ParallelUpdater(StandardUpdater):
 
     def _name_replicas(self) -> None:
         """Lets the parts of every replica report under the names of the main model's."""
-        reporter = current_reporter()
+        reporter = current.reporter
         if reporter is None or reporter is self._named_in:
             return
         for replica in self._replicas[1:]:

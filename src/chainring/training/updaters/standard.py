@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import call
 from typing import Any, Literal
 
 from chainring.communicator import Communicator
@@ -124,8 +125,10 @@ class StandardUpdater(InParts):
         self._spans = self.accumulate > 1 or has_own_core
         self._sets_aside = self.accumulate > 1 and has_own_core
         self._stepping = list(self._optimizers.values())
-        self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
+        marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
+        self._marks, self._returns = [source.mark for source in marking], [source.return_to for source in marking]
         self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision == "fp16")
+        self._in_precision = self._loss if precision == "fp32" else self._loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
         if compiles and self._is_straight:
             answer = self._models["main"] if self.loss_func is None else partial(self.loss_func, self._models["main"])
@@ -141,15 +144,15 @@ class StandardUpdater(InParts):
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
-        marks = [(source, source.mark()) for source in self._marking]
+        marks = list(map(call, self._marks))
         try:
             if self._is_straight:
                 self._update_straight()
             else:
                 self._update_in_stages()
         except BaseException:
-            for source, mark in marks:
-                source.return_to(mark)
+            for return_to, mark in zip(self._returns, marks, strict=True):
+                return_to(mark)
             raise
         self.iteration += 1
 
@@ -162,13 +165,16 @@ class StandardUpdater(InParts):
     def _compute_eagerly(self, inputs: Any) -> Any:
         for optimizer in self._stepping:
             clear(optimizer)
-        with self._precision.autocast():
-            loss, weight = self._loss(inputs)
+        loss, weight = self._in_precision(inputs)
         check_loss(loss)
         differentiate(loss)
         for optimizer in self._stepping:
             optimizer.step()
         return weight
+
+    def _loss_in_autocast(self, inputs: Any) -> tuple[Any, Any]:
+        with self._precision.autocast():
+            return self._loss(inputs)
 
     def _update_in_stages(self) -> None:
         for optimizer in self._stepping:
