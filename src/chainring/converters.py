@@ -63,8 +63,11 @@ def _moved(device: torch.device | None, x: Any) -> Any:
 
 def _left(x: Any) -> Any:
     """A column of a batch where it is: an array, nearly always, which becomes a tensor over its memory."""
-    if type(x) is np.ndarray and x.dtype.kind in "fiub" and x.dtype.isnative and x.flags.carray:
-        return torch.from_numpy(x)
+    if type(x) is np.ndarray and x.flags.writeable:
+        try:
+            return torch.from_numpy(x)
+        except (TypeError, ValueError):  # of no numbers, or in an order of bytes or strides that torch does not have
+            pass
     return _moved(None, x)
 
 
