@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from chainring.serializers.tensor_file import view_of
+from chainring.serializers.tensor_file import owners_of
 
 
 class Staging:
@@ -25,10 +25,10 @@ class Staging:
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host, which are overwritten by the next call; tensors that share memory share it here too."""
         copies: dict[str, Tensor] = {}
-        owners: dict[object, str] = {}
+        owners = owners_of(tensors)
         devices = set()
         for name, tensor in tensors.items():
-            owner = owners.setdefault(view_of(tensor), name)
+            owner = owners[name]
             if owner == name:
                 copies[name] = self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
                 devices.add(tensor.device)
@@ -37,7 +37,7 @@ class Staging:
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        self._buffers = {name: copies[name] for name in owners.values()}
+        self._buffers = {name: copies[name] for name in set(owners.values())}
         return copies
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:

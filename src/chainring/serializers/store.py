@@ -107,14 +107,15 @@ class Store:
         listed = [(name, manifest) for name, manifest in self.listing() if (self.root / name / MANIFEST).is_file()]
         return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
 
-    def listing(self) -> list[tuple[str, Manifest | None]]:
+    def listing(self, without: str | None = None) -> list[tuple[str, Manifest | None]]:
         """Every directory that may be a snapshot with its manifest: first those whose manifest cannot be read.
 
-        Then comes the highest iteration, and so on down. Only manifests are read.
+        Then comes the highest iteration, and so on down. Only manifests are read, but that of the one ``without``.
         """
-        entries = [e for e in self.root.iterdir() if not e.name.startswith(".") and e.is_dir() and not e.is_symlink()]
-        found = [(entry.name, _manifest_of(entry)) for entry in entries]
-        return sorted(found, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+        found = (entry for entry in self.root.iterdir() if not entry.name.startswith(".") and entry.name != without)
+        entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
+        listed = [(entry.name, _manifest_of(entry)) for entry in entries]
+        return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
 
     def manifest(self, name: str) -> Manifest:
         """What a snapshot says about itself.

@@ -14,9 +14,9 @@ Any other reader opens the file; it sees every value, but no strides, two float6
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -146,10 +146,10 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
     """What the format cannot say, by name, and the tensors to store in the order of the file."""
     marks: Marks = {}
     stored: dict[str, torch.Tensor] = {}
-    owners: dict[tuple[Any, ...], str] = {}
+    owners = owners_of(tensors)
     for name, tensor in tensors.items():
-        if tensor.numel() and (owner := owners.setdefault(view_of(tensor), name)) != name:
-            marks[name] = {"same_as": owner}
+        if owners[name] != name and tensor.numel():
+            marks[name] = {"same_as": owners[name]}
             continue
         stored[name] = tensor.detach() if tensor.requires_grad else tensor
         mark: dict[str, Any] = {}
@@ -167,11 +167,24 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a new tensor of that shape."""
-    return tuple(math.prod(size or 1 for size in shape[dimension + 1 :]) for dimension in range(len(shape)))
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * (size or 1))
+    return tuple(strides[::-1]) if shape else ()
 
 
-def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is equal for two tensors only if they are the same view of the same memory, as tied parameters are."""
+def owners_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor the first that is the same view of the same memory, as tied parameters are; nearly always itself."""
+    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    counts = Counter(places.values())
+    owners: dict[Any, str] = {}
+    return {
+        name: owners.setdefault(place if counts[place] == 1 else _view_of(tensors[name]), name)
+        for name, place in places.items()
+    }
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     place = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 

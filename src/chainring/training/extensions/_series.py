@@ -63,11 +63,11 @@ class Series:
         """The snapshots that may be continued from: first those that cannot be read, then the newest, and so on."""
         return [name for name, _ in self._listing(store)]
 
-    def _listing(self, store: Store) -> list[tuple[str, Manifest | None]]:
-        """Its snapshots in that order, each with its manifest if that can be read."""
+    def _listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
+        """Its snapshots in that order but the one ``without``, each with its manifest if that can be read."""
         patterns = [pattern_of(template) for template in self.templates]
         found = []
-        for name, manifest in store.listing():
+        for name, manifest in store.listing(without):
             if manifest is None:
                 is_own = any(pattern.fullmatch(name) for pattern in patterns)
             else:
@@ -109,7 +109,7 @@ class Series:
 
     def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
         """Removes what is older than the ``n_retains`` newest, and what a link has left; never the one just committed."""
-        own = [(name, is_named) for name, is_named in self._readable(store) if name != newest]
+        own = self._readable(store, without=newest)
         named = [name for name, is_named in own if is_named]
         old = named[self._n_retains - 1 :] if self._n_retains > 0 else []
         for name, is_named in own:
@@ -119,9 +119,9 @@ class Series:
                     os.unlink(store.root / link)
                 store.remove(name)
 
-    def _readable(self, store: Store) -> list[tuple[str, bool]]:
-        """Its snapshots, the newest first, and whether each has had the fixed name in its turn."""
-        listed = self._listing(store)
+    def _readable(self, store: Store, without: str | None = None) -> list[tuple[str, bool]]:
+        """Its snapshots but the one ``without``, the newest first, and whether each has had the fixed name in its turn."""
+        listed = self._listing(store, without)
         return [(name, OUT_OF_TURN not in manifest.about) for name, manifest in listed if manifest is not None]
 
 
