@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 _ROUNDS = 8
+_MOST_LOOKED_UP = 2**18
+"""A permutation of so many values is computed whole; a larger one would take much memory to save little time."""
 
 
 def stable_hash(*parts: int | str) -> int:
@@ -47,7 +49,7 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
     bits = max(2, (size - 1).bit_length())
     dtype = np.uint32 if bits <= 32 else np.uint64
     permuted: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
-    if 2 * (stop - start) >= 1 << bits:  # of a whole epoch, where the walk takes many steps: by looking them up
+    if 1 << bits <= min(2 * (stop - start), _MOST_LOOKED_UP):  # of a whole epoch: the many steps of the walk are looked up
         permuted = permuted(np.arange(1 << bits, dtype=dtype)).take
     values = permuted(np.arange(start, stop, dtype=dtype))
     outside = np.flatnonzero(values >= size)
