@@ -50,10 +50,7 @@ class Classifier(nn.Module):
         Raises:
             ValueError: the batch has no argument at ``label_key``.
         """
-        if self.label_key == -1 and args:
-            args, labels = args[:-1], args[-1]
-        else:
-            args, kwargs, labels = self._split(args, kwargs)
+        args, kwargs, labels = self._split(args, kwargs)
         scores = self._modules["predictor"](*args, **kwargs)  # type: ignore[misc]  # self.predictor costs a microsecond more
         loss = self.lossfun(scores, labels)
         values = {"loss": loss}

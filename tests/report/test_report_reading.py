@@ -19,9 +19,11 @@ def test_a_trained_run_is_read_whole(run):
     (log,) = run.logs
     assert [row["iteration"] for row in log.rows] == [3, 6, 9, 12, 15, 18]
     assert [start["iteration"] for start in run.starts] == [0, 9]
-    assert (
-        run.starts[1]["changed"].items() >= {"config.lr": [0.1, 0.5], "lr of optimizer 'main', group 0": [0.1, 0.5]}.items()
-    )
+    assert run.starts[1]["changed"] == {
+        "config.lr": [0.1, 0.5],
+        "lr of optimizer 'main', group 0": [0.1, 0.5],
+        "stop trigger": ["ReachedTrigger(3, 'epoch')", "ReachedTrigger(6, 'epoch')"],
+    }
     (model,) = run.models
     assert (model.name, model.kind, model.count(), model.count(trainable=True)) == ("main", "Classifier", 67, 67)
     assert model.shapes["predictor/0/weight"] == (8, 4)

@@ -192,6 +192,15 @@ def test_another_learning_rate_is_recorded_and_printed_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("0.5") == 1
 
 
+@pytest.mark.parametrize("edited", [None, 3, [], {"main": 3}, {"main": [3]}, {"main": [{"lr": {}}]}, {"other": []}])
+def test_a_run_goes_on_from_a_record_whose_optimizers_a_person_has_edited(tmp_path, edited):
+    """What their settings were is in the snapshot; the record only shows them."""
+    content = with_sgd(tmp_path, 1, 0.1)
+    (tmp_path / "run.json").write_text(json.dumps({**content, "optimizers": edited}))
+    found = with_sgd(tmp_path, 2, 0.1, load="snapshot_iter_1")
+    assert changes(found) == [{}, {}]
+
+
 def test_every_value_of_a_config_becomes_plain_json(tmp_path):
     """What an argparse namespace may hold, and what scripts put beside it; NaN and infinities are strings."""
     parser = argparse.ArgumentParser()

@@ -68,8 +68,7 @@ class PrintReport(Extension):
         return report.log  # type: ignore[no-any-return]
 
     def __call__(self, trainer: Trainer) -> None:
-        if self._log is not None and len(self._log) != self._printed:
-            self._print_new()
+        self._print_new()
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         self._print_new(at_once=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from operator import call
 from typing import Any, Literal
 
 from chainring.communicator import Communicator
@@ -125,9 +124,9 @@ class StandardUpdater(InParts):
         self._spans = self.accumulate > 1 or has_own_core
         self._sets_aside = self.accumulate > 1 and has_own_core
         self._stepping = list(self._optimizers.values())
-        marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
-        self._marks, self._returns = [source.mark for source in marking], [source.return_to for source in marking]
+        self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
         self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision == "fp16")
+        # Without autocast there is nothing to enter, and a context manager that does nothing is three calls.
         self._in_precision = self._loss if precision == "fp32" else self._loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
         if compiles and self._is_straight:
@@ -144,15 +143,15 @@ class StandardUpdater(InParts):
 
     def update(self) -> None:
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
-        marks = list(map(call, self._marks))
+        marks = [(source, source.mark()) for source in self._marking]
         try:
             if self._is_straight:
                 self._update_straight()
             else:
                 self._update_in_stages()
         except BaseException:
-            for return_to, mark in zip(self._returns, marks, strict=True):
-                return_to(mark)
+            for source, mark in marks:
+                source.return_to(mark)
             raise
         self.iteration += 1
 
