@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
+from _turns import lap
 from torch import Tensor
 
 from chainring.datasets import TupleDataset
@@ -21,40 +22,48 @@ IDLE = 64
 """Idle extensions in the row that prices them."""
 
 
-def bare(iterations: int, out: Path, **settings: Any) -> None:
+class Lapping(StandardUpdater):
+    """Says when its updates begin, as every loop of the table does."""
+
+    def update(self) -> None:
+        lap()
+        super().update()
+
+
+def bare(epochs: int, out: Path, **settings: Any) -> None:
     """No extension; ``settings`` are the number of layers and the updater's."""
-    _trainer(iterations, out, **settings).run()
+    _trainer(epochs, out, **settings).run()
 
 
-def staged(iterations: int, out: Path) -> None:
+def staged(epochs: int, out: Path) -> None:
     """A callback, which is the least that leads through the stages of an update."""
-    bare(iterations, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
+    bare(epochs, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
 
 
-def idle(iterations: int, out: Path, count: int = IDLE) -> None:
+def idle(epochs: int, out: Path, count: int = IDLE) -> None:
     """Extensions that do nothing, once an epoch."""
-    trainer = _trainer(iterations, out)
+    trainer = _trainer(epochs, out)
     for number in range(count):
         trainer.extend(lambda trainer: None, name=f"idle{number}", trigger=(1, "epoch"))
     trainer.run()
 
 
-def with_keys(iterations: int, out: Path, keys: int) -> None:
+def with_keys(epochs: int, out: Path, keys: int) -> None:
     """A log of so many numbers, each reported in every iteration."""
 
     def loss_func(model: Loss, *inputs: Tensor) -> dict[str, Tensor]:
         loss = model(*inputs)
         return {"loss": loss} | {f"{number}": loss for number in range(keys - 1)}
 
-    trainer = _trainer(iterations, out, loss_func=loss_func)
+    trainer = _trainer(epochs, out, loss_func=loss_func)
     trainer.extend(LogReport())
     trainer.run()
 
 
-def with_log(iterations: int, out: Path, saves: bool = False) -> None:
+def with_log(epochs: int, out: Path, saves: bool = False) -> None:
     """The script's extensions but `dump_graph`, and `snapshot` where it ``saves``."""
     with open(os.devnull, "w") as screen:
-        trainer = _script(StandardUpdater, iterations, out, screen)
+        trainer = _script(Lapping, (epochs, "epoch"), out, screen)
         if saves:
             trainer.extend(snapshot(n_retains=1))
         trainer.run()
@@ -67,12 +76,12 @@ def time_to_first_update(out: Path) -> float:
     class Watched(StandardUpdater):
         """Notes when its updates begin."""
 
-        def update_core(self) -> None:
+        def update(self) -> None:
             started.append(time.perf_counter())
-            super().update_core()
+            super().update()
 
     with open(os.devnull, "w") as screen:
-        trainer = _script(Watched, 1, out, screen)
+        trainer = _script(Watched, (1, "iteration"), out, screen)
         began = time.perf_counter()
         trainer.run()
     return (started[0] - began) * 1e3
@@ -83,17 +92,17 @@ def _fresh(out: Path) -> str:
     return tempfile.mkdtemp(dir=out)
 
 
-def _trainer(iterations: int, out: Path, layers: int = 2, **settings: Any) -> Trainer:
+def _trainer(epochs: int, out: Path, layers: int = 2, **settings: Any) -> Trainer:
     model = Loss(layers)
-    updater = StandardUpdater(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
-    return Trainer(updater, (iterations, "iteration"), out=_fresh(out))
+    updater = Lapping(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
+    return Trainer(updater, (epochs, "epoch"), out=_fresh(out))
 
 
-def _script(updater_class: type[StandardUpdater], iterations: int, out: Path, screen: Any) -> Trainer:
+def _script(updater_class: type[StandardUpdater], stop: tuple[int, str], out: Path, screen: Any) -> Trainer:
     model = Classifier(Predictor())
     train_iter = SerialIterator(TupleDataset(X, T), BATCH)
     test_iter = SerialIterator(TupleDataset(X_TEST, T_TEST), BATCH, repeat=False, shuffle=False)
-    trainer = Trainer(updater_class(train_iter, sgd(model), model), (iterations, "iteration"), out=_fresh(out))
+    trainer = Trainer(updater_class(train_iter, sgd(model), model), stop, out=_fresh(out))
     trainer.extend(Evaluator(test_iter, model))
     trainer.extend(LogReport())
     keys = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]

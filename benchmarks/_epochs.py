@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from _chainring import Lapping
+from _turns import lap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +30,8 @@ from chainring.nn import Classifier
 from chainring.training import extensions
 
 BATCH, EXAMPLES, HELD_OUT = 100, 20_000, 2_000
+STEPS = EXAMPLES // BATCH
+"""Training steps of an epoch."""
 _generator = np.random.default_rng(0)
 X = _generator.standard_normal((EXAMPLES + HELD_OUT, 784), dtype=np.float32)
 T = _generator.integers(0, 10, EXAMPLES + HELD_OUT)
@@ -70,6 +74,7 @@ def by_hand(epochs: int, out: Path, units: int, train: Batches, test: Batches, f
             model.train()
             sums = torch.zeros(2)
             for x, t in train():
+                lap()
                 y = model(x)
                 loss = cross_entropy(y, t)
                 optimizer.zero_grad()
@@ -83,7 +88,7 @@ def by_hand(epochs: int, out: Path, units: int, train: Batches, test: Batches, f
                 for x, t in test():
                     y = model(x)
                     held_out += torch.stack([cross_entropy(y, t), (y.argmax(1) == t).float().mean()])
-            means = [*(sums / (EXAMPLES // BATCH)).tolist(), *(held_out / (HELD_OUT // BATCH)).tolist()]
+            means = [*(sums / STEPS).tolist(), *(held_out / (HELD_OUT // BATCH)).tolist()]
             file.write(json.dumps({"epoch": epoch, "means": means}) + "\n")
             print(epoch, *means, file=screen, flush=True)
 
@@ -94,7 +99,7 @@ def chainring(epochs: int, out: Path, units: int, fused: bool = False, **setting
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     train_iter = iterators.SerialIterator(TupleDataset(*TRAIN), BATCH)
     test_iter = iterators.SerialIterator(TupleDataset(*TEST), BATCH, repeat=False, shuffle=False)
-    updater = training.StandardUpdater(train_iter, optimizer, model, **settings)
+    updater = Lapping(train_iter, optimizer, model, **settings)
     trainer = training.Trainer(updater, (epochs, "epoch"), out=tempfile.mkdtemp(dir=out))
     with open(os.devnull, "w") as screen:
         trainer.extend(extensions.Evaluator(test_iter, model))
@@ -127,6 +132,7 @@ def lightning(out: Path, units: int) -> Loop:
             return loss
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            lap()
             return self.step(batch, "train")
 
         def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -154,6 +160,7 @@ def ignite(out: Path, units: int) -> Loop:
         optimizer = torch.optim.Adam(model.parameters())
 
         def step(engine: Any, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            lap()
             x, t = batch
             y = model(x)
             loss = cross_entropy(y, t)
@@ -204,6 +211,7 @@ def pfn_extras(out: Path, units: int) -> Loop:
         )
         while not manager.stop_trigger:
             for x, t in batches:
+                lap()
                 with manager.run_iteration():
                     y = model(x)
                     loss = cross_entropy(y, t)

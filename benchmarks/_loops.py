@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _turns import lap
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -46,13 +47,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def raw(iterations: int, layers: int = 2) -> None:
+def raw(epochs: int, layers: int = 2) -> None:
     """The bare work."""
     model = Loss(layers)
     optimizer = sgd(model)
-    for _ in range(iterations // EPOCH):
+    for _ in range(epochs):
         order = np.random.permutation(len(X))
         for start in range(0, len(X), BATCH):
+            lap()
             index = order[start : start + BATCH]
             loss = model(torch.from_numpy(X[index]), torch.from_numpy(T[index]))
             optimizer.zero_grad()
@@ -60,13 +62,14 @@ def raw(iterations: int, layers: int = 2) -> None:
             optimizer.step()
 
 
-def raw_bf16(iterations: int) -> None:
+def raw_bf16(epochs: int) -> None:
     """The bare work with the forward in bfloat16."""
     model = Loss()
     optimizer = sgd(model)
-    for _ in range(iterations // EPOCH):
+    for _ in range(epochs):
         order = np.random.permutation(len(X))
         for start in range(0, len(X), BATCH):
+            lap()
             index = order[start : start + BATCH]
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(torch.from_numpy(X[index]), torch.from_numpy(T[index]))
@@ -75,15 +78,16 @@ def raw_bf16(iterations: int) -> None:
             optimizer.step()
 
 
-def raw_with_log(iterations: int, out: Path, saves: bool = False) -> None:
+def raw_with_log(epochs: int, out: Path, saves: bool = False) -> None:
     """The work of the script: means of loss and accuracy, an evaluation, a line in a file and one on the screen, a bar."""
     predictor = Predictor()
     optimizer = sgd(predictor)
     with open(os.devnull, "w") as screen:
-        for epoch in range(1, iterations // EPOCH + 1):
+        for epoch in range(1, epochs + 1):
             loss_sum, right = torch.zeros(()), torch.zeros(())
             order = np.random.permutation(len(X))
             for start in tqdm(range(0, len(X), BATCH), file=screen, leave=False):
+                lap()
                 index = order[start : start + BATCH]
                 t = torch.from_numpy(T[index])
                 scores = predictor(torch.from_numpy(X[index]))

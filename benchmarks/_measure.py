@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import operator
 import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from _turns import QUARTERS, Loop
 
 
 @dataclass
@@ -23,7 +26,7 @@ class Row:
 
     Attributes:
         name: what the reader sees.
-        run: does that many iterations, its own preparation included.
+        run: trains for that many epochs, its own preparation included, and calls `lap` when a training step begins.
         over: the name of the row whose time is subtracted; ``None`` for a loop that others are compared with.
         budget: how much of a difference is allowed, in microseconds an iteration; ``None`` where nothing is promised.
         share: the difference is divided by this, for a row with several of the thing that is priced.
@@ -38,12 +41,19 @@ class Row:
 
 @dataclass
 class Plan:
-    """How often and by which clock it is measured."""
+    """How often and by which clock it is measured.
 
-    iterations: int
+    Attributes:
+        steps: training steps of an epoch.
+        rounds: of which the median is taken.
+        epochs: of a round, of which the median is taken as well.
+        clock: gives seconds.
+    """
+
+    steps: int
     rounds: int
-    tries: int
-    clock: Callable[[], float]
+    epochs: int
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass
@@ -59,47 +69,62 @@ def figure(values: Sequence[float]) -> Figure:
     return Figure(statistics.median(values), min(values), max(values))
 
 
-def measure(rows: Sequence[Row], plan: Plan) -> dict[str, list[float]]:
-    """Microseconds an iteration of each row, one number a round: (time of 2N iterations - time of N) / N.
+Times = dict[str, list[list[float]]]
+"""By the name of a row: rounds of epochs, in seconds. Epochs of the same place were taken in turn."""
 
-    The difference leaves out what happens once a run. Each of the two times is the least of some tries, because what
-    other programs do only ever makes a loop slower. Every try goes through all rows, every second one backwards, so that
-    a machine that grows faster or slower favours none.
-    """
-    for row in rows:
-        row.run(plan.iterations)  # whatever a library does in its first run only
+
+def measure(rows: Sequence[Row], plan: Plan) -> Times:
+    """Times epochs of all rows in turn, without what happens once a run."""
     gc.collect()
-    gc.freeze()  # what the peers' modules hold would otherwise lengthen every row's collections
-    times: dict[str, list[float]] = {row.name: [] for row in rows}
-    for number in range(plan.rounds):
-        tries: dict[str, list[tuple[float, float]]] = {row.name: [] for row in rows}
-        for attempt in range(plan.tries):
-            _say(f"round {number + 1} of {plan.rounds}, try {attempt + 1} of {plan.tries}")
-            for row in rows if attempt % 2 == 0 else reversed(rows):
-                tries[row.name].append((_timed(row, plan.iterations, plan), _timed(row, 2 * plan.iterations, plan)))
-        for name, pairs in tries.items():
-            once, twice = (min(column) for column in zip(*pairs, strict=True))
-            times[name].append((twice - once) / plan.iterations * 1e6)
+    gc.freeze()  # what modules hold would otherwise lengthen every row's collections
+    rounds = [_round(rows, plan, f"round {number + 1} of {plan.rounds}") for number in range(plan.rounds)]
     _say("")
-    return times
+    return {row.name: [epochs[place] for epochs in rounds] for place, row in enumerate(rows)}
 
 
-def _timed(row: Row, iterations: int, plan: Plan) -> float:
-    gc.collect()
-    began = plan.clock()
-    row.run(iterations)
-    return plan.clock() - began
+def _round(rows: Sequence[Row], plan: Plan, name: str) -> list[list[float]]:
+    """Seconds of the epochs of each row.
+
+    The rows go round a quarter of an epoch at a time, every second time backwards, so that a machine that grows faster or
+    slower favours none. Each round has new processes, because where its memory lies makes a loop faster or slower by
+    several percent for as long as it runs.
+    """
+    epochs = [[0.0] * plan.epochs for _ in rows]
+    loops: list[Loop] = []
+    try:
+        for row in rows:
+            _say(f"{name}, the first epoch of {row.name}")
+            loops.append(Loop(row.name, row.run, plan.epochs, plan.steps, plan.clock))
+        for epoch in range(plan.epochs):
+            _say(f"{name}, epoch {epoch + 1} of {plan.epochs}")
+            for quarter in range(QUARTERS):
+                order = range(len(loops)) if quarter % 2 == 0 else reversed(range(len(loops)))
+                for place in order:
+                    epochs[place][epoch] += loops[place].turn()
+    finally:
+        for loop in loops:
+            loop.close()
+    return epochs
+
+
+def seconds(name: str, times: Times) -> list[float]:
+    """Of an epoch of the row, one number a round."""
+    return [statistics.median(epochs) for epochs in times[name]]
+
+
+def differences(name: str, over: str, times: Times) -> list[float]:
+    """Seconds an epoch of one row beyond those of another, one number a round: the median of epochs taken in turn."""
+    return [statistics.median(map(operator.sub, *pair)) for pair in zip(times[name], times[over], strict=True)]
+
+
+def ratios(name: str, over: str, times: Times) -> list[float]:
+    """Parts of an epoch of another row that one takes, one number a round: the median of epochs taken in turn."""
+    return [statistics.median(map(operator.truediv, *pair)) for pair in zip(times[name], times[over], strict=True)]
 
 
 def _say(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"{text:<40}", end="\r", file=sys.stderr, flush=True)
-
-
-def differences(row: Row, times: dict[str, list[float]]) -> list[float]:
-    """What a row costs more than the row it is over, round by round."""
-    assert row.over is not None
-    return [(own - other) / row.share for own, other in zip(times[row.name], times[row.over], strict=True)]
+        print(f"{text:<80}", end="\r", file=sys.stderr, flush=True)
 
 
 def parser_of(text: str | None, slack: float | None, limit: str = "SLACK x budget") -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from _loops import BATCH, EPOCH, Loss, T, X, sgd
+from _turns import lap
 from torch import Tensor
 
 Loop = Callable[[int], object]
@@ -30,6 +31,7 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = np.random.permutation(len(X))
         for start in range(0, len(X), BATCH):
+            lap()
             index = order[start : start + BATCH]
             yield torch.from_numpy(X[index]), torch.from_numpy(T[index])
 
@@ -37,12 +39,10 @@ class Batches:
 def pfn_extras(out: Path) -> Loop:
     ppe = importlib.import_module("pytorch_pfn_extras")
 
-    def run(iterations: int) -> None:
+    def run(epochs: int) -> None:
         model = Loss()
         optimizer = sgd(model)
-        manager = ppe.training.ExtensionsManager(
-            model, optimizer, iterations // EPOCH, iters_per_epoch=EPOCH, out_dir=str(out)
-        )
+        manager = ppe.training.ExtensionsManager(model, optimizer, epochs, iters_per_epoch=EPOCH, out_dir=str(out))
         while not manager.stop_trigger:
             for x, t in Batches():
                 with manager.run_iteration():
@@ -57,7 +57,7 @@ def pfn_extras(out: Path) -> Loop:
 def ignite(out: Path) -> Loop:
     engine = importlib.import_module("ignite.engine")
 
-    def run(iterations: int) -> None:
+    def run(epochs: int) -> None:
         model = Loss()
         optimizer = sgd(model)
 
@@ -68,7 +68,7 @@ def ignite(out: Path) -> Loop:
             optimizer.step()
             return loss.detach()
 
-        engine.Engine(step).run(Batches(), max_epochs=iterations // EPOCH, epoch_length=EPOCH)
+        engine.Engine(step).run(Batches(), max_epochs=epochs, epoch_length=EPOCH)
 
     return run
 
@@ -76,12 +76,12 @@ def ignite(out: Path) -> Loop:
 def fabric(out: Path) -> Loop:
     lightning = importlib.import_module("lightning")
 
-    def run(iterations: int) -> None:
+    def run(epochs: int) -> None:
         fabric = lightning.Fabric(accelerator="cpu", devices=1)
         fabric.launch()
         model = Loss()
         model, optimizer = fabric.setup(model, sgd(model))
-        for _ in range(iterations // EPOCH):
+        for _ in range(epochs):
             for x, t in Batches():
                 optimizer.zero_grad()
                 loss = model(x, t)
@@ -109,11 +109,11 @@ def lightning(out: Path) -> Loop:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self)
 
-    def run(iterations: int) -> None:
+    def run(epochs: int) -> None:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
-            max_epochs=iterations // EPOCH,
+            max_epochs=epochs,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -128,11 +128,11 @@ def lightning(out: Path) -> Loop:
 def accelerate(out: Path) -> Loop:
     accelerate = importlib.import_module("accelerate")
 
-    def run(iterations: int) -> None:
+    def run(epochs: int) -> None:
         accelerator = accelerate.Accelerator(cpu=True)
         model = Loss()
         model, optimizer, batches = accelerator.prepare(model, sgd(model), Batches())
-        for _ in range(iterations // EPOCH):
+        for _ in range(epochs):
             for x, t in batches:
                 optimizer.zero_grad()
                 loss = model(x, t)

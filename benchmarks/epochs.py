@@ -4,8 +4,8 @@ Run it on a machine that has nothing else to do::
 
     python benchmarks/epochs.py
 
-A figure is the median of the rounds, each (time of 2N epochs - time of N) / N, where N is 4, or 1 for a large network; a
-ratio is taken round by round.
+A figure is the median of the rounds. All loops take turns, a quarter of an epoch each; a round is the median of its epochs,
+and a ratio that of pairs taken in turn.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import _epochs
-from _measure import Figure, Plan, Row, begin, conclude, figure, measure, parser_of
+from _measure import Figure, Plan, Row, Times, begin, conclude, figure, measure, parser_of, ratios, seconds
 from _peers import version
 
 LOADER, GATHER, FUSED = "by hand, DataLoader", "by hand, one gather", "by hand, one gather, fused Adam"
@@ -53,13 +52,12 @@ def rows_of(out: Path, units: int) -> tuple[list[Row], list[str]]:
     return rows, missing
 
 
-def result_of(units: int, row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
+def result_of(units: int, row: Row, times: Times) -> dict[str, Any]:
     over, budget = BUDGETS.get((units, row.name), (LOADER, None))
-    pairs = {name: zip(times[row.name], times[name], strict=True) for name in (LOADER, over)}
-    ratios = {name: figure([own / other for own, other in pair]) for name, pair in pairs.items()}
+    rounds = seconds(row.name, times)
     return {
-        "units": units, "row": row.name, "ms": figure(times[row.name]).median / 1e3, "of loader": vars(ratios[LOADER]),
-        "over": over, "ratio": vars(ratios[over]), "budget": budget, "rounds": times[row.name],
+        "units": units, "row": row.name, "ms": figure(rounds).median * 1e3, "rounds": rounds, "budget": budget, "over": over,
+        "of loader": vars(figure(ratios(row.name, LOADER, times))), "ratio": vars(figure(ratios(row.name, over, times))),
     }  # fmt: skip
 
 
@@ -85,24 +83,26 @@ def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=1.25)
     parser.add_argument("--units", type=int, nargs="+", default=[50, 1000], help="of a hidden layer (default: 50 1000)")
-    parser.add_argument("--tries", type=int, default=2, help="in a round, of which the least time is taken (default: 2)")
+    told = f"of a round, from {LARGE} units on one (default: 10)"
+    parser.add_argument("--epochs", type=int, default=10, help=told)
     args = parser.parse_args()
-    if min(args.rounds, args.tries, *args.units) < 1:
-        parser.error(f"--units, --rounds and --tries are at least 1, got {args.units}, {args.rounds} and {args.tries}")
+    if min(args.rounds, args.epochs, *args.units) < 1:
+        parser.error(f"--units, --rounds and --epochs are at least 1, got {args.units}, {args.rounds} and {args.epochs}")
     return args
 
 
 def main() -> int:
     args = options()
     facts = begin()
-    print(f"median of {args.rounds} rounds of {args.tries} tries; {_epochs.EXAMPLES} images in batches of {_epochs.BATCH}\n")
+    print(
+        f"median of {args.rounds} rounds of {args.epochs} epochs; {_epochs.EXAMPLES} images in batches of {_epochs.BATCH}\n"
+    )
     print(f"{'units':>5}  {'':<42}{'ms':>9}{'ratio':>8}   of the DataLoader loop (least to most)")
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
         for units in args.units:
             rows, missing = rows_of(Path(directory), units)
-            plan = Plan(4, args.rounds, args.tries, time.perf_counter)
-            times = measure(rows, plan if units < LARGE else Plan(1, args.rounds, 1, time.perf_counter))
+            times = measure(rows, Plan(_epochs.STEPS, args.rounds, args.epochs if units < LARGE else 1))
             measured = [result_of(units, row, times) for row in rows]
             print(*map(line_of, measured), sep="\n", flush=True)
             results += measured

@@ -13,24 +13,25 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import _epochs
 import _loops
 import data
 import epochs
 import numpy as np
 import overhead
 import torch
-from _measure import Plan, Row, figure, measure
+from _measure import Plan, Row, figure, measure, ratios
 
 from chainring.datasets import TupleDataset
 
 TABLE = Path(__file__).with_name("ratios.json")
 SLACK = 1.25
 ROUNDS = 3
+EPOCHS_OF_ROUND = 5
 ATTEMPTS = 4
 OVERHEAD = [overhead.BARE, "in stages (a callback)", "the script's extensions", "the same and a snapshot an epoch"]
 EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED)]
@@ -40,22 +41,19 @@ def iterations(out: Path) -> dict[str, float]:
     """Of an iteration."""
     rows = {row.name: row for row in overhead.rows_of(out, {})}
     pairs = [(name, str(rows[name].over)) for name in OVERHEAD]
-    return _ratios(pairs, rows, Plan(_loops.EPOCH, ROUNDS, 3, time.perf_counter))
+    return _ratios(pairs, rows, Plan(_loops.EPOCH, ROUNDS, EPOCHS_OF_ROUND))
 
 
 def whole_epochs(out: Path) -> dict[str, float]:
     """Of an epoch of the script."""
     rows, _ = epochs.rows_of(out, 50)
-    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(4, ROUNDS, 2, time.perf_counter))
+    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(_epochs.STEPS, ROUNDS, EPOCHS_OF_ROUND))
 
 
 def _ratios(pairs: list[tuple[str, str]], rows: dict[str, Row], plan: Plan) -> dict[str, float]:
     names = dict.fromkeys(name for pair in pairs for name in pair)
     times = measure([rows[name] for name in names], plan)
-    return {
-        f"{name} / {over}": figure([own / base for own, base in zip(times[name], times[over], strict=True)]).median
-        for name, over in pairs
-    }
+    return {f"{name} / {over}": figure(ratios(name, over, times)).median for name, over in pairs}
 
 
 def batches(out: Path) -> dict[str, float]:

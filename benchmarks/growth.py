@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import _chainring
+import _epochs
 import _loops
 import _snapshots
 import data
 import epochs
 import numpy as np
+import overhead
 import snapshot
-from _measure import Figure, Plan, Row, begin, conclude, differences, figure, measure, parser_of
+from _measure import Figure, Plan, Row, begin, conclude, figure, measure, parser_of, ratios
 
 from chainring.datasets import TupleDataset
 
@@ -48,8 +49,8 @@ def iterations(out: Path, args: argparse.Namespace) -> list[Result]:
     own += [("keys in the log", n, partial(_chainring.with_keys, keys=n, out=out), base) for n in KEYS]
     own += [("layers", n, partial(_chainring.bare, layers=n, out=out), f"raw, {n} layers") for n in LAYERS]
     rows += [Row(f"{what}, {n}", run, over=over) for what, n, run, over in own]
-    times = measure(rows, Plan(_loops.EPOCH, args.rounds, args.tries, time.perf_counter))
-    found = {row.name: figure(differences(row, times)) for row in rows if row.over}
+    times = measure(rows, Plan(_loops.EPOCH, args.rounds, args.epochs))
+    found = {row.name: overhead.more(row, times) for row in rows if row.over}
     return [_result("us an iteration", what, n, found[f"{what}, {n}"], f"over {over}") for what, n, _, over in own]
 
 
@@ -58,9 +59,8 @@ def whole_epochs(out: Path, args: argparse.Namespace) -> list[Result]:
     results = []
     for units in UNITS:
         rows = {row.name: row for row in epochs.rows_of(out, units)[0]}
-        times = measure([rows[epochs.LOADER], rows[epochs.SCRIPT]], Plan(1, args.rounds, 2, time.perf_counter))
-        pairs = zip(times[epochs.SCRIPT], times[epochs.LOADER], strict=True)
-        ratio = figure([own / other for own, other in pairs])
+        times = measure([rows[epochs.LOADER], rows[epochs.SCRIPT]], Plan(_epochs.STEPS, args.rounds, args.epochs))
+        ratio = figure(ratios(epochs.SCRIPT, epochs.LOADER, times))
         results.append(_result("an epoch of the script", "units of a layer", units, ratio, "x the DataLoader loop"))
     return results
 
@@ -105,11 +105,11 @@ def line_of(result: Result) -> str:
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=None)
-    parser.add_argument("--tries", type=int, default=3, help="in a round, of which the least time is taken (default: 3)")
+    parser.add_argument("--epochs", type=int, default=5, help="of a round (default: 5)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: all)")
     args = parser.parse_args()
-    if min(args.rounds, args.tries) < 1:
-        parser.error(f"--rounds and --tries are at least 1, got {args.rounds} and {args.tries}")
+    if min(args.rounds, args.epochs) < 1:
+        parser.error(f"--rounds and --epochs are at least 1, got {args.rounds} and {args.epochs}")
     return args
 
 

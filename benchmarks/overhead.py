@@ -4,9 +4,9 @@ Run it on a machine that has nothing else to do::
 
     python benchmarks/overhead.py
 
-A figure is the median of the rounds; a round is (time of 2N iterations - time of N) / N, each the least of a few tries,
-less that of the loop it is compared with in the same round. "the raw loop again" is the raw loop against itself: what it
-shows is noise. Where other programs run, `--clock cpu` leaves out the time that the machine gives to them.
+A figure is the median of the rounds. All loops take turns, a quarter of an epoch each, and a round is the median of its
+epochs, of each of which that of the loop it is compared with is subtracted. "the raw loop again" is the raw loop against
+itself: what it shows is noise. Where other programs run, `--clock cpu` leaves out the time that the machine gives to them.
 
 The budgets in microseconds were set on a machine whose raw loop took 96 us. Beside each stands whether the same part of
 the raw loop's time is kept to, which can be compared between machines; `--check` holds to the microseconds.
@@ -26,7 +26,7 @@ from typing import Any
 import _chainring
 import _loops
 import _peers
-from _measure import Figure, Plan, Row, begin, conclude, differences, figure, measure, parser_of
+from _measure import Figure, Plan, Row, Times, begin, conclude, differences, figure, measure, parser_of, seconds
 
 RAW, RAW_WITH_LOG, RAW_BF16, BARE = "raw loop", "raw loop with means, evaluation and log", "raw loop in bf16", "no extension"
 RAW_WITH_SAVE = "the same raw loop and torch.save an epoch"
@@ -61,14 +61,24 @@ def rows_of(out: Path, peers: dict[str, _peers.Loop]) -> list[Row]:
     ]
 
 
-def result_of(row: Row, times: dict[str, list[float]]) -> dict[str, Any]:
+MICROSECONDS = 1e6 / _loops.EPOCH
+"""An iteration, of a second an epoch."""
+
+
+def more(row: Row, times: Times) -> Figure:
+    """Microseconds an iteration beyond the row that it is over."""
+    assert row.over is not None
+    return figure([MICROSECONDS * each / row.share for each in differences(row.name, row.over, times)])
+
+
+def result_of(row: Row, times: Times) -> dict[str, Any]:
     """A row's figures, as they go into the table and the file."""
-    own = figure(times[row.name])
-    result: dict[str, Any] = {"row": row.name, "us": own.median, "rounds": times[row.name]}
+    rounds = [MICROSECONDS * each for each in seconds(row.name, times)]
+    result: dict[str, Any] = {"row": row.name, "us": figure(rounds).median, "rounds": rounds}
     if row.over is None:
         return result
-    more, raw = figure(differences(row, times)), figure(times[RAW]).median
-    own = {"over": row.over, "more": vars(more), "ratio": more.median / raw, "budget": row.budget, "share": row.share}
+    beyond, raw = more(row, times), MICROSECONDS * figure(seconds(RAW, times)).median
+    own = {"over": row.over, "more": vars(beyond), "ratio": beyond.median / raw, "budget": row.budget, "share": row.share}
     return result | own
 
 
@@ -119,14 +129,11 @@ def failures(results: list[dict[str, Any]], first: Figure, slack: float) -> list
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=2.0, limit=f"SLACK x (budget + {NOISE:g} us of noise)")
-    parser.add_argument("--tries", type=int, default=3, help="in a round, of which the least time is taken (default: 3)")
-    parser.add_argument("--iterations", type=int, default=500, help=f"N, a multiple of {_loops.EPOCH} (default: 500)")
+    parser.add_argument("--epochs", type=int, default=10, help="of a round (default: 10)")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="(default: wall)")
     args = parser.parse_args()
-    if min(args.rounds, args.tries) < 1:
-        parser.error(f"--rounds and --tries are at least 1, got {args.rounds} and {args.tries}")
-    if args.iterations < _loops.EPOCH or args.iterations % _loops.EPOCH:
-        parser.error(f"--iterations is a multiple of {_loops.EPOCH}, the epoch, got {args.iterations}")
+    if min(args.rounds, args.epochs) < 1:
+        parser.error(f"--rounds and --epochs are at least 1, got {args.rounds} and {args.epochs}")
     return args
 
 
@@ -134,15 +141,15 @@ def main() -> int:
     args = options()
     facts = begin()
     print(
-        f"median of {args.rounds} rounds of {args.tries} tries, N = {args.iterations}, {args.clock} clock, "
-        f"batches of {_loops.BATCH}, epochs of {_loops.EPOCH}\n"
+        f"median of {args.rounds} rounds of {args.epochs} epochs, {args.clock} clock, batches of {_loops.BATCH}, "
+        f"{_loops.EPOCH} an epoch\n"
     )
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
         out = Path(directory)
         first = figure([_chainring.time_to_first_update(out) for _ in range(args.rounds)])
         loops, missing = _peers.installed(out)
         rows = rows_of(out, loops)
-        times = measure(rows, Plan(args.iterations, args.rounds, args.tries, CLOCKS[args.clock]))
+        times = measure(rows, Plan(_loops.EPOCH, args.rounds, args.epochs, CLOCKS[args.clock]))
     results = [result_of(row, times) for row in rows]
     print_table(results, missing, first)
     report = {"machine": facts, "rows": results, "missing": missing, "first_update_ms": vars(first)}
