@@ -17,6 +17,7 @@ from chainring.training.updaters._gradients import bring_back, clear, rescale, s
 from chainring.training.updaters._precision import Full
 from chainring.training.updaters._ranks import Wrapped
 from chainring.training.updaters._registered import Registered
+from chainring.training.updaters._step import step
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
 
@@ -191,7 +192,7 @@ class InParts(Registered):
             run(callbacks.update_on_start, context)
         for optimizer in optimizers:
             if scaler is None:
-                optimizer.step()
+                step(optimizer)
             else:
                 scaler.step(optimizer)
         if callbacks.update_on_finish:

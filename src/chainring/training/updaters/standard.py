@@ -29,6 +29,7 @@ from chainring.training.updaters._parts import InParts
 from chainring.training.updaters._precision import get_precision
 from chainring.training.updaters._ranks import Wrapped, buffers, equalize
 from chainring.training.updaters._registered import NO_EPOCHS
+from chainring.training.updaters._step import step
 from chainring.training.updaters.callbacks import UpdateCallbacks, run
 
 
@@ -168,7 +169,7 @@ class StandardUpdater(InParts):
         check_loss(loss)
         differentiate(loss)
         for optimizer in self._stepping:
-            optimizer.step()
+            step(optimizer)
         return weight
 
     def _loss_in_autocast(self, inputs: Any) -> tuple[Any, Any]:
