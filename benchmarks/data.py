@@ -90,8 +90,7 @@ def iterated(dataset: Any, workers: int, example_rng: bool = True) -> Stream:
     if workers:
         source = MultiprocessIterator(dataset, BATCH, n_processes=workers, example_rng=example_rng)
     try:
-        for batch in source:
-            yield concat_examples(batch)
+        yield from map(concat_examples, source)  # which keeps no batch while the next is made, as an update does not
     finally:
         source.finalize()
 
@@ -109,7 +108,7 @@ def speed(make: Callable[[Any, int], Stream], dataset: Any, workers: int, epochs
         next(stream)
     began = time.perf_counter()
     for _ in range(epochs * batches):
-        next(stream)
+        batch = next(stream)  # noqa: F841 - kept until the next one is there, as a loop keeps it
     seconds = time.perf_counter() - began
     stream.close()  # type: ignore[attr-defined]
     return epochs * len(dataset) / seconds

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from chainring.order import stable_hash
+from chainring.order import stable_hash, stable_hashes
 
 
 def deterministic(seed: int) -> None:
@@ -112,7 +112,16 @@ def seed_all(*parts: int | str) -> None:
 
 def seed_host(*parts: int | str) -> None:
     """Seeds the three generators of the host from a hash of ``parts``."""
-    key = stable_hash(*parts)
+    _seed_host(stable_hash(*parts))
+
+
+def seeding(*parts: int | str) -> Callable[[int], None]:
+    """A function of one more part, which does what ``seed_host(*parts, last)`` does: for many examples of an epoch."""
+    hash_of = stable_hashes(*parts)
+    return lambda last: _seed_host(hash_of(last))
+
+
+def _seed_host(key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)  # torch.manual_seed also visits accelerators, a hundred times slower

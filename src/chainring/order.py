@@ -30,6 +30,18 @@ def stable_hash(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def stable_hashes(*parts: int | str) -> Callable[[int], int]:
+    """A function of one more part, which gives ``stable_hash(*parts, last)`` in half of its time."""
+    begun = hashlib.blake2b("".join(f"{part}\x1f" for part in parts).encode(), digest_size=8)
+
+    def hash_of(last: int) -> int:
+        whole = begun.copy()
+        whole.update(b"%d" % last)
+        return int.from_bytes(whole.digest(), "little") >> 1
+
+    return hash_of
+
+
 def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | None = None) -> Indices:
     """The indices at positions ``start`` to ``stop`` of the shuffled order of one epoch.
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
 from chainring.converters import concat_examples
-from chainring.generators import seed_host
+from chainring.generators import seeding
 from chainring.iterators._indexed import Part
 
 Task = tuple[int, list[Part]]
@@ -110,12 +110,13 @@ class Work(Dataset[Any]):
         try:
             examples = []
             for (seed, order), indices in parts:
+                seed_for = seeding(seed, order)
                 for index in indices.tolist():
                     if not self._board.is_wanted(number):
                         return Sent(Answer())
                     self._board.sign(info.id, index)
                     if self._seeds_examples:
-                        seed_host(seed, order, index)
+                        seed_for(index)
                     examples.append(self._dataset[index])
             index = None
             return Sent(self._collated(examples))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from chainring.columns import gather_of
-from chainring.generators import host_preserved, seed_host
+from chainring.generators import host_preserved, seeding
 from chainring.iterators._indexed import IndexedIterator, Part
 from chainring.iterators._orders import OrderSampler
 from chainring.iterators.base import Batch
@@ -67,8 +67,9 @@ class SerialIterator(IndexedIterator):
         examples = []
         with host_preserved():
             for (seed, number), indices in parts:
+                seed_for = seeding(seed, number)
                 for index in indices.tolist():
-                    seed_host(seed, number, index)
+                    seed_for(index)
                     try:
                         examples.append(dataset[index])
                     except Exception as error:
