@@ -66,7 +66,8 @@ def line_of(result: dict[str, Any]) -> str:
     line = f"{result['units']:>5}  {result['row']:<42}{result['ms']:>9.1f}{whole.median:>8.2f}"
     line += f" ({whole.least:.2f} to {whole.most:.2f})"
     if budget is not None:
-        line += f"   {ratio.median:.2f} of {result['over']}, <= {budget:g} {'met' if ratio.median <= budget else 'exceeded'}"
+        line += f"   {ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f}) of {result['over']}, "
+        line += f"<= {budget:g} {'met' if ratio.median <= budget else 'exceeded'}"
     return line
 
 

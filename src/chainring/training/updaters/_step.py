@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from types import CodeType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-_RECORDING: CodeType | None
 try:
-    _RECORDING = Optimizer.profile_hook_step(Optimizer.step).__code__
+    _RECORDING: Any = Optimizer.profile_hook_step(Optimizer.step).__code__
 except AttributeError:  # a PyTorch that does it in another way: steps are called as they stand
-    _RECORDING = None
+    _RECORDING = object()
 
 
 def step(optimizer: Any) -> None:
@@ -23,7 +21,7 @@ def step(optimizer: Any) -> None:
     time of a small step. Where no profiler runs and no hook is registered, what is wrapped is called by itself. A step that
     is wrapped or replaced in any other way, as schedulers of the learning rate do, is called as it stands.
     """
-    function = type(optimizer).step
+    function: Any = getattr(type(optimizer), "step", None)
     if getattr(function, "__code__", None) is not _RECORDING or "step" in vars(optimizer) or _is_watched(optimizer):
         optimizer.step()
     else:
