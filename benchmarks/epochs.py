@@ -27,7 +27,7 @@ SCRIPT, SCRIPT_FUSED, COMPILED = "Chainring, as written", "Chainring, fused Adam
 BUDGETS = {(50, SCRIPT): (LOADER, 0.70), (50, SCRIPT_FUSED): (FUSED, 1.05), (50, COMPILED): (FUSED, 1.0)}
 """Units and row: over which row, and how much of its time is allowed."""
 LARGE = 500
-"""Units from which an epoch takes seconds, so that one at a time is long enough."""
+"""Units from which an epoch takes seconds, so that three rounds of one are enough."""
 
 
 def rows_of(out: Path, units: int) -> tuple[list[Row], list[str]]:
@@ -84,8 +84,8 @@ def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=1.25)
     parser.add_argument("--units", type=int, nargs="+", default=[50, 1000], help="of a hidden layer (default: 50 1000)")
-    told = f"of a round, from {LARGE} units on one (default: 10)"
-    parser.add_argument("--epochs", type=int, default=10, help=told)
+    told = f"of a round (default: 8); from {LARGE} units on there are three rounds of one at most"
+    parser.add_argument("--epochs", type=int, default=8, help=told)
     args = parser.parse_args()
     if min(args.rounds, args.epochs, *args.units) < 1:
         parser.error(f"--units, --rounds and --epochs are at least 1, got {args.units}, {args.rounds} and {args.epochs}")
@@ -103,7 +103,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
         for units in args.units:
             rows, missing = rows_of(Path(directory), units)
-            times = measure(rows, Plan(_epochs.STEPS, args.rounds, args.epochs if units < LARGE else 1))
+            rounds, each = (args.rounds, args.epochs) if units < LARGE else (min(args.rounds, 3), 1)
+            times = measure(rows, Plan(_epochs.STEPS, rounds, each))
             measured = [result_of(units, row, times) for row in rows]
             print(*map(line_of, measured), sep="\n", flush=True)
             results += measured

@@ -105,7 +105,7 @@ def line_of(result: Result) -> str:
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=None)
-    parser.add_argument("--epochs", type=int, default=5, help="of a round (default: 5)")
+    parser.add_argument("--epochs", type=int, default=3, help="of a round (default: 3)")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: all)")
     args = parser.parse_args()
     if min(args.rounds, args.epochs) < 1:

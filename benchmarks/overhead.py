@@ -129,7 +129,7 @@ def failures(results: list[dict[str, Any]], first: Figure, slack: float) -> list
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=2.0, limit=f"SLACK x (budget + {NOISE:g} us of noise)")
-    parser.add_argument("--epochs", type=int, default=10, help="of a round (default: 10)")
+    parser.add_argument("--epochs", type=int, default=8, help="of a round (default: 8)")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="(default: wall)")
     args = parser.parse_args()
     if min(args.rounds, args.epochs) < 1:
