@@ -14,21 +14,21 @@ except AttributeError:  # a PyTorch that does it in another way: steps are calle
     _RECORDING = object()
 
 
-def step(optimizer: Any) -> None:
+def step(optimizer: Optimizer) -> None:
     """Lets an optimizer step.
 
     PyTorch wraps the ``step`` of every class in a record for its profiler and calls of the hooks, which is a quarter of the
     time of a small step. Where no profiler runs and no hook is registered, what is wrapped is called by itself. A step that
     is wrapped or replaced in any other way, as schedulers of the learning rate do, is called as it stands.
     """
-    function: Any = getattr(type(optimizer), "step", None)
+    function: Any = type(optimizer).step
     if getattr(function, "__code__", None) is not _RECORDING or "step" in vars(optimizer) or _is_watched(optimizer):
         optimizer.step()
     else:
         function.__wrapped__(optimizer)
 
 
-def _is_watched(optimizer: Any) -> bool:
+def _is_watched(optimizer: Optimizer) -> bool:
     """Whether someone wants to know of a step. These names of PyTorch's are not public: without them, it is taken as if."""
     try:
         return bool(
