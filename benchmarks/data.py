@@ -5,22 +5,25 @@ Run it on a machine that has nothing else to do::
     python benchmarks/data.py
 
 Both give tensors of batches of 100 in a random order, with nothing computed on them. Chainring seeds the generators of the
-host for each example, unless ``example_rng=False``, so that augmentation does not depend on the number of workers. A figure
-is the median of the rounds; a round reads each row for some epochs after a first one, in which workers are started; a ratio
-is taken round by round.
+host for each example, unless ``example_rng=False``, so that augmentation does not depend on the number of workers; a
+``DataLoader`` does not. So images are read three times: as both do by default, without seeding, and with it in both.
+A figure is the median of the rounds; a round reads each row for some epochs after a first one, in which workers are
+started; a ratio is taken round by round.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from _measure import Figure, begin, conclude, figure, parser_of
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -32,7 +35,10 @@ from chainring.iterators import MultiprocessIterator, SerialIterator
 BATCH = 100
 BUDGET = 1.0
 """Of the examples a second of the DataLoader, at least."""
+TURNS = 10
+"""Of an epoch that is read without workers."""
 Stream = Iterator[Any]
+Make = Callable[[Any, int], Stream]
 
 
 class Images(DatasetMixin):
@@ -54,16 +60,17 @@ class Images(DatasetMixin):
 
 
 class Slow(DatasetMixin):
-    """A transform of about a millisecond an example."""
+    """A transform of about a millisecond an example: an image of 128 x 128 pixels is turned and made smaller."""
 
     def __init__(self, examples: int) -> None:
-        self.rows = np.random.default_rng(0).standard_normal((examples, 16_384), dtype=np.float32)
+        self.pixels = np.random.default_rng(0).integers(0, 256, (examples, 128, 128, 3), dtype=np.uint8)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.pixels)
 
     def get_example(self, i: int) -> np.ndarray:
-        return np.sort(self.rows[i])[:256]
+        image = Image.fromarray(self.pixels[i]).rotate(17, Image.Resampling.BICUBIC).resize((32, 32))
+        return np.asarray(image, dtype=np.float32).transpose(2, 0, 1)
 
 
 class Indexed:
@@ -79,10 +86,25 @@ class Indexed:
         return self.dataset[i]
 
 
-def loaded(dataset: Any, workers: int) -> Stream:
-    loader: DataLoader[Any] = DataLoader(Indexed(dataset), BATCH, True, num_workers=workers, persistent_workers=workers > 0)
+class Seeded(Indexed):
+    """With the generators of the host seeded for each example, by hand."""
+
+    def __getitem__(self, i: int) -> Any:
+        random.seed(i)
+        np.random.seed(i)
+        torch.manual_seed(i)
+        return self.dataset[i]
+
+
+def loaded(dataset: Any, workers: int, kind: type[Indexed] = Indexed) -> Stream:
+    loader: DataLoader[Any] = DataLoader(kind(dataset), BATCH, True, num_workers=workers, persistent_workers=workers > 0)
     while True:
         yield from loader
+
+
+def loaded_seeded(dataset: Any, workers: int) -> Stream:
+    """A stream of random numbers for each example, as Chainring gives it (and alas the same in every epoch)."""
+    return loaded(dataset, workers, Seeded)
 
 
 def iterated(dataset: Any, workers: int, example_rng: bool = True) -> Stream:
@@ -100,26 +122,42 @@ def unseeded(dataset: Any, workers: int) -> Stream:
     return iterated(dataset, workers, example_rng=False)
 
 
-def speed(make: Callable[[Any, int], Stream], dataset: Any, workers: int, epochs: int) -> float:
-    """Examples a second."""
-    batches = -(-len(dataset) // BATCH)
-    stream = make(dataset, workers)
-    for _ in range(batches):
-        next(stream)
-    began = time.perf_counter()
-    for _ in range(epochs * batches):
-        batch = next(stream)  # noqa: F841 - kept until the next one is there, as a loop keeps it
-    seconds = time.perf_counter() - began
-    stream.close()  # type: ignore[attr-defined]
-    return epochs * len(dataset) / seconds
+def speeds(makes: Sequence[Make], dataset: Any, workers: int, epochs: int) -> list[float]:
+    """Examples a second of each, in the order of ``makes``.
+
+    Without workers they take turns, so that what else the machine does slows all of them down alike. Workers would run
+    ahead while it is the other's turn, so with them one comes after the other.
+    """
+    groups = [[make] for make in makes] if workers else [makes]
+    seconds = {}
+    for group in groups:
+        streams = {make: make(dataset, workers) for make in group}
+        seconds.update(taking_turns(streams, -(-len(dataset) // BATCH), epochs))
+        for stream in streams.values():
+            stream.close()  # type: ignore[attr-defined]
+    return [epochs * len(dataset) / seconds[make] for make in makes]
 
 
-def measured(name: str, dataset: Any, workers: int, epochs: int, rounds: int, own: Any = iterated) -> dict[str, Any]:
+def taking_turns(streams: dict[Make, Stream], batches: int, epochs: int) -> dict[Make, float]:
+    """The seconds that each takes for so many epochs, after a first one."""
+    seconds = dict.fromkeys(streams, 0.0)
+    kept = {}  # until the next batch is there, as a loop keeps it
+    for number in range((epochs + 1) * TURNS):
+        for make, stream in streams.items():
+            began = time.perf_counter()
+            for _ in range(batches * number // TURNS, batches * (number + 1) // TURNS):
+                kept[make] = next(stream)
+            seconds[make] += time.perf_counter() - began if number >= TURNS else 0.0
+    return seconds
+
+
+def measured(
+    name: str, dataset: Any, workers: int, epochs: int, rounds: int, makes: tuple[Make, Make] = (loaded, iterated)
+) -> dict[str, Any]:
     pairs = []
     for number in range(rounds):
-        order = (loaded, own) if number % 2 == 0 else (own, loaded)
-        speeds = {make: speed(make, dataset, workers, epochs) for make in order}
-        pairs.append((speeds[loaded], speeds[own]))
+        step = 1 if number % 2 == 0 else -1
+        pairs.append(speeds(makes[::step], dataset, workers, epochs)[::step])
     theirs, ours = (figure(column).median for column in zip(*pairs, strict=True))
     ratio = figure([mine / other for other, mine in pairs])
     return {"data": name, "workers": workers, "loader": theirs, "ours": ours, "ratio": vars(ratio), "rounds": pairs}
@@ -155,14 +193,15 @@ def main() -> int:
         arrays = TupleDataset(draw.standard_normal((20_000, 784), dtype=np.float32), draw.integers(0, 10, 20_000))
         images = Images(Path(directory), 4_000)
         sets = {
-            "arrays in memory": (arrays, 5, iterated),
-            "images, Pillow": (images, 2, iterated),
-            "the same, example_rng=False": (images, 2, unseeded),
-            "slow transform": (Slow(1_000), 2, iterated),
+            "arrays in memory": (arrays, 5, (loaded, iterated)),
+            "images, Pillow": (images, 2, (loaded, iterated)),
+            "the same, example_rng=False": (images, 2, (loaded, unseeded)),
+            "the same, seeded in both": (images, 1, (loaded_seeded, iterated)),
+            "slow transform": (Slow(1_000), 2, (loaded, iterated)),
         }
-        for name, (dataset, epochs, own) in sets.items():
+        for name, (dataset, epochs, makes) in sets.items():
             for workers in args.workers:
-                results.append(measured(name, dataset, workers, epochs, args.rounds, own))
+                results.append(measured(name, dataset, workers, epochs, args.rounds, makes))
                 print(line_of(results[-1]), flush=True)
     missed = [
         f"{result['data']}, {result['workers']} workers: {result['ratio']['median']:.2f} of the DataLoader"
