@@ -35,8 +35,8 @@ from chainring.iterators import MultiprocessIterator, SerialIterator
 BATCH = 100
 BUDGET = 1.0
 """Of the examples a second of the DataLoader, at least."""
-TURNS = 10
-"""Of an epoch that is read without workers."""
+TURN = 0.05
+"""Seconds, at least: longer than it takes to fill the caches again, shorter than most of what disturbs a machine."""
 Stream = Iterator[Any]
 Make = Callable[[Any, int], Stream]
 
@@ -123,32 +123,35 @@ def unseeded(dataset: Any, workers: int) -> Stream:
 
 
 def speeds(makes: Sequence[Make], dataset: Any, workers: int, epochs: int) -> list[float]:
-    """Examples a second of each, in the order of ``makes``.
+    """Examples a second of each, in the order of ``makes``, from at least so many epochs.
 
     Without workers they take turns, so that what else the machine does slows all of them down alike. Workers would run
     ahead while it is the other's turn, so with them one comes after the other.
     """
-    groups = [[make] for make in makes] if workers else [makes]
-    seconds = {}
-    for group in groups:
+    found: dict[Make, float] = {}
+    batches = len(dataset) // BATCH
+    for group in [[make] for make in makes] if workers else [makes]:
         streams = {make: make(dataset, workers) for make in group}
-        seconds.update(taking_turns(streams, -(-len(dataset) // BATCH), epochs))
+        taking_turns(streams, batches)  # workers start, memory is got
+        found |= taking_turns(streams, epochs * batches)
         for stream in streams.values():
             stream.close()  # type: ignore[attr-defined]
-    return [epochs * len(dataset) / seconds[make] for make in makes]
+    return [found[make] for make in makes]
 
 
-def taking_turns(streams: dict[Make, Stream], batches: int, epochs: int) -> dict[Make, float]:
-    """The seconds that each takes for so many epochs, after a first one."""
-    seconds = dict.fromkeys(streams, 0.0)
+def taking_turns(streams: dict[Make, Stream], batches: int) -> dict[Make, float]:
+    """Reads at least so many batches of each; examples a second."""
+    seconds, read = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
     kept = {}  # until the next batch is there, as a loop keeps it
-    for number in range((epochs + 1) * TURNS):
+    while min(read.values()) < batches:
         for make, stream in streams.items():
-            began = time.perf_counter()
-            for _ in range(batches * number // TURNS, batches * (number + 1) // TURNS):
+            began = now = time.perf_counter()
+            while now - began < TURN:
                 kept[make] = next(stream)
-            seconds[make] += time.perf_counter() - began if number >= TURNS else 0.0
-    return seconds
+                read[make] += 1
+                now = time.perf_counter()
+            seconds[make] += now - began
+    return {make: BATCH * read[make] / seconds[make] for make in streams}
 
 
 def measured(
