@@ -58,10 +58,11 @@ class Taken:
 class State:
     """Layers and their Adam: ``size`` bytes, a layer in three large tensors, three small ones, and two counters."""
 
-    def __init__(self, size: int, layers: int) -> None:
+    def __init__(self, size: int, layers: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
+        self.device = torch.device(device)
         width = math.isqrt(size // (layers * 3 * 4))  # a layer is a square of floats, and Adam holds two more of each
-        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)]).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         for parameter in self.model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -72,6 +73,11 @@ class State:
         entries = self.optimizer.state.values()
         return [*self.model.parameters(), *[value for entry in entries for value in entry.values()]]
 
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
@@ -79,27 +85,30 @@ class State:
 class Step:
     """A training step of some milliseconds, the same beside every state; it needs Python's lock for each operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: State) -> None:
         torch.manual_seed(0)
+        self._wait = state.wait
         layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
-        self.model = nn.Sequential(*layers)
+        self.model = nn.Sequential(*layers).to(state.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.x, self.t = torch.randn(256, 256), torch.randn(256, 256)
+        self.x, self.t = torch.randn(256, 256, device=state.device), torch.randn(256, 256, device=state.device)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
         mse_loss(self.model(self.x), self.t).backward()
         self.optimizer.step()
+        self._wait()
 
 
 class Writers:
     """The rows of one size, by name; what they write lies in a directory of their own."""
 
     def __init__(self, state: State, directory: Path) -> None:
-        self._state = state
+        self.state = state
         self._directory = directory
-        self._buffers = [torch.zeros_like(tensor) for tensor in state.tensors()]
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # pinned memory is for an accelerator
+        pinned = state.device.type != "cpu"  # as a copy from a device is fastest
+        self._buffers = [torch.zeros_like(tensor, device="cpu", pin_memory=pinned) for tensor in state.tensors()]
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, False))
         self._snapshots = {
             name: snapshot(f"{kind}{{.updater.iteration}}", n_retains=1, asynchronous=name == ASYNCHRONOUS)
             for name, kind in KINDS.items()
@@ -115,7 +124,7 @@ class Writers:
     def run(self, rounds: Extension, count: int) -> None:
         """A run of as many iterations, after each of which ``rounds`` is called as a snapshot would be."""
         data = SerialIterator(TupleDataset(torch.zeros(1)), 1)
-        updater = Idle(data, self._state.optimizer, self._state.model)
+        updater = Idle(data, self.state.optimizer, self.state.model)
         trainer = Trainer(updater, (count, "iteration"), out=str(self._directory / "chainring"))
         for each in self._snapshots.values():
             trainer.extend(each, trigger=lambda trainer: False)  # begun and ended with the run, called by the rounds
@@ -127,8 +136,9 @@ class Writers:
 
     def _copy(self, trainer: Trainer) -> Callable[[], bool]:
         with torch.no_grad():
-            for buffer, tensor in zip(self._buffers, self._state.tensors(), strict=True):
-                buffer.copy_(tensor)
+            for buffer, tensor in zip(self._buffers, self.state.tensors(), strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+        self.state.wait()
         return lambda: True
 
     def _snapshot(self, name: str, trainer: Trainer) -> Callable[[], bool]:
@@ -137,16 +147,14 @@ class Writers:
 
     def _torch_save(self, trainer: Trainer) -> Callable[[], bool]:
         with open(self._directory / "state.pt", "wb") as file:
-            torch.save(self._state.state_dict(), file)
+            torch.save(self.state.state_dict(), file)
             file.flush()
             os.fsync(file.fileno())
         return lambda: True
 
     def _async_save(self, trainer: Trainer) -> Callable[[], bool]:
         writer = dcp.FileSystemWriter(self._directory / "dcp")  # which flushes its files
-        future: Any = dcp.async_save(
-            self._state.state_dict(), storage_writer=writer, async_stager=self._stager, no_dist=True
-        )
+        future: Any = dcp.async_save(self.state.state_dict(), storage_writer=writer, async_stager=self._stager, no_dist=True)
 
         def is_done() -> bool:
             return bool(future.done()) and future.result() is not None
@@ -184,7 +192,7 @@ class Rounds(Extension):
     def __init__(self, writers: Writers, say: Callable[[int, str], None]) -> None:
         self._writers = writers
         self._say = say
-        self._step = Step()
+        self._step = Step(writers.state)
         self.taken: dict[str, list[Taken]] = {name: [] for name in writers.rows}
         self.ordinary: list[list[float]] = []
 

@@ -26,10 +26,10 @@ BUDGET, BUDGET_SIZE = 1.3, 200
 """How often the time of one memcpy the loop may stand still for an asynchronous snapshot, and for how many MB."""
 
 
-def measured(size: int, rounds: int, directory: Path, layers: int = LAYERS) -> list[dict[str, Any]]:
+def measured(size: int, rounds: int, directory: Path, layers: int = LAYERS, device: str = "cpu") -> list[dict[str, Any]]:
     """The rows of a state of ``size`` MB in so many layers, as they go into the table and the file."""
     directory.mkdir()
-    state = State(size * 10**6, layers)
+    state = State(size * 10**6, layers, device)
     writers = Writers(state, directory)
     calls = Rounds(writers, lambda number, name: say(f"{size} MB, round {number} of {rounds}: {name}"))
     writers.run(calls, rounds + 1)
