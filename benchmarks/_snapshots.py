@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import math
 import os
@@ -9,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from chainring.training.extensions import snapshot
 
 MEMCPY, ASYNCHRONOUS, SYNCHRONOUS = "memcpy", "chainring, asynchronous", "chainring, synchronous"
 TORCH_SAVE, DCP = "torch.save, fsync", "DCP async_save, thread"
+LIGHTNING, LIGHTNING_LATER = "lightning, synchronous", "lightning, asynchronous"
 KINDS = {ASYNCHRONOUS: "asynchronous_", SYNCHRONOUS: "synchronous_"}
 """How the names of the snapshots begin."""
 LAYERS = 8
@@ -120,6 +124,9 @@ class Writers:
             TORCH_SAVE: self._torch_save,
             DCP: self._async_save,
         }
+        self._lightning: Any = None
+        with contextlib.suppress(ImportError):
+            self._add_lightning()
 
     def run(self, rounds: Extension, count: int) -> None:
         """A run of as many iterations, after each of which ``rounds`` is called as a snapshot would be."""
@@ -133,6 +140,8 @@ class Writers:
             trainer.run()
         finally:
             self._stager.close()
+            if self._lightning is not None:
+                self._lightning.teardown()
 
     def _copy(self, trainer: Trainer) -> Callable[[], bool]:
         with torch.no_grad():
@@ -161,6 +170,30 @@ class Writers:
 
         return is_done
 
+    def _add_lightning(self) -> None:
+        """Its writer in the loop, which is the default, and the one beside it."""
+        writers = importlib.import_module("lightning.pytorch.plugins.io")
+        saves = 0
+
+        class Flushed(writers.TorchCheckpointIO):  # type: ignore[misc, name-defined]
+            """Flushes the file too, which Lightning leaves to the system."""
+
+            def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+                nonlocal saves
+                super().save_checkpoint(checkpoint, path, storage_options)
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+                saves += 1
+
+        def save(writer: Any, trainer: Trainer) -> Callable[[], bool]:
+            before = saves
+            writer.save_checkpoint(self.state.state_dict(), str(self._directory / "lightning.ckpt"))
+            return lambda: saves > before
+
+        self._lightning = writers.AsyncCheckpointIO(Flushed())
+        self.rows[LIGHTNING] = partial(save, Flushed())
+        self.rows[LIGHTNING_LATER] = partial(save, self._lightning)
+
     def is_settled(self, trainer: Trainer) -> bool:
         """Whether the snapshots before the last are gone too."""
         names = os.listdir(trainer.out)
@@ -171,7 +204,8 @@ class Writers:
     def clear(self) -> None:
         """Removes what the other writers have written, which they do not do."""
         shutil.rmtree(self._directory / "dcp", ignore_errors=True)
-        (self._directory / "state.pt").unlink(missing_ok=True)
+        for name in ("state.pt", "lightning.ckpt"):
+            (self._directory / name).unlink(missing_ok=True)
 
 
 class Idle(StandardUpdater):

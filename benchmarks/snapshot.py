@@ -5,9 +5,9 @@ Run it on a machine that has nothing else to do, on the disk that is meant::
     python benchmarks/snapshot.py
 
 A figure is the median of the rounds; a round takes each row once, after some training steps in which nothing is written.
-All files are flushed to the disk, so the times until then compare. A writer's first snapshot, in which it gets its
-buffers, is not counted. "slowest step" is that of the training steps made while the files are written, in the row of the
-memcpy that of the steps made while nothing is.
+All files are flushed to the disk, Lightning's too, so the times until then compare. A writer's first snapshot, in which it
+gets its buffers, is not counted. "slowest step" is that of the training steps made while the files are written, in the row
+of the memcpy that of the steps made while nothing is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _measure import Figure, begin, conclude, figure, parser_of
-from _snapshots import ASYNCHRONOUS, LAYERS, MEMCPY, Rounds, State, Writers
+from _snapshots import ASYNCHRONOUS, LAYERS, LIGHTNING, MEMCPY, Rounds, State, Writers
 
 BUDGET, BUDGET_SIZE = 1.3, 200
 """How often the time of one memcpy the loop may stand still for an asynchronous snapshot, and for how many MB."""
@@ -65,6 +65,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
             print()
         before = result["size_mb"]
         print(line_of(result))
+    if not any(result["row"] == LIGHTNING for result in results):
+        print(f"{'':>5}  {'lightning':<26}  missing: pip install 'chainring[bench]'")
 
 
 def line_of(result: dict[str, Any]) -> str:
