@@ -13,7 +13,6 @@ copy of the same tensors into pinned memory. Without an accelerator nothing is m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
@@ -43,15 +42,16 @@ BUDGETS = {OURS: 1.05, COMPILED: 1.0}
 def by_hand(epochs: int, work: _models.Work, device: str) -> None:
     """The loop that an engineer would write."""
     model = work.model().to(device)
+    forward = model.__call__
+    if work.precision == "bf16":
+        forward = torch.autocast(torch.device(device).type, torch.bfloat16)(forward)
     optimizer = work.optimizer(model.parameters())
     columns = [column.to(device) for column in work.data(work.batch * work.steps)]
     for _ in range(epochs):
         for indices in torch.randperm(len(columns[0]), device=device).split(work.batch):
             lap()
             batch = [column.index_select(0, indices) for column in columns]
-            full = contextlib.nullcontext()
-            with full if work.precision == "fp32" else torch.autocast(torch.device(device).type, torch.bfloat16):
-                loss = model(*batch)
+            loss = forward(*batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
