@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.columns import count_rows, rows
+from chainring.datasets._columns import count_rows, rows
 
 
 @pytest.mark.parametrize(

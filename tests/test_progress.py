@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chainring import iterators, training
-from chainring.progress import exact, exact_epochs, require_epochs
+from chainring._progress import exact, exact_epochs, require_epochs
 
 
 class Reading(training.Updater):

@@ -11,9 +11,9 @@ A `Trainer` runs an `Updater` and every `Extension` whose trigger fires. A batch
 State flows beside it, from `Trainer.serialize` down through ``serializers/``; settings never do.
 """
 
+from chainring._random import deterministic
 from chainring._version import __version__ as __version__
-from chainring.generators import deterministic
-from chainring.reporter import Reporter, get_current_reporter, report, report_scope
-from chainring.summary import DictSummary, Summary
+from chainring.reporting.reporter import Reporter, get_current_reporter, report, report_scope
+from chainring.reporting.summary import DictSummary, Summary
 
 __all__ = ["DictSummary", "Reporter", "Summary", "deterministic", "get_current_reporter", "report", "report_scope"]

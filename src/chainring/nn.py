@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chainring.reporter import report
+from chainring.reporting.reporter import report
 
 
 def accuracy(y: Tensor, t: Tensor) -> Tensor:

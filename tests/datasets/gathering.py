@@ -2,8 +2,8 @@
 
 import torch
 
-from chainring.columns import gather_of
 from chainring.converters import concat_examples
+from chainring.datasets._columns import gather_of
 from chainring.iterators import Batch
 
 

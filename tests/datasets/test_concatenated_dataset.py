@@ -5,9 +5,9 @@ import pytest
 import torch
 from gathering import assert_gathers_alike
 
-from chainring.columns import gather_of
 from chainring.converters import concat_examples
 from chainring.datasets import ConcatenatedDataset, DictDataset, SubDataset, TupleDataset
+from chainring.datasets._columns import gather_of
 from chainring.iterators import SerialIterator
 
 INDICES = np.array([4, 0, 2, 2, 1, 3])

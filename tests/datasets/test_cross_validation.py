@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.columns import gather_of
 from chainring.datasets import get_cross_validation_datasets, get_cross_validation_datasets_random
+from chainring.datasets._columns import gather_of
 
 
 def contents(splits):

@@ -5,9 +5,9 @@ import pytest
 import torch
 from gathering import assert_gathers_alike
 
-from chainring.columns import gather_of
 from chainring.converters import concat_examples
 from chainring.datasets import DictDataset
+from chainring.datasets._columns import gather_of
 from chainring.iterators import SerialIterator
 
 

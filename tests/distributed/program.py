@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import chainring
-from chainring import datasets, generators, iterators, training
+from chainring import _random, datasets, iterators, training
+from chainring._distributed.sharding import whole
 from chainring.converters import concat_examples
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
-from chainring.sharding import whole
 from chainring.training import extensions
 
 CODE = 128 + signal.SIGTERM
@@ -246,7 +246,7 @@ def outcome(trainer, parts):
         "optimizer": optimizer,
         "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],
         "parts": parts,
-        "drawn": digest([generators.get_state()["torch"]]),
+        "drawn": digest([_random.get_state()["torch"]]),
     }
 
 

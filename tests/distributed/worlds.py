@@ -19,7 +19,7 @@ from pathlib import Path
 import program
 import torch
 
-from chainring.serializers.store import Store
+from chainring.serializers._store import Store
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that a world may take

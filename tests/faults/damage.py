@@ -7,8 +7,7 @@ from collections import Counter
 from attempts import Settings, check_snapshots, newest_of, started_at
 from bench import Row
 
-from chainring.serializers.manifest import CorruptError
-from chainring.serializers.store import Store
+from chainring.serializers._store import CorruptError, Store
 from tries import WrongEndError
 
 CONTINUED = 5  # one in so many damaged runs is continued; all are verified

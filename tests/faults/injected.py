@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from chainring.serializers.store import Store
+from chainring.serializers._store import Store
 
 OPERATIONS = ("rename", "replace", "truncate", "ftruncate", "unlink", "rmdir", "mkdir", "symlink", "fsync")
 _committing = threading.local()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import chainring
-from chainring import generators, iterators, serializers, training
+from chainring import _random, iterators, serializers, training
 from chainring.datasets import DatasetMixin
-from chainring.serializers.manifest import read_manifest
+from chainring.serializers._store import read_manifest
 from chainring.training import extensions, triggers
 
 EXAMPLES, BATCH, ITERATIONS, PERIOD = 37, 6, 30, 3
@@ -140,7 +140,7 @@ def outcome(trainer):
         "parameters": updater.get_model("main").state_dict(),
         "optimizer": updater.get_optimizer("main").state_dict(),
         "schedule": trainer.get_extension("Schedule").scheduler.state_dict(),
-        "generators": generators.get_state(),
+        "generators": _random.get_state(),
         "observation": trainer.observation,
         "log": rows_of(trainer.get_extension("LogReport").log),
         "log.jsonl": rows_of(json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()),

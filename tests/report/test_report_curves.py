@@ -6,7 +6,7 @@ import random
 import pytest
 
 from chainring.html_report._curves import MOST_OF_A_CURVE, charts_of, sampled
-from chainring.html_report._logs import Log
+from chainring.html_report._run import Log
 from report_runs import falling
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import chainring
 from chainring import html_report
-from chainring.html_report import _graph
+from chainring.html_report import _parts
 from report_runs import falling, logged, recorded, trained
 
 VENDOR = Path(html_report.__file__).parent / "vendor"
@@ -237,7 +237,7 @@ def test_the_graph_is_drawn_in_layers():
     """A node stands above what it flows into."""
     dot = 'digraph {\n  n0 [label="Mul", shape=ellipse];\n  n1 [label="a\\n(3,)", fillcolor=lightblue];\n'
     dot += '  root [label="main/loss\\n()", fillcolor=lightgrey];\n  n1 -> n0;\n  n0 -> root;\n}\n'
-    svg, count = _graph.svg_of(dot)
+    svg, count = _parts.svg_of(dot)
     tops = {text: float(y) for y, text in re.findall(r'<text x="[\d.]+" y="([\d.]+)">(.*?)</text>', svg)}
     assert count == 3
     assert tops["a"] < tops["Mul"] < tops["main/loss"]
@@ -248,7 +248,7 @@ def test_the_graph_is_drawn_in_layers():
 def test_a_graph_that_goes_in_a_circle_is_not_drawn(edges):
     """It is none of `dump_graph`'s."""
     lines = ['  a [label="a", x];', '  b [label="b", x];', *(f"  {edge};" for edge in edges)]
-    assert _graph.svg_of("\n".join(["digraph {", *lines, "}"])) is None
+    assert _parts.svg_of("\n".join(["digraph {", *lines, "}"])) is None
 
 
 def test_a_graph_of_thousands_of_nodes_is_left_to_graphviz(tmp_path):

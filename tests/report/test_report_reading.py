@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from chainring.html_report._logs import inside, read_logs
-from chainring.html_report._run import read_run
+from chainring.html_report._run import inside, read_logs, read_run
 from report_runs import falling, logged, recorded, trained
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from chainring.serializers.background import Background, Staging
+from chainring.serializers._background import Background, Staging
 
 
 def place(tensor):

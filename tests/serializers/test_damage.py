@@ -11,8 +11,8 @@ from torch import nn
 import resume_program
 from chainring import serializers
 from chainring.iterators import SerialIterator
-from chainring.serializers.manifest import CorruptError
-from chainring.serializers.stateful import Stateful
+from chainring.serializers._store import CorruptError
+from chainring.serializers.base import Stateful
 
 
 class Tiny(Stateful):

@@ -12,7 +12,7 @@ from torch import nn
 import resume_program
 from chainring import serializers
 from chainring.iterators import SerialIterator
-from chainring.serializers.manifest import verify
+from chainring.serializers._store import verify
 
 PATHS = ("open", "mkdir", "rename", "replace")  # of the others' errors Python names no path
 

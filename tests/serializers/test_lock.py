@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from chainring.serializers.lock import DirectoryLock
+from chainring._files import DirectoryLock
 
 HOLDER = (
     "import os, sys\n"
-    "from chainring.serializers.lock import DirectoryLock\n"
+    "from chainring._files import DirectoryLock\n"
     "lock = DirectoryLock(sys.argv[1])\n"
     "if os.fork() == 0:\n"
     "    sys.stdin.read()\n"

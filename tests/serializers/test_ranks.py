@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from chainring.files import write_bytes
+from chainring._files import write_bytes
 from chainring.parallel import Communicator
-from chainring.serializers import ranks, shards, tensor_file
-from chainring.serializers.manifest import CorruptError
-from chainring.serializers.store import Store
+from chainring.serializers import _checkpoint, _safetensors
+from chainring.serializers._store import CorruptError, Store
 
 SIZE, PATIENCE = 3, 20.0
 
@@ -48,7 +47,7 @@ def part_of(rank):
 
 def writer(rank):
     tensors, places = part_of(rank)
-    return lambda place: tensor_file.write(place, tensors, places=places)
+    return lambda place: _safetensors.write(place, tensors, places=places)
 
 
 def saved(store, writers=writer, at_rank_0=None):
@@ -58,9 +57,9 @@ def saved(store, writers=writer, at_rank_0=None):
         try:
             if comm.rank == 0:
                 files = {"state.json": lambda place: write_bytes(place, b"{}")}
-                ranks.lead(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
+                _checkpoint.lead(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
             else:
-                ranks.follow(comm, writers(comm.rank))
+                _checkpoint.follow(comm, writers(comm.rank))
         except OSError as error:
             return error
         return None
@@ -75,7 +74,7 @@ def test_every_rank_writes_a_file_and_together_they_hold_the_whole(tmp_path):
     manifest = store.verify("snapshot_iter_5")
     files = [f"rank{rank:05d}-of-00003.safetensors" for rank in range(SIZE)]
     assert sorted(manifest.files) == [*files, "state.json"]
-    tensors = shards.read_all([tmp_path / "snapshot_iter_5" / name for name in files])
+    tensors = _checkpoint.read_all([tmp_path / "snapshot_iter_5" / name for name in files])
     assert tensors["weight"].tolist() == [[float(row // 2)] * 4 for row in range(2 * SIZE)]
     assert tensors["bias"].tolist() == [0.0, 1.0]
     assert tensors["step"].item() == 7
@@ -119,7 +118,7 @@ def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
 
 def written(directory, number, tensors, places):
     path = directory / f"{number}.safetensors"
-    tensor_file.write(path, tensors, places=places)
+    _safetensors.write(path, tensors, places=places)
     return path
 
 
@@ -140,7 +139,7 @@ def test_parts_that_are_no_whole_are_refused(tmp_path, places):
         written(tmp_path, number, {"weight": torch.ones(2, 4)}, {"weight": place}) for number, place in enumerate(places)
     ]
     with pytest.raises(CorruptError, match="weight"):
-        shards.read_all(paths)
+        _checkpoint.read_all(paths)
 
 
 def test_parts_that_overlap_do_not_pass_for_a_whole(tmp_path):
@@ -149,7 +148,7 @@ def test_parts_that_overlap_do_not_pass_for_a_whole(tmp_path):
     paths = [
         written(tmp_path, number, {"weight": torch.ones(2, 4)}, {"weight": place}) for number, place in enumerate(places)
     ]
-    tensors = shards.read_all(paths)
+    tensors = _checkpoint.read_all(paths)
     assert tensors["weight"][4:].isnan().all()
 
 
@@ -157,4 +156,4 @@ def test_parts_that_overlap_do_not_pass_for_a_whole(tmp_path):
 def test_a_tensor_of_two_origins_is_refused(tmp_path, second):
     first = written(tmp_path, 0, {"weight": torch.ones(2, 4)}, {})
     with pytest.raises(CorruptError, match="weight"):
-        shards.read_all([first, written(tmp_path, 1, {"weight": torch.ones(2, 4)}, second)])
+        _checkpoint.read_all([first, written(tmp_path, 1, {"weight": torch.ones(2, 4)}, second)])

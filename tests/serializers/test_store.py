@@ -6,9 +6,8 @@ import zlib
 
 import pytest
 
-from chainring.files import write_bytes
-from chainring.serializers.manifest import MANIFEST, CorruptError
-from chainring.serializers.store import Store, newest
+from chainring._files import write_bytes
+from chainring.serializers._store import MANIFEST, CorruptError, Store, newest
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
 

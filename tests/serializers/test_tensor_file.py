@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from chainring.serializers import tensor_file
+from chainring.serializers import _safetensors
 
 VIEWED = [torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # stored as a view of another dtype
 DTYPES = [
@@ -48,8 +48,8 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(path, dtype, shape):
     tensors = {"odd": torch.ones(3, dtype=torch.uint8), "whole": whole}
     if len(shape) == 4:
         tensors |= {"last": whole.contiguous(memory_format=torch.channels_last), "turned": whole.permute(3, 1, 0, 2)}
-    assert tensor_file.write(path, tensors) == (path.stat().st_size, zlib.crc32(path.read_bytes()))
-    found = tensor_file.read(path)
+    assert _safetensors.write(path, tensors) == (path.stat().st_size, zlib.crc32(path.read_bytes()))
+    found = _safetensors.read(path)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert_same(found[name], tensor)
@@ -59,7 +59,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(path, dtype, shape):
 def test_any_reader_of_safetensors_opens_the_file(path, dtype):
     """It sees every value in row-major order; a viewed dtype as what it is stored as."""
     tensor = random_bits((2, 3, 4, 5), dtype)
-    tensor_file.write(path, {"a": tensor, "b": tensor.contiguous(memory_format=torch.channels_last)}, {"note": "é"})
+    _safetensors.write(path, {"a": tensor, "b": tensor.contiguous(memory_format=torch.channels_last)}, {"note": "é"})
     for found in safetensors.torch.load_file(path).values():
         assert torch.equal(bits(found), bits(tensor))
         assert (found.dtype == dtype) == (dtype not in VIEWED)
@@ -71,7 +71,7 @@ def test_the_data_begin_at_a_multiple_of_eight_bytes(path):
     """And every tensor at a multiple of its item, whatever the order of the names."""
     for length in range(1, 9):
         file = path.with_name(str(length))
-        tensor_file.write(file, {"n" * length: torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.float64)})
+        _safetensors.write(file, {"n" * length: torch.ones(3, dtype=torch.uint8), "b": torch.ones(1, dtype=torch.float64)})
         content = file.read_bytes()
         size = int.from_bytes(content[:8], "little")
         assert size % 8 == 0
@@ -82,9 +82,9 @@ def test_a_view_comes_back_dense_as_a_clone_would(path):
     """A slice, an expanded, a conjugated and a negated view hold their values; holes of the storage are not stored."""
     base = torch.randn(100, 4, dtype=torch.complex64)
     views = {"slice": base[::2, 1:3], "expanded": base[:1].expand(3, 4), "conj": base.conj(), "imag": base.conj().imag}
-    size, _ = tensor_file.write(path, views)
+    size, _ = _safetensors.write(path, views)
     assert size < 8000
-    for name, tensor in tensor_file.read(path).items():
+    for name, tensor in _safetensors.read(path).items():
         assert_same(tensor, views[name].clone().resolve_conj().resolve_neg())
 
 
@@ -93,38 +93,38 @@ def test_a_view_comes_back_dense_as_a_clone_would(path):
 def test_tensors_of_many_chunks_come_back(path, shape, order):
     """More than one write per tensor, in row-major and in another order."""
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape).permute(order)
-    assert tensor.nbytes > tensor_file.CHUNK
-    written = tensor_file.write(path, {"a": tensor})
+    assert tensor.nbytes > _safetensors.CHUNK
+    written = _safetensors.write(path, {"a": tensor})
     content = path.read_bytes()
     assert written == (len(content), zlib.crc32(content))
-    assert_same(tensor_file.read(path)["a"], tensor)
+    assert_same(_safetensors.read(path)["a"], tensor)
 
 
 def test_tied_tensors_are_stored_once_and_come_back_tied(path):
     """The same view of the same storage; another view of it is stored for itself."""
     weight = torch.nn.Parameter(torch.randn(10, 10))
-    size, _ = tensor_file.write(path, {"a": weight, "b": weight, "c": weight.detach(), "t": weight.T})
+    size, _ = _safetensors.write(path, {"a": weight, "b": weight, "c": weight.detach(), "t": weight.T})
     assert size < 1300
-    found = tensor_file.read(path)
+    found = _safetensors.read(path)
     assert found["a"] is found["b"] is found["c"]
     assert found["a"].data_ptr() != found["t"].data_ptr()
     for name in found:
         assert_same(found[name], weight.T if name == "t" else weight.detach())
-    assert_same(tensor_file.read(path, ["b"])["b"], weight.detach())
+    assert_same(_safetensors.read(path, ["b"])["b"], weight.detach())
 
 
 def test_only_the_names_asked_for_are_read(path):
     """In the order asked; a name that is not there is an error that says it."""
-    tensor_file.write(path, {"a": torch.ones(1), "b": torch.ones(2)})
-    assert list(tensor_file.read(path, ["b"])) == ["b"]
+    _safetensors.write(path, {"a": torch.ones(1), "b": torch.ones(2)})
+    assert list(_safetensors.read(path, ["b"])) == ["b"]
     with pytest.raises(KeyError, match="has no tensor 'x'"):
-        tensor_file.read(path, ["a", "x"])
+        _safetensors.read(path, ["a", "x"])
 
 
 def test_what_was_read_does_not_follow_the_file(path):
     """It is a copy in memory of its own: the file may be overwritten."""
-    tensor_file.write(path, {"a": torch.ones(4)})
-    found = tensor_file.read(path)["a"]
+    _safetensors.write(path, {"a": torch.ones(4)})
+    found = _safetensors.read(path)["a"]
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
     assert found.tolist() == [1, 1, 1, 1]
@@ -134,7 +134,7 @@ def test_an_existing_file_is_left_alone(path):
     """A file is written once."""
     path.write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        tensor_file.write(path, {})
+        _safetensors.write(path, {})
     assert path.read_bytes() == b"mine"
 
 
@@ -146,7 +146,7 @@ def test_a_failed_write_leaves_nothing(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        tensor_file.write(path, {"a": torch.ones(1)})
+        _safetensors.write(path, {"a": torch.ones(1)})
     assert not path.exists()
 
 
@@ -163,7 +163,7 @@ UNSTORABLE = {
 def test_a_tensor_that_the_format_lacks_is_refused_by_name(path, kind):
     """Before anything is written."""
     with pytest.raises(TypeError, match=r"^model/w: "):
-        tensor_file.write(path, {"a": torch.ones(1), "model/w": UNSTORABLE[kind]()})
+        _safetensors.write(path, {"a": torch.ones(1), "model/w": UNSTORABLE[kind]()})
     assert not path.exists()
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_that_the_format_lacks_is_refused_by_name(path, kind):
 def test_names_and_metadata_that_are_taken_are_refused(path, names, metadata):
     """The format's own name for metadata, this module's key within them, and what is no str."""
     with pytest.raises(ValueError, match=r"give it another|str to str"):
-        tensor_file.write(path, dict.fromkeys(names, torch.ones(1)), metadata)
+        _safetensors.write(path, dict.fromkeys(names, torch.ones(1)), metadata)
 
 
 def file_of(header, data=bytes(16), size=None):
@@ -220,4 +220,4 @@ def test_a_damaged_or_hostile_file_is_a_clear_error(path, kind):
     """A ValueError that names the file, without asking for the memory that a header claims."""
     path.write_bytes(HOSTILE[kind])
     with pytest.raises(ValueError, match=r"a\.safetensors is damaged or no tensor file: .*\. Use another snapshot"):
-        tensor_file.read(path)
+        _safetensors.read(path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.serializers.typed_json import MAX_DEPTH, decode, encode
+from chainring.serializers._values import MAX_DEPTH, decode, encode
 
 
 def same(a, b):

@@ -5,7 +5,7 @@ import multiprocessing
 import forgetful_programs as programs
 import pytest
 
-from chainring.serializers.saving import read_state
+from chainring.serializers._checkpoint import read_state
 from chainring.testing import NotTried, ResumeDiffers, verify_resume
 
 

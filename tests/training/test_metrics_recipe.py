@@ -11,7 +11,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from chainring import iterators, report, serializers, training
-from chainring.summary import DictSummary
+from chainring.reporting.summary import DictSummary
 from chainring.training.extensions import Evaluator, LogReport, snapshot
 
 DRAW = torch.Generator().manual_seed(3)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chainring import datasets, iterators, training
 from chainring.nn import Classifier
 from chainring.training import UpdateCallbacks, clip_grad_norm
-from chainring.training.extensions import (
+from chainring.training.extensions import (  # fmt: skip
     Evaluator,
     LogReport,
     PrintReport,
@@ -21,7 +21,7 @@ from chainring.training.extensions import (
     dump_graph,
     observe_lr,
     snapshot,
-)  # fmt: skip
+)
 
 BATCH, EPOCH, ITERATIONS = 4, 50, 1000
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}

@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
 
 from chainring import Reporter
-from chainring.names import named_parts
+from chainring._naming import named_parts
 from chainring.training import ParallelUpdater, StandardUpdater
 
 

@@ -19,7 +19,7 @@ from counting import CountingUpdater, DataUpdater
 from toys import updater_of
 
 import chainring
-from chainring import environment, serializers, training
+from chainring import _environment, serializers, training
 from chainring.training import extensions
 
 
@@ -60,9 +60,9 @@ def changes(found):
 @pytest.fixture
 def commit():
     """Asks anew for the commit of the running script, which a process asks for once."""
-    environment.git_commit.cache_clear()
+    _environment.git_commit.cache_clear()
     yield
-    environment.git_commit.cache_clear()
+    _environment.git_commit.cache_clear()
 
 
 def git(place, *arguments):
@@ -103,7 +103,7 @@ def test_the_record_says_with_what_the_run_was_made(tmp_path, monkeypatch):
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    assert found["device"] == environment.device()
+    assert found["device"] == _environment.device()
     assert found["threads"] == 1
     assert found["seeds"]["torch"] == 0
 
@@ -257,7 +257,7 @@ def test_a_script_outside_a_repository_or_without_git_has_no_commit(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         assert run(tmp_path / "without git")["git_commit"] is None
-    environment.git_commit.cache_clear()
+    _environment.git_commit.cache_clear()
     outside = tmp_path / "outside.py"
     outside.touch()
     monkeypatch.setattr(sys, "argv", [str(outside)])
@@ -306,7 +306,7 @@ def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
     """The code of now runs."""
     first = run(tmp_path / "out")["git_commit"]
     git(script.parent, "commit", "--quiet", "--allow-empty", "--message", "second")
-    environment.git_commit.cache_clear()
+    _environment.git_commit.cache_clear()
     found = run(tmp_path / "out", 2, load="snapshot_iter_1")
     second = git(script.parent, "rev-parse", "HEAD")
     assert changes(found) == [{}, {"git_commit": [first, second]}]

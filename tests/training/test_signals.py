@@ -12,7 +12,7 @@ import pytest
 
 import resume_program
 from chainring import serializers, training
-from chainring.serializers.manifest import read_manifest
+from chainring.serializers._store import read_manifest
 from chainring.training import Interrupted, extensions, triggers
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]

@@ -4,7 +4,7 @@ import pytest
 from written import KilledError, Losing, train
 
 from chainring import serializers
-from chainring.communicator import Communicator
+from chainring._distributed.communicator import Communicator
 from chainring.training import Trainer
 from chainring.training.extensions import LogReport
 from chainring.writers import CsvWriter, MlflowWriter, Record, Run, TensorBoardWriter, WandbWriter, Writer

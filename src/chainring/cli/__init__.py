@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from chainring._version import __version__
 from chainring.cli import export, inspect, report, verify, verify_resume
-from chainring.cli._parser import EXIT_STATUS, paragraph, width_of_help
-from chainring.cli._snapshot import printable
-from chainring.serializers.manifest import CorruptError, NewerFormat
+from chainring.cli._common import EXIT_STATUS, paragraph, printable, width_of_help
+from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
 

@@ -12,10 +12,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from chainring.cli._kind import is_model
-from chainring.cli._parser import add_command, add_json, print_json
-from chainring.cli._snapshot import printable, snapshots
-from chainring.serializers.manifest import look
+from chainring.cli._common import add_command, add_json, is_model, print_json, printable, snapshots
+from chainring.serializers._store import look
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}

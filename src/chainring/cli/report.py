@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from chainring.cli._parser import add_command, add_json, print_json
-from chainring.cli._snapshot import printable
+from chainring.cli._common import add_command, add_json, print_json, printable
 from chainring.html_report import write
 
 _DESCRIPTION = """

@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from chainring.cli._kind import kind_of_file, what_is_foreign
-from chainring.cli._parser import add_command, add_json, print_json
-from chainring.cli._snapshot import printable, snapshots
-from chainring.serializers import seal, tensor_file
-from chainring.serializers.manifest import CorruptError, NewerFormat, verify
+from chainring.cli._common import add_command, add_json, kind_of_file, print_json, printable, snapshots, what_is_foreign
+from chainring.serializers import _safetensors
+from chainring.serializers._store import CorruptError, NewerFormat, verify
 
 _DESCRIPTION = """
 Reads every byte of what was saved and compares it with the checksums that were
@@ -82,8 +80,8 @@ def _look_at_file(path: Path) -> Looked:
     if what_is_foreign(path) is not None:
         raise ValueError(f"{path} is {kind_of_file(path)}")
     try:
-        has_checksum = seal.check_seal(path)
-        tensors = len(tensor_file.read(path))
+        has_checksum = _safetensors.check_seal(path)
+        tensors = len(_safetensors.read(path))
     except ValueError as error:
         return {"path": str(path), "sound": False}, CorruptError(str(error))
     facts = {"path": str(path), "sound": True, "tensors": tensors, "bytes": path.stat().st_size}

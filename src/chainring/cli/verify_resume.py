@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
-from chainring.cli._parser import add_command, add_json, print_json
+from chainring.cli._common import add_command, add_json, print_json
 from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_script
 
 _DESCRIPTION = """

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chainring.columns import Gather, gather_of
+from chainring._random import Indices
+from chainring.datasets._columns import Gather, gather_of
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
-from chainring.order import Indices
 
 
 class ConcatenatedDataset(DatasetMixin):

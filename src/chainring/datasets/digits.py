@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from chainring._random import host_preserved
 from chainring.datasets.tuple_dataset import TupleDataset
-from chainring.generators import host_preserved
 
 
 def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tuple[Any, Any]:

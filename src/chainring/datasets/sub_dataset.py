@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chainring.columns import Gather, gather_of
+from chainring._random import Indices, epoch_order, stable_hash
+from chainring.datasets._columns import Gather, gather_of
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
-from chainring.order import Indices, epoch_order, stable_hash
 
 
 class SubDataset(DatasetMixin):

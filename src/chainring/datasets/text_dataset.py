@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from chainring._random import Indices
 from chainring.datasets.base import DatasetMixin
-from chainring.order import Indices
 
 _CHUNK = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chainring.columns import Gather, gather_all
+from chainring.datasets._columns import Gather, gather_all
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 

@@ -12,10 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from chainring.files import replace
+from chainring._files import replace
 from chainring.html_report._page import SIGN, page_of
-from chainring.html_report._run import read_run
-from chainring.html_report._snapshots import DAMAGED
+from chainring.html_report._run import DAMAGED, read_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from string import Template
 
 from chainring._version import __version__
 from chainring.html_report import _parts, _tags
-from chainring.html_report._curves_part import curves_and_tables
-from chainring.html_report._run import Run
-from chainring.html_report._snapshots import DAMAGED
+from chainring.html_report._curves import curves_and_tables
+from chainring.html_report._run import DAMAGED, Run
 
 _SECTIONS = {
     "curves": "Curves", "log": "Log", "settings": "Settings", "starts": "Starts", "plan": "Plan", "time": "Time",

@@ -2,16 +2,174 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring.html_report._logs import Log, inside, read_logs
-from chainring.html_report._snapshots import Snapshot, read_snapshots
-from chainring.serializers.manifest import MANIFEST
-from chainring.training import _record
+from chainring._files import restored
+from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, look
+from chainring.serializers._store import verify as verify_bytes
+from chainring.training import _run_record
+from chainring.training._run_directory import pattern_of
+
+COUNTERS = ("epoch", "iteration", "elapsed_time")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A log of a run.
+
+    Attributes:
+        name: of the file of its lines.
+        rows: the rows, NaN and infinities as floats.
+        unreadable: how many whole lines are no row.
+    """
+
+    name: str
+    rows: list[dict[str, Any]]
+    unreadable: int = 0
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of all rows: the counters first, then the others as they first occur."""
+        found = dict.fromkeys(key for row in self.rows for key in row)
+        return [key for key in COUNTERS if key in found] + [key for key in found if key not in COUNTERS]
+
+
+def read_logs(directory: Path, files: Iterable[str]) -> list[Log]:
+    """The logs among the files that a run says it writes; without such a list, the one of the default name.
+
+    Of a log there are two files, ``log`` and ``log.jsonl``. The lines are read, to which every row is appended at once.
+    """
+    names = set(files)
+    lines = sorted(name for name in names if name.endswith(".jsonl") and name.removesuffix(".jsonl") in names)
+    if "log.jsonl" not in lines:
+        lines.insert(0, "log.jsonl")
+    return [read_log(path, name) for name in lines if (path := inside(directory, name)) is not None]
+
+
+def inside(directory: Path, name: str) -> Path | None:
+    """The plain file of this name in a directory, or ``None``: a name out of a file may lead anywhere."""
+    try:
+        path = (directory / name).resolve()
+        return path if path.is_relative_to(directory.resolve()) and path.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def read_log(path: Path, name: str) -> Log:
+    """A log. A last line without its end is being written, or was cut by a kill: it does not count."""
+    rows, unreadable = [], 0
+    *lines, _ = path.read_bytes().split(b"\n")
+    for line in lines:
+        row = _row(line)
+        if row is None:
+            unreadable += 1
+        else:
+            rows.append(row)
+    return Log(name, rows, unreadable)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = restored(json.loads(line))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot.
+
+    Attributes:
+        name: of its directory.
+        iteration: ``None`` where its manifest cannot be read.
+        epoch: completed epochs, as the manifest says, if it does.
+        size: bytes of its files.
+        state: ``"verified"``, ``"complete"`` (names and sizes agree, the bytes were not read), or ``"damaged"``.
+        note: what is wrong with it, or what its manifest notes.
+        links: the fixed names that lead to it, such as ``best``.
+    """
+
+    name: str
+    iteration: int | None
+    epoch: int | None
+    size: int
+    state: str
+    note: str
+    links: list[str]
+
+
+def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
+    """The snapshots, the newest first, after those whose manifest cannot be read.
+
+    Args:
+        directory: of the run.
+        templates: names of what the run writes. A directory so named that has no manifest is a damaged snapshot.
+        verify: whether every byte is read.
+    """
+    store = Store(directory)
+    patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
+    links: dict[str, list[str]] = {}
+    for name in sorted(os.listdir(directory)):
+        if not name.startswith(".") and (target := store.linked(name)) is not None:
+            links.setdefault(target, []).append(name)
+    found = []
+    for name, manifest in store.listing():
+        is_own = (directory / name / MANIFEST).is_file() or any(pattern.fullmatch(name) for pattern in patterns)
+        if is_own and (snapshot := _snapshot(directory / name, manifest, links.get(name, []), verify)) is not None:
+            found.append(snapshot)
+    return found
+
+
+def _pattern(template: str) -> re.Pattern[str] | None:
+    """The names of snapshots that a template stands for; a name without fields is that of a link or of a file."""
+    try:
+        return pattern_of(template) if "{" in template else None
+    except ValueError:  # a person may have edited the list
+        return None
+
+
+def _snapshot(path: Path, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
+    """The snapshot, or ``None`` if the run has removed it meanwhile."""
+    state, note = VERIFIED if verify else COMPLETE, ""
+    try:
+        manifest = verify_bytes(path) if verify else look(path)
+    except (CorruptError, OSError) as error:
+        state, note = DAMAGED, str(error)
+    if not path.is_dir():
+        return None
+    if manifest is None:
+        return Snapshot(path.name, None, None, _size(path), state, note, links)
+    epoch = manifest.about.get("epoch")
+    notes = [
+        note,
+        *(f"{key}: {manifest.about[key]}" for key in ("error", "not bit-exact", "left out") if key in manifest.about),
+    ]
+    size = sum(size for size, _ in manifest.files.values())
+    return Snapshot(
+        path.name,
+        manifest.iteration,
+        epoch if isinstance(epoch, int) else None,
+        size,
+        state,
+        "; ".join(filter(None, notes)),
+        links,
+    )
+
+
+def _size(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
+
 
 PROFILE = "profile.txt"
 _LARGEST_TEXT = 4 << 20  # bytes of a table or a graph; those that Chainring writes are smaller
@@ -97,18 +255,18 @@ def read_run(directory: Path, *, verify: bool = True) -> Run:
     logs, snapshots = read_logs(directory, files), read_snapshots(directory, files, verify=verify)
     if not (record or trouble or logs or snapshots):
         raise FileNotFoundError(
-            f"{directory} is no directory of a run: it has no {_record.NAME}, no log.jsonl and no snapshot; "
+            f"{directory} is no directory of a run: it has no {_run_record.NAME}, no log.jsonl and no snapshot; "
             'give the out= of the Trainer, "result" by default'
         )
     return Run(directory, record, trouble, logs, snapshots, _read_profile(directory), _read_graph(directory, files))
 
 
 def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
-    path = inside(directory, _record.NAME)
+    path = inside(directory, _run_record.NAME)
     if path is None:
         return {}, None
     try:
-        return _record.parsed(path), None
+        return _run_record.parsed(path), None
     except (OSError, ValueError) as error:
         return {}, str(error)
 

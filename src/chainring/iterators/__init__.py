@@ -1,12 +1,12 @@
 """Where batches come from."""
 
+from chainring._random import epoch_order
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.device_prefetcher import DevicePrefetcher
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, WeightedOrderSampler
 from chainring.iterators.serial import SerialIterator
-from chainring.order import epoch_order
 
 __all__ = [
     "Batch", "BucketOrderSampler", "DevicePrefetcher", "Iterator", "LoaderIterator", "MultiprocessIterator",

@@ -2,18 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from chainring.iterators._orders import Orders, OrderSampler
-from chainring.iterators._position import Position, Stretch, advance
+from chainring._messages import changed_setting
+from chainring._random import Indices, epoch_order, stable_hash
 from chainring.iterators.base import Batch, Iterator
-from chainring.notices import changed_setting
-from chainring.order import Indices, stable_hash
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+
+OrderSampler = Callable[[int, int, int], Any]
+
+_BLOCK = 65_536
+
+
+class Orders:
+    """Which indices an epoch has at which positions; a block of the last order asked for is kept.
+
+    Args:
+        dataset_size: the number of examples.
+        shuffle: whether epochs are shuffled, where there is no sampler.
+        sampler: ``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch, a pure function of its
+            arguments. Its length is the epoch's size.
+    """
+
+    def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
+        self._dataset_size = dataset_size
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self._kept: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, and the positions that _block holds
+        self._block: Indices = np.empty(0, np.int64)
+        self.size = dataset_size if sampler is None else len(self._sampled(0, 0))
+        self._stretch = _BLOCK if sampler is None else max(self.size, 1)  # a sampler makes whole epochs, so one is kept
+
+    def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
+        """The indices at positions ``start`` to ``stop`` of an epoch's order."""
+        kept_seed, kept_epoch, first, last = self._kept
+        if epoch == kept_epoch and seed == kept_seed and first <= start and stop <= last:
+            return self._block[start - first : stop - first]
+        if self._sampler is None and not self._shuffle:
+            return np.arange(start, stop)
+        middle = start - start % self._stretch + self._stretch
+        if stop > middle:
+            return np.concatenate([self.indices(seed, epoch, start, middle), self.indices(seed, epoch, middle, stop)])
+        first, last = middle - self._stretch, min(self.size, middle)
+        self._block = self._make_block(seed, epoch, first, last)
+        self._kept = seed, epoch, first, last
+        return self._block[start - first : stop - first]
+
+    def _make_block(self, seed: int, epoch: int, first: int, last: int) -> Indices:
+        if self._sampler is None:
+            return epoch_order(seed, epoch, self._dataset_size, first, last)
+        order = self._sampled(seed, epoch)
+        if len(order) != self.size:
+            raise ValueError(
+                f"an order sampler must return as many indices for every epoch; "
+                f"it gave {self.size} for the first and {len(order)} for epoch {epoch}"
+            )
+        return order[first:last]
+
+    def _sampled(self, seed: int, epoch: int) -> Indices:
+        assert self._sampler is not None
+        order = np.asarray(self._sampler(seed, epoch, self._dataset_size))
+        if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
+            raise ValueError(
+                "an order sampler returns one dimension of integer indices, "
+                f"got an array of shape {order.shape} and dtype {order.dtype}"
+            )
+        order = order.astype(np.int64)
+        if len(order) and not 0 <= order.min() <= order.max() < self._dataset_size:
+            raise ValueError(
+                f"an order sampler returns indices from 0 to {self._dataset_size - 1}, "
+                f"got some from {order.min()} to {order.max()}"
+            )
+        return order
+
+
+class Position(NamedTuple):
+    """A place between two batches: ``position`` examples of epoch ``epoch`` have been returned."""
+
+    epoch: int
+    position: int
+
+
+class Stretch(NamedTuple):
+    """The part of a batch that lies in one epoch: positions ``start`` to ``stop`` of its order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+
+def advance(at: Position, size: int, batch_size: int, repeat: bool) -> tuple[list[Stretch], Position]:
+    """The stretches that make up the next batch, and the place after it.
+
+    With ``repeat`` a batch is always full: one that crosses the end of an epoch is completed from the next, as often
+    as it takes. Without, the batch at the end may be short, and after it there is none (no stretches).
+    """
+    epoch, position = at
+    stretches: list[Stretch] = []
+    missing = batch_size
+    while missing and (repeat or epoch == 0):
+        stop = min(size, position + missing)
+        stretches.append(Stretch(epoch, position, stop))
+        missing -= stop - position
+        epoch, position = (epoch + 1, 0) if stop == size else (epoch, stop)
+    return stretches, Position(epoch, position)
+
 
 Part = tuple[tuple[int, int], Indices]
 """Indices of one order, with that order's key: its seed and its number."""

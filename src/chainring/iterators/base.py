@@ -9,8 +9,8 @@ from typing import Any, Self, overload
 
 import torch
 
-from chainring.columns import rows
-from chainring.serializers.stateful import Stateful
+from chainring.datasets._columns import rows
+from chainring.serializers.base import Stateful
 
 
 class Batch(Sequence[Any]):

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from chainring.columns import gather_of
+from chainring._random import stable_hash
 from chainring.converters import concat_examples
-from chainring.iterators._indexed import IndexedIterator, Part
-from chainring.iterators._orders import OrderSampler
-from chainring.iterators._work import Board, Failure, Work
-from chainring.iterators._workers import Workers
+from chainring.datasets._columns import gather_of
+from chainring.iterators._indexed import IndexedIterator, OrderSampler, Part
+from chainring.iterators._worker_main import Board, Failure, Work
+from chainring.iterators._worker_pool import Workers
 from chainring.iterators.base import Batch
-from chainring.order import stable_hash
 
 
 class MultiprocessIterator(IndexedIterator):

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from chainring.columns import gather_of
-from chainring.generators import host_preserved, seeding
-from chainring.iterators._indexed import IndexedIterator, Part
-from chainring.iterators._orders import OrderSampler
+from chainring._random import host_preserved, seeding
+from chainring.datasets._columns import gather_of
+from chainring.iterators._indexed import IndexedIterator, OrderSampler, Part
 from chainring.iterators.base import Batch
 
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from chainring.blocks import is_scalar
 from chainring.converters import Device, to_device
-from chainring.merging import weighted_means
 from chainring.parallel.scatter import as_devices, count_rows, join, map_structure, part_sizes, scatter
-from chainring.reporter import current_observation, report_scope
+from chainring.reporting._scalars import is_scalar, weighted_means
+from chainring.reporting.reporter import current_observation, report_scope
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords."""

@@ -1,10 +1,15 @@
 """How state is declared, saved and put back."""
 
-from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
-from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers.manifest import CorruptError
+from chainring.serializers._checkpoint import load, save
+from chainring.serializers._store import CorruptError
+from chainring.serializers.base import (
+    AbstractSerializer,
+    Deserializer,
+    DictionaryDeserializer,
+    DictionarySerializer,
+    Serializer,
+)
 from chainring.serializers.npz import load_npz, save_npz
-from chainring.serializers.saving import load, save
 
 __all__ = [
     "AbstractSerializer",

@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from chainring.testing._courses import Course, made, require_resumed, seen_of, uneven
-from chainring.testing._failures import Planned, require_finalized
-from chainring.testing._fake_updater import FakeUpdater
-from chainring.testing._look import leaves, text
-from chainring.testing._rules import require, required
+from chainring.testing._fingerprint import leaves, text
+from chainring.testing._harness import (
+    Course,
+    Planned,
+    made,
+    require,
+    require_finalized,
+    require_resumed,
+    required,
+    seen_of,
+    uneven,
+)
+from chainring.testing.fakes import FakeUpdater
 from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import never
 

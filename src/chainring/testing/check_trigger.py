@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chainring.testing._courses import uneven
-from chainring.testing._fake_updater import Values
-from chainring.testing._rules import require
-from chainring.testing._timelines import maker_of, timelines
+from chainring.testing._harness import require, uneven
+from chainring.testing.fakes import Values
+from chainring.testing.fired import maker_of, timelines
 
 _SAVE = (
     "Give the trigger serialize(serializer), which saves all that its answer follows from, its last answer and the "

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from chainring.testing._courses import Course, require_resumed, seen_of
-from chainring.testing._failures import Planned, require_finalized
-from chainring.testing._rules import require, required
+from chainring.testing._harness import Course, Planned, require, require_finalized, require_resumed, required, seen_of
 from chainring.training.trainer import Trainer
 
 _SAVE = (

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from chainring.notices import said
-from chainring.serializers.saving import STATE
-from chainring.testing._compare import compare, iterations_of
-from chainring.testing._trial import KILLED, RESUMED, SNAPSHOT, WHOLE, Task, run_made
-from chainring.testing._words import told
+from chainring._messages import said
+from chainring.serializers._checkpoint import STATE
+from chainring.testing._diff import compare, iterations_of, told
+from chainring.testing._subprocess import KILLED, RESUMED, SNAPSHOT, WHOLE, Task, run_made
 
 _LINES = 40
 _SAID = {WHOLE: "the uninterrupted run", KILLED: "the run that is killed", RESUMED: "the run that continues it"}
@@ -111,7 +110,7 @@ def verify_script(
         raise FileNotFoundError(f"there is no script {script}")
 
     def launch(task: Task) -> int:
-        command = [sys.executable, "-m", "chainring.testing._script", json.dumps(vars(task)), script, *arguments]
+        command = [sys.executable, "-m", "chainring.testing._subprocess", json.dumps(vars(task)), script, *arguments]
         with open(task.place("output"), "ab") as output:
             said(f"{script}: {_SAID[task.part]}")
             return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode

@@ -7,7 +7,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from chainring.progress import main_iterator
+from chainring._progress import main_iterator
 from chainring.training.triggers.base import never, shown, start
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parameter import is_lazy
 
-from chainring import generators
-from chainring.serializers.dictionary import DictionaryDeserializer, DictionarySerializer
-from chainring.training import _start
-from chainring.training._state import visit_part
+from chainring import _random
+from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer
+from chainring.training import _lifecycle
+from chainring.training._trainer_state import visit_part
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +28,7 @@ def rehearse(trainer: Trainer, entries: list[Entry]) -> None:
     """Updates twice and calls every extension once, see `Trainer.rehearse`. Triggers are not asked."""
     _refuse_lazy(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
     with _put_back(trainer, entries), ExitStack() as stack:
-        _start.prepare(trainer)
+        _lifecycle.prepare(trainer)
         for entry in entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)
@@ -70,7 +70,7 @@ def _put_back(trainer: Trainer, entries: list[Entry]) -> Generator[None]:
     _visit(saved, trainer, entries)
     out, observation = trainer.out, trainer.observation
     try:
-        with generators.preserved(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
+        with _random.preserved(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
             trainer.out, trainer.is_rehearsing = scratch, True
             yield
     except BaseException as error:

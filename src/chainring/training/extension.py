@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.stateful import Stateful
+from chainring.serializers.base import Stateful
 from chainring.training.triggers import IntervalTrigger, get_trigger
 
 if TYPE_CHECKING:

@@ -8,20 +8,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from chainring.communicator import as_communicator
-from chainring.notices import said
-from chainring.reporter import Reporter
-from chainring.serializers.base import AbstractSerializer, Deserializer
-from chainring.serializers.stateful import Stateful
-from chainring.training import _plan, _rehearsal, _state
-from chainring.training._session import go_back, session
+from chainring._distributed.communicator import as_communicator
+from chainring._messages import said
+from chainring.reporting.reporter import Reporter
+from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
+from chainring.training import _plan, _rehearsal, _trainer_state
+from chainring.training._lifecycle import check_out, go_back, session
 from chainring.training._signals import Interruption
-from chainring.training._start import check_out
 from chainring.training.extension import Entry, RollBack, name_of
 from chainring.training.triggers import get_stop_trigger
 
 if TYPE_CHECKING:
-    from chainring.training._directory import RunDirectory
+    from chainring.training._run_directory import RunDirectory
     from chainring.training.updaters.base import Updater
 
 
@@ -75,7 +73,7 @@ class Trainer(Stateful):
         self.is_out_of_turn = False
         self.interruption = Interruption()
         self._entries: dict[str, Entry] = {}
-        self._restored = _state.Restored()
+        self._restored = _trainer_state.Restored()
         self.earlier_time = 0.0
         self._has_begun = False
         self._directory: RunDirectory | None = None
@@ -274,7 +272,7 @@ class Trainer(Stateful):
         """
         if isinstance(serializer, Deserializer) and self._started_at is not None:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
-        _state.serialize(self, serializer, list(self._entries.values()), self._restored)
+        _trainer_state.serialize(self, serializer, list(self._entries.values()), self._restored)
 
 
 def _continues(entry: Entry) -> tuple[bool, bool]:

@@ -8,10 +8,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from chainring.files import numbered, replace
-from chainring.notices import said
-from chainring.plain import plain
-from chainring.writers._places import checked_name, template
+from chainring._files import numbered, plain, replace
+from chainring._messages import said
+from chainring.writers._common import checked_name, template
 from chainring.writers.base import Record, Run, Writer
 
 _OWN = ("epoch", "iteration", "elapsed_time")

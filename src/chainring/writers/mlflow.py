@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from chainring.writers._places import optional, remember, remembered
+from chainring.writers._common import optional, remember, remembered
 from chainring.writers.base import Record, Run, Writer, scalars
 
 _FILE = "mlflow_run.json"

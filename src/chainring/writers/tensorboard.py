@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from chainring.writers._places import checked_name, optional, template
+from chainring.writers._common import checked_name, optional, template
 from chainring.writers.base import Record, Run, Writer, scalars
 
 _PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chainring.writers._places import optional, remember, remembered
+from chainring.writers._common import optional, remember, remembered
 from chainring.writers.base import Record, Run, Writer
 
 _FILE = "wandb_run.json"

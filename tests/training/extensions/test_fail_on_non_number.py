@@ -12,7 +12,7 @@ from torch import nn
 import chainring
 from chainring import serializers, training
 from chainring.iterators import SerialIterator
-from chainring.serializers.manifest import CorruptError
+from chainring.serializers._store import CorruptError
 from chainring.training import extensions
 from chainring.training.extensions import FailOnNonNumber, NonNumberError
 

@@ -7,7 +7,7 @@ import pytest
 from snapshots import EVERY, Net, Witness, differing, flip, holds, names, only, run, trainer_of, weights_of
 
 from chainring import serializers, training
-from chainring.serializers.store import CorruptError
+from chainring.serializers._store import CorruptError
 from chainring.training.extensions import snapshot
 
 

@@ -9,7 +9,7 @@ import torch
 from snapshots import EVERY, Witness, fail_rename, holds, names, only, run, trainer_of
 
 from chainring import serializers, training
-from chainring.serializers.saving import read_state
+from chainring.serializers._checkpoint import read_state
 from chainring.training.extensions import snapshot
 
 AUTO = "snapshot_iter_{.updater.iteration}"

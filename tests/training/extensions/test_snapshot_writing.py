@@ -9,7 +9,7 @@ import pytest
 from snapshots import EVERY, Gate, Net, Witness, at, differing, fail_rename, holds, names, only, run, trainer_of
 
 from chainring import serializers, training
-from chainring.serializers.saving import read_state
+from chainring.serializers._checkpoint import read_state
 from chainring.training.extensions import snapshot, snapshot_object
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

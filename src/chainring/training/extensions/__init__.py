@@ -3,25 +3,27 @@
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
-from chainring.training.extensions.exponential_shift import ExponentialShift
 from chainring.training.extensions.fail_on_non_number import FailOnNonNumber, NonNumberError
-from chainring.training.extensions.inverse_shift import InverseShift
-from chainring.training.extensions.linear_shift import LinearShift
 from chainring.training.extensions.log_report import LogReport
 from chainring.training.extensions.lr_scheduler import LRScheduler
 from chainring.training.extensions.micro_average import MicroAverage
-from chainring.training.extensions.multistep_shift import MultistepShift
 from chainring.training.extensions.observe import observe_lr, observe_value
 from chainring.training.extensions.parameter_statistics import ParameterStatistics
 from chainring.training.extensions.plot_report import PlotReport
-from chainring.training.extensions.polynomial_shift import PolynomialShift
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.profiler import Profiler
 from chainring.training.extensions.progress_bar import ProgressBar
+from chainring.training.extensions.shifts import (
+    ExponentialShift,
+    InverseShift,
+    LinearShift,
+    MultistepShift,
+    PolynomialShift,
+    StepShift,
+    WarmupShift,
+)
 from chainring.training.extensions.snapshot import snapshot, snapshot_object
-from chainring.training.extensions.step_shift import StepShift
 from chainring.training.extensions.throughput import Throughput
-from chainring.training.extensions.warmup_shift import WarmupShift
 
 __all__ = [
     "DumpGraph",

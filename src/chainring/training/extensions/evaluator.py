@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from chainring import generators
-from chainring.communicator import Communicator
+from chainring import _random
+from chainring._distributed.communicator import Communicator
+from chainring._naming import named_parts
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Iterator, share_out
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.metrics import own_metrics
-from chainring.names import named_parts
-from chainring.reporter import Reporter, report
+from chainring.reporting._metrics import own_metrics
+from chainring.reporting.reporter import Reporter, report
+from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
-from chainring.summary import DictSummary
-from chainring.training._loss import arguments, loss_and_weight
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.updaters._forward import arguments, loss_and_weight
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -127,7 +127,7 @@ class Evaluator(Extension):
         summary = DictSummary()
         if self._comm.size > 1:  # of a model in training, each rank has statistics of its own share
             self._comm.broadcast([buffer for model in self._targets.values() for buffer in model.buffers()])
-        with torch.no_grad(), generators.preserved(), own_metrics(self._targets.values()), _evaluating(self._targets):
+        with torch.no_grad(), _random.preserved(), own_metrics(self._targets.values()), _evaluating(self._targets):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from chainring.names import unwrapped
+from chainring._distributed.sharding import is_sharded
+from chainring._naming import unwrapped
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.sharding import is_sharded
 from chainring.training.extension import PRIORITY_WRITER, Extension
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,19 +11,69 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring import generators
-from chainring.names import unwrapped
-from chainring.notices import said
-from chainring.serializers.base import load_module
-from chainring.serializers.dictionary import DictionaryDeserializer, References, copied
-from chainring.serializers.saving import Encoded, read_state
-from chainring.serializers.store import Store
+from chainring import _random
+from chainring._distributed.sharding import local
+from chainring._messages import said
+from chainring._naming import unwrapped
+from chainring.serializers._checkpoint import Encoded, read_state
+from chainring.serializers._store import Store
+from chainring.serializers.base import DictionaryDeserializer, References, copied, load_module
 from chainring.training.extension import Extension, RollBack
-from chainring.training.extensions._non_number import Flag, is_bad, remember
 from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+
+
+def is_bad(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether any number in any tensor is NaN or infinite, as one boolean on their device."""
+    dense = [tensor.coalesce().values() if tensor.is_sparse else local(tensor) for tensor in tensors]
+    dense = [tensor.detach() for tensor in dense if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())]
+    if not dense:
+        return torch.zeros((), dtype=torch.bool)
+    # The largest magnitude, which is NaN where there is one; unlike a sum of squares it cannot overflow.
+    return ~torch.isfinite(torch.nn.utils.get_total_norm(dense, math.inf))
+
+
+class Flag:
+    """A boolean on its way from the device to the host: to read it waits for nothing that was asked of the device later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if value.device.type == "cpu":
+            self._value = value
+            return
+        self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._value.copy_(value, non_blocking=True)
+        self._event = torch.Event(value.device)
+        self._event.record()
+
+    def read(self) -> bool:
+        """The boolean."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+
+def remember(updater: Any, take: Callable[[Any], Any]) -> Callable[[], None]:
+    """Shows each converted batch of an updater to ``take``, whose answer, if it has one, goes on in its place.
+
+    Returns what puts the updater's own converter back.
+    """
+    own = updater.converter
+
+    def convert(batch: Any, device: Any) -> Any:
+        converted = own(batch, device)
+        answer = take(converted)
+        return converted if answer is None else answer
+
+    updater.converter = convert
+
+    def undo() -> None:
+        updater.converter = own
+
+    return undo
+
 
 POLICIES = ("stop", "skip", "rollback")
 
@@ -93,7 +144,7 @@ class FailOnNonNumber(Extension):
         assert self._trainer is not None
         if self._before is None:
             self._batches = []
-            self._before = {"generators": generators.get_state()}
+            self._before = {"generators": _random.get_state()}
             for name, model in self._trainer.updater.get_all_models().items():
                 buffers = dict(unwrapped(model).named_buffers())
                 self._before |= {f"{name}/{path.replace('.', '/')}": copied(buffer) for path, buffer in buffers.items()}
@@ -194,7 +245,7 @@ class FailOnNonNumber(Extension):
 
         def give(batch: Any) -> Any:
             if not given:
-                generators.set_state(state["generators"])
+                _random.set_state(state["generators"])
             given.append(batch)
             return next(batches)
 

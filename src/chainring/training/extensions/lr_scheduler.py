@@ -6,12 +6,11 @@ import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chainring.notices import changed_setting
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state
-from chainring.serializers.dictionary import copied
-from chainring.summary import DictSummary
+from chainring._messages import changed_setting
+from chainring.reporting.summary import DictSummary
+from chainring.serializers.base import AbstractSerializer, Serializer, copied, has_state
 from chainring.training.extension import Extension
-from chainring.training.extensions._groups import constructed_settings, is_optimizer, same, settings_of, write
+from chainring.training.extensions._param_groups import constructed_settings, is_optimizer, same, settings_of, write
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -6,10 +6,10 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from chainring.blocks import is_scalar, sum_of
-from chainring.reporter import report
+from chainring.reporting._scalars import is_scalar, sum_of
+from chainring.reporting.reporter import report
+from chainring.reporting.summary import Summary
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.summary import Summary
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import get_trigger
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chainring.names import without_wrappers
-from chainring.reporter import report
+from chainring._distributed.sharding import whole
+from chainring._naming import without_wrappers
+from chainring.reporting.reporter import report
+from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
-from chainring.sharding import whole
-from chainring.summary import DictSummary
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import get_trigger
 

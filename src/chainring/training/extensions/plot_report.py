@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chainring.files import replace
+from chainring._files import replace
+from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
-from chainring.summary import DictSummary
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
 

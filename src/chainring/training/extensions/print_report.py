@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from chainring.training.extension import Extension
-from chainring.training.extensions._log_file import key_list
-from chainring.training.extensions._notebook import NotebookTable, cell, is_notebook
-from chainring.training.extensions._terminal import columns_of, flush
+from chainring.training.extensions._display import NotebookTable, cell, columns_of, flush, is_notebook
+from chainring.training.extensions.log_report import key_list
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

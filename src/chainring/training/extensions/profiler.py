@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring.files import replace
+from chainring._files import replace
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from chainring.progress import exact, require_epochs
+from chainring._progress import exact, require_epochs
 from chainring.training.extension import Extension
-from chainring.training.extensions._notebook import bar_of_widgets, is_notebook
-from chainring.training.extensions._terminal import columns_of, flush, is_terminal
+from chainring.training.extensions._display import bar_of_widgets, columns_of, flush, is_notebook, is_terminal
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

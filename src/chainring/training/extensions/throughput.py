@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring.reporter import report
+from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import get_trigger
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.serializers.stateful import Stateful
+from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from chainring.notices import said
+from chainring._messages import said
 from chainring.serializers.base import AbstractSerializer, has_state, serialize_method
 from chainring.training.triggers._get_trigger import get_stop_trigger
-from chainring.training.triggers._mean import MeanTrigger
 from chainring.training.triggers.base import start
+from chainring.training.triggers.best_value import MeanTrigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from chainring.progress import UNITS, exact, exact_epochs, require_epochs
+from chainring._progress import UNITS, exact, exact_epochs, require_epochs
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from chainring.progress import UNITS, exact, exact_epochs, require_epochs
+from chainring._progress import UNITS, exact, exact_epochs, require_epochs
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 

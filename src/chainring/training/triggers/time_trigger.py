@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from chainring.progress import exact
+from chainring._progress import exact
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.triggers.base import Trigger
 

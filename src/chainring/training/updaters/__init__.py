@@ -1,8 +1,7 @@
 """What one update is."""
 
 from chainring.training.updaters.base import Updater
-from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
-from chainring.training.updaters.clipping import clip_grad_norm, clip_grad_value
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, clip_grad_norm, clip_grad_value
 from chainring.training.updaters.parallel import ParallelUpdater
 from chainring.training.updaters.standard import StandardUpdater
 

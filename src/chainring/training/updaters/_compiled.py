@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring.reporter import current
+from chainring.reporting.reporter import current
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training._loss import arguments, check_loss, loss_and_weight
+from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
 from chainring.training.updaters._precision import Full
 
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring.names import without_wrappers
-from chainring.notices import changed_setting
+from chainring._distributed.sharding import is_sharded, laid_out_like
+from chainring._messages import changed_setting
+from chainring._naming import without_wrappers
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.sharding import is_sharded, laid_out_like
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:

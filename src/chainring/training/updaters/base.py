@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from operator import attrgetter
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from chainring.communicator import Communicator
-from chainring.names import unwrapped
-from chainring.progress import main_iterator
-from chainring.serializers.base import AbstractSerializer
-from chainring.serializers.stateful import Stateful
+from torch import nn
+from torch.optim import Optimizer
+
+from chainring._distributed.communicator import Communicator
+from chainring._naming import unwrapped
+from chainring._progress import main_iterator
+from chainring.serializers.base import AbstractSerializer, Stateful
 from chainring.training.updaters._optimizer_state import OptimizerState, parameter_names
 
 if TYPE_CHECKING:
@@ -134,3 +137,54 @@ class Updater(Stateful):
         names = parameter_names(self.get_all_models())
         for name, optimizer in self.get_all_optimizers().items():
             serializer.visit(f"optimizer:{name}", OptimizerState(optimizer, names, name, self.constructed.get(name)))
+
+
+def look_up(registered: Mapping[str, Any], name: str, what: str) -> Any:
+    """What is registered as ``name``."""
+    try:
+        return registered[name]
+    except KeyError:
+        raise KeyError(f"no {what} {name!r}; registered: {sorted(registered)}") from None
+
+
+NO_EPOCHS = SimpleNamespace(epoch_detail=0.0)
+"""Stands for the main iterator of an updater that has none."""
+
+
+class Registered(Updater):
+    """Finds iterators, models and optimizers by the names under which they were given."""
+
+    _iterators: dict[str, Any]
+    _models: dict[str, nn.Module]
+    _optimizers: dict[str, Optimizer]
+
+    _clock: Any
+    """What counts the epochs: the main iterator, or `NO_EPOCHS`."""
+
+    # Asked by every epoch trigger in every iteration, so without a Python frame.
+    epoch_detail = property(attrgetter("_clock.epoch_detail"))
+
+    @property
+    def counts_epochs(self) -> bool:
+        has_own = type(self).epoch_detail is not Registered.epoch_detail or type(self).epoch is not Updater.epoch
+        return has_own or self._clock is not NO_EPOCHS
+
+    def get_iterator(self, name: str) -> Any:
+        if name in self._iterators:  # asked by every epoch trigger every iteration
+            return self._iterators[name]
+        return look_up(self._iterators, name, "iterator")
+
+    def get_all_iterators(self) -> dict[str, Any]:
+        return dict(self._iterators)
+
+    def get_model(self, name: str) -> nn.Module:
+        return look_up(self._models, name, "model")  # type: ignore[no-any-return]
+
+    def get_all_models(self) -> dict[str, nn.Module]:
+        return dict(self._models)
+
+    def get_optimizer(self, name: str) -> Optimizer:
+        return look_up(self._optimizers, name, "optimizer")  # type: ignore[no-any-return]
+
+    def get_all_optimizers(self) -> dict[str, Optimizer]:
+        return dict(self._optimizers)

@@ -1,0 +1,1 @@
+"""What is reported in an iteration, and its means."""

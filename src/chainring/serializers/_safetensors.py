@@ -1,0 +1,354 @@
+"""Tensors in one safetensors file, written as a stream and checked as it goes.
+
+The format is safetensors': eight bytes of header length, the header as JSON, then the tensors in row-major order. What it
+has no word for stands in the file's metadata under ``"chainring"``, as JSON from a tensor's name to its marks:
+
+    {"strides": [9, 1, 3]}      elements between neighbours of a dimension, if not those of row-major order
+    {"dtype": "complex128"}     the dtype of which the stored numbers are a view
+    {"same_as": "encoder/w"}    stored under that name only
+    {"offsets": [4, 0], "shape": [8, 2]}   where in a tensor of that shape it begins, of which it is a part
+
+Any other reader opens the file; it sees every value, but no strides, two float64 for a complex128, and a tied tensor once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+CHUNK = 8 * 2**20  # bytes per write
+
+MARKS = "chainring"
+MAX_HEADER = 100_000_000  # bytes; safetensors refuses to read more
+_FORMAT_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+_VIEWS = {  # dtypes that not every reader of the format knows: stored as
+    torch.complex128: torch.float64, torch.float8_e8m0fnu: torch.uint8, torch.float4_e2m1fn_x2: torch.uint8,
+}  # fmt: skip
+_VIEW_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _VIEWS}
+
+_NUMPY = {
+    *(torch.float64, torch.float32, torch.float16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+}
+"""Dtypes that NumPy has too, without those that may be conjugated."""
+
+Marks = dict[str, dict[str, Any]]
+Place = tuple[Sequence[int], Sequence[int]]
+"""Where a part of a tensor begins in each dimension, and the shape of the whole."""
+
+
+def write(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    places: Mapping[str, Place] | None = None,
+) -> tuple[int, int]:
+    """Writes a new file and waits until the disk has it. Returns its size in bytes and its CRC-32.
+
+    No more than 8 MB are copied at a time. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
+    and a slice comes back dense; the same view of the same storage is written once. The directory is not synced. ``places``
+    are those of the tensors that are parts of larger ones.
+
+    Raises:
+        TypeError: a tensor whose dtype or layout the format lacks; the message names it.
+        ValueError: a name or a key of ``metadata`` that the format or this module has taken.
+        OSError: the file exists (it is left alone), or the disk failed (the part written is removed).
+    """
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    marks, stored = _marked(tensors)
+    for name, (offsets, shape) in (places or {}).items():
+        marks.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
+    header = _header(stored, marks, metadata or {})
+    with Path(path).open("xb") as file:
+        try:
+            size, crc = _stream(file, header, stored.values())
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            Path(path).unlink()
+            raise
+    return size, crc
+
+
+def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file, all or those of ``names``, in memory of their own on the CPU. Tied ones are one tensor again.
+
+    Raises:
+        ValueError: the file is damaged, or no safetensors file.
+        KeyError: ``names`` holds one that the file lacks.
+    """
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            stored = set(file.keys())
+            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
+            tied = {name: mark["same_as"] for name, mark in marks.items() if "same_as" in mark}
+            if marks.keys() - stored - tied.keys() or tied.keys() & stored or not stored.issuperset(tied.values()):
+                raise ValueError("its marks and its tensors disagree")
+            wanted = [*sorted(stored | tied.keys())] if names is None else list(names)
+            if missing := [name for name in wanted if name not in stored and name not in tied]:
+                raise KeyError(f"{path} has no tensor {missing[0]!r}; tensor files of a snapshot belong together")
+            found: dict[str, torch.Tensor] = {}
+            for name in dict.fromkeys(tied.get(name, name) for name in wanted):
+                found[name] = _restored(file.get_tensor(name), marks.get(name, {}))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or no tensor file: {error}. Use another snapshot") from error
+    return {name: found[tied.get(name, name)] for name in wanted}
+
+
+def places(path: str | os.PathLike[str]) -> dict[str, Place]:
+    """Of each tensor of a file that is a part of a larger one, where it belongs.
+
+    Raises:
+        ValueError: the file is damaged, or no safetensors file.
+    """
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
+            found = {name: (mark["offsets"], mark["shape"]) for name, mark in marks.items() if "offsets" in mark}
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is damaged or no tensor file: {error}. Use another snapshot") from error
+    if not all(type(number) is int for place in found.values() for part in place for number in part):
+        raise ValueError(f"{path} is damaged: a place is given by integers. Use another snapshot")
+    return found
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if name == "__metadata__" or not isinstance(name, str):
+        raise ValueError(f"{name!r} is no name for a tensor in a safetensors file; give it another")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"{name}: a tensor file holds plain tensors, not {type(tensor).__name__}; write what it wraps")
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        raise TypeError(
+            f"{name}: a tensor file holds dense values, not {tensor.layout} on {tensor.device}; write to_dense()"
+        )
+    if tensor.dtype not in _FORMAT_DTYPES and tensor.dtype not in _VIEWS:
+        raise TypeError(f"{name}: safetensors has no {tensor.dtype}; convert it to a dtype that holds its values")
+
+
+def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch.Tensor]]:
+    """What the format cannot say, by name, and the tensors to store in the order of the file."""
+    marks: Marks = {}
+    stored: dict[str, torch.Tensor] = {}
+    owners = owners_of(tensors)
+    for name, tensor in tensors.items():
+        if owners[name] != name and tensor.numel():
+            marks[name] = {"same_as": owners[name]}
+            continue
+        stored[name] = tensor.detach() if tensor.requires_grad else tensor
+        mark: dict[str, Any] = {}
+        if tensor.stride() != _row_major(tensor.shape):
+            strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
+            if strides != _row_major(tensor.shape):
+                mark["strides"] = strides
+        if tensor.dtype in _VIEWS:
+            mark["dtype"] = str(tensor.dtype).removeprefix("torch.")
+        if mark:
+            marks[name] = mark
+    # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
+    return marks, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of that shape."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * (size or 1))
+    return tuple(strides[::-1]) if shape else ()
+
+
+def owners_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each tensor the first that is the same view of the same memory, as tied parameters are; nearly always itself."""
+    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    counts = Counter(places.values())
+    owners: dict[Any, str] = {}
+    return {
+        name: owners.setdefault(place if counts[place] == 1 else _view_of(tensors[name]), name)
+        for name, place in places.items()
+    }
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    place = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[str, str]) -> bytes:
+    if MARKS in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ValueError(f"metadata maps str to str and leaves the key {MARKS!r} to this module, unlike {metadata!r:.200}")
+    header: dict[str, Any] = {}
+    notes = {**metadata, MARKS: json.dumps(marks)} if marks else dict(metadata)
+    if notes:
+        header["__metadata__"] = notes
+    start = 0
+    for name, tensor in stored.items():
+        end = start + tensor.numel() * tensor.itemsize
+        dtype = _FORMAT_DTYPES[_VIEWS.get(tensor.dtype, tensor.dtype)]
+        shape = [*tensor.shape, 2] if tensor.dtype is torch.complex128 else [*tensor.shape]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise ValueError(
+            f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors reads: write two files"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    file.write(header)
+    size, crc = len(header), zlib.crc32(header)
+    for tensor in tensors:
+        for content in _contents(tensor):
+            file.write(content)
+            crc = zlib.crc32(content, crc)
+            size += content.nbytes
+    return size, crc
+
+
+def _contents(tensor: torch.Tensor) -> Iterator[Any]:
+    """Buffers of bytes, at most `CHUNK` each, which are ``tensor`` in row-major order."""
+    if tensor.dtype in _NUMPY and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+        # Through NumPy: each operation of torch would hand Python's lock to the training and wait to have it back.
+        content = tensor.numpy().reshape(-1).view(np.uint8)
+        yield from (content[start : start + CHUNK] for start in range(0, len(content), CHUNK))
+        return
+    for chunk in _chunks(tensor):
+        yield chunk.resolve_conj().resolve_neg().cpu().view(torch.uint8).numpy()
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """One-dimensional pieces of at most `CHUNK` bytes, which are ``tensor`` in row-major order."""
+    size = tensor.numel() * tensor.itemsize
+    if size == 0:
+        return
+    if size <= CHUNK:
+        yield tensor.contiguous().reshape(-1)
+    elif tensor.is_contiguous():
+        yield from torch.split(tensor.reshape(-1), CHUNK // tensor.itemsize)
+    else:
+        rows = len(tensor) * CHUNK // size
+        for part in torch.split(tensor, rows) if rows > 1 else tensor:
+            yield from _chunks(part)
+
+
+def _parsed(text: str) -> Marks:
+    """The marks of a file that may come from anywhere."""
+    try:
+        marks = json.loads(text)
+    except RecursionError:
+        raise ValueError("its marks are nested too deep") from None
+    kinds = {"strides": list, "dtype": str, "same_as": str, "offsets": list, "shape": list}
+    if not isinstance(marks, dict) or not all(
+        isinstance(mark, dict) and all(type(value) is kinds.get(key) for key, value in mark.items())
+        for mark in marks.values()
+    ):
+        raise ValueError("its marks are not those of this version")
+    return marks
+
+
+def _restored(stored: torch.Tensor, mark: Mapping[str, Any]) -> torch.Tensor:
+    """A copy with the dtype and strides that ``mark`` names; ``stored`` lies in the file."""
+    if "dtype" in mark:
+        dtype = _VIEW_NAMES.get(mark["dtype"])
+        if dtype is None or _VIEWS[dtype] is not stored.dtype or (dtype.is_complex and stored.shape[-1:] != (2,)):
+            raise ValueError(f"{stored.dtype} of shape {list(stored.shape)} cannot be a view of {mark['dtype']!r:.40}")
+        stored = stored.clone()  # a complex128 needs 16 bytes of alignment, in the file it has 8
+        stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
+    if "strides" not in mark:
+        return stored.clone(memory_format=torch.contiguous_format)
+    if not _is_dense(stored.shape, mark["strides"]):
+        raise ValueError(f"strides {mark['strides']!r:.80} do not fit shape {list(stored.shape)}")
+    return torch.empty_strided(stored.shape, mark["strides"], dtype=stored.dtype).copy_(stored)
+
+
+def _is_dense(shape: Iterable[int], strides: list[Any]) -> bool:
+    """Whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
+    sizes = list(shape)
+    if len(sizes) != len(strides) or not all(type(stride) is int and 0 <= stride < 2**62 for stride in strides):
+        return False
+    if 0 in sizes:
+        return True  # of no memory
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+_SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
+_WRITER = re.compile(rb'"writer":"chainring"')
+
+
+def write_sealed(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a new file as `write` does, with its own checksum in its metadata, for a file that has no manifest.
+
+    The checksum is the CRC-32 of the file with eight zeros in its place.
+    """
+    _, crc = write(path, tensors, {"writer": MARKS, "crc32": "00000000"})
+    with Path(path).open("r+b") as file:
+        found = _SEAL.search(file.read(_length_of_header(file)))
+        assert found is not None
+        file.seek(found.start(1))
+        file.write(b"%08x" % crc)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_seal(path: str | os.PathLike[str]) -> bool:
+    """Compares a file that `write_sealed` wrote with its checksum. One of another writer has none: then it is false.
+
+    Raises:
+        ValueError: the file is not what was written, or no file: to open a pipe would be to wait for ever.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is no plain file; give the path of a model's file")
+    with Path(path).open("rb") as file:
+        header = bytearray(file.read(_length_of_header(file)))
+        seal = _SEAL.search(header)
+        if seal is None and not _WRITER.search(header):
+            return False
+        crc, written = 0, b""
+        if seal is not None:
+            written = bytes(seal.group(1))
+            header[slice(*seal.span(1))] = b"00000000"
+            crc = zlib.crc32(header)
+            while chunk := file.read(CHUNK):
+                crc = zlib.crc32(chunk, crc)
+        if written != b"%08x" % crc:
+            raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
+    return True
+
+
+def is_of_pickle(path: Path) -> bool:
+    """Whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, and not as safetensors."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    return start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{"
+
+
+def _length_of_header(file: BinaryIO) -> int:
+    """The bytes up to the first tensor, as far as the file says and holds them; the position is put back."""
+    claimed = int.from_bytes(file.read(8), "little")
+    file.seek(0)
+    return 8 + min(claimed, MAX_HEADER)

@@ -1,0 +1,123 @@
+"""FakeUpdater: updates without a model, data or a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from chainring._progress import exact
+from chainring.reporting.reporter import report
+from chainring.training.updaters.base import Updater
+
+
+class ManualClock:
+    """Inside ``with ManualClock() as clock:`` time passes only by ``clock.advance(seconds)``.
+
+    It takes the place of ``time.monotonic`` and ``time.perf_counter``, by which Chainring measures time: in `TimeTrigger`,
+    a stop trigger in seconds, ``elapsed_time``, `ProgressBar`, `Throughput`, `Profiler`. So does all code of this process
+    that reads them as ``time.monotonic()``, one's own included; what has imported the function itself keeps the real one.
+    Other processes are not reached. A timeout measured on it never passes by itself, so start no worker processes inside.
+    Sleeping takes its time and does not move it.
+
+    Args:
+        now: where it stands at first, in seconds.
+
+    Attributes:
+        now: where it stands, in seconds.
+    """
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+        self._replaced: list[tuple[Callable[[], float], Callable[[], float]]] = []
+
+    def advance(self, seconds: float) -> None:
+        """Lets so many seconds pass.
+
+        Raises:
+            ValueError: they are below 0.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"a monotonic clock goes forward only; got {seconds!r} seconds, give 0 or more")
+        self.now += seconds
+
+    def __enter__(self) -> Self:
+        self._replaced.append((time.monotonic, time.perf_counter))
+        time.monotonic = time.perf_counter = lambda: self.now
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        time.monotonic, time.perf_counter = self._replaced.pop()
+
+
+Values = Mapping[str, Sequence[Any]] | Callable[[int], Mapping[str, Any]]
+"""What is reported: a mapping from a key to its values in iterations 1, 2, ..., or a function of the iteration."""
+
+
+class FakeUpdater(Updater):
+    """Counts, and reports what it is told to: for trying triggers and extensions without training anything.
+
+    Args:
+        epoch_length: iterations in an epoch, above 0; it need be no whole number.
+        values: what each update reports. A mapping has for each key a sequence of its values in iterations 1, 2, ...;
+            ``None`` and what lies beyond its end are not reported. A function is called with the iteration, from 1, and
+            returns a mapping.
+
+    Raises:
+        TypeError: ``values`` is neither, or a key has no sequence.
+        ValueError: ``epoch_length`` is not above 0.
+    """
+
+    def __init__(self, epoch_length: float = 1, values: Values | None = None) -> None:
+        self._epoch_length = exact(epoch_length)
+        if self._epoch_length <= 0:
+            raise ValueError(f"an epoch has more than 0 iterations, got epoch_length={epoch_length!r}")
+        self.epoch_length = epoch_length
+        self._values = _reports(values)
+
+    def update_core(self) -> None:
+        values = self._values(self.iteration + 1)
+        if values:
+            report(dict(values))
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        return int(self.iteration / self._epoch_length)
+
+    @property
+    def epoch_detail(self) -> float:  # type: ignore[override]
+        return float(self.iteration / self._epoch_length)
+
+    @property
+    def previous_epoch_detail(self) -> float | None:  # type: ignore[override]
+        return float((self.iteration - 1) / self._epoch_length) if self.iteration else None
+
+    @property
+    def is_new_epoch(self) -> bool:  # type: ignore[override]
+        return self.iteration > 0 and self.epoch != int((self.iteration - 1) / self._epoch_length)
+
+
+def _reports(values: Values | None) -> Callable[[int], Mapping[str, Any]]:
+    """The same as a function of the iteration."""
+    if callable(values):
+        return values
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(
+            f"values is a mapping from a key to its values, or a function of the iteration; got {type(values).__name__}"
+        )
+    columns = {} if values is None else dict(values)
+    for key, column in columns.items():
+        if isinstance(column, str) or not (hasattr(column, "__len__") and hasattr(column, "__getitem__")):
+            raise TypeError(
+                f"values has for each key a sequence, one value an iteration; {key!r} has {column!r}. "
+                f"For the same in each iteration give a function: lambda iteration: {{{key!r}: {column!r}}}"
+            )
+
+    def reported(iteration: int) -> dict[str, Any]:
+        given = {key: column[iteration - 1] for key, column in columns.items() if iteration <= len(column)}
+        return {key: value for key, value in given.items() if value is not None}
+
+    return reported
