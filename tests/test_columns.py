@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.datasets._columns import count_rows, rows
+from chainring.datasets._columns import count_rows, select_rows
 
 
 @pytest.mark.parametrize(
@@ -29,5 +29,5 @@ def test_the_number_of_rows_is_the_first_dimension_of_the_first_array(columns, n
 def test_rows_of_an_array_are_selected_by_number_and_slice():
     """As the array itself would."""
     array = np.arange(6).reshape(3, 2)
-    assert rows(array, 1).tolist() == [2, 3]
-    assert rows(array, slice(0, 3, 2)).tolist() == [[0, 1], [4, 5]]
+    assert select_rows(array, 1).tolist() == [2, 3]
+    assert select_rows(array, slice(0, 3, 2)).tolist() == [[0, 1], [4, 5]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chainring import iterators, training
-from chainring._progress import exact, exact_epochs, require_epochs
+from chainring._progress import check_epoch_period, count_epochs, to_fraction
 
 
 class Reading(training.Updater):
@@ -69,7 +69,7 @@ class NoEpochs(training.Updater):
 )
 def test_a_number_is_the_simplest_fraction_that_rounds_to_it(value, fraction):
     """A decimal or a quotient that a person wrote is taken as what they meant (T1)."""
-    assert exact(value) == (fraction if value != 1e300 else Fraction(1e300))
+    assert to_fraction(value) == (fraction if value != 1e300 else Fraction(1e300))
 
 
 def test_every_float_is_what_its_fraction_rounds_to():
@@ -77,14 +77,14 @@ def test_every_float_is_what_its_fraction_rounds_to():
     draw = random.Random(1)
     values = [math.ldexp(draw.random(), draw.randint(-1060, 1000)) for _ in range(500)]
     values += [5e-324, 2.2250738585072014e-308, math.nextafter(1, 0), math.nextafter(1, 2), 1.7976931348623157e308]
-    assert [float(exact(value)) for value in values] == values
+    assert [float(to_fraction(value)) for value in values] == values
 
 
 def test_no_fraction_with_a_smaller_denominator_rounds_to_the_same_float():
     """Simplest means the smallest denominator of all fractions that round to the float."""
     draw = random.Random(2)
     for value in [draw.randint(1, 400) / draw.randint(1, 200) for _ in range(60)]:
-        denominator = exact(value).denominator
+        denominator = to_fraction(value).denominator
         nearest = [round(value * smaller) / smaller for smaller in range(1, denominator)]
         assert value not in nearest
 
@@ -93,21 +93,21 @@ def test_no_fraction_with_a_smaller_denominator_rounds_to_the_same_float():
 def test_a_quotient_of_two_integers_comes_back(size):
     """Position over size, divided as floats, gives position over size again."""
     for position in {1, size // 3, size // 2, size - 1, size + 1} - {0}:
-        assert exact(position / size) == Fraction(position, size)
+        assert to_fraction(position / size) == Fraction(position, size)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_without_a_fraction_is_refused_by_its_value(value):
     """NaN and infinity raise a ValueError that shows them."""
     with pytest.raises(ValueError, match=f"finite number is needed, got {value}"):
-        exact(value)
+        to_fraction(value)
 
 
 @pytest.mark.parametrize("value", ["0.1", None, b"1", [1], 1j])
 def test_what_is_no_real_number_is_refused_with_its_type(value):
     """A string is no number, even where it could be read as one."""
     with pytest.raises(TypeError, match=f"a number is needed.*{type(value).__name__}"):
-        exact(value)
+        to_fraction(value)
 
 
 def test_epochs_come_from_the_iterators_integers():
@@ -116,7 +116,7 @@ def test_epochs_come_from_the_iterators_integers():
     seen = []
     for _ in range(50):
         updater.update()
-        seen.append(exact_epochs(updater))
+        seen.append(count_epochs(updater))
     assert seen == [Fraction(3 * k, 7) for k in range(1, 51)]
 
 
@@ -125,7 +125,7 @@ def test_an_updater_that_counts_its_own_epochs_is_taken_at_its_word():
     updater = Reading()
     updater.update()
     updater.epoch_detail = 0.3
-    assert exact_epochs(updater) == Fraction(3, 10)
+    assert count_epochs(updater) == Fraction(3, 10)
 
 
 def test_epochs_counted_in_floats_are_exact_tenths():
@@ -134,20 +134,20 @@ def test_epochs_counted_in_floats_are_exact_tenths():
     seen = []
     for _ in range(1000):
         updater.update()
-        seen.append(exact_epochs(updater))
+        seen.append(count_epochs(updater))
     assert seen == [Fraction(k, 10) for k in range(1, 1001)]
 
 
 def test_an_epoch_period_without_epochs_is_refused_with_the_remedies():
     """The error names the updater's class and says what to give it."""
     with pytest.raises(ValueError, match=r'NoEpochs has no iterator "main".*epoch_detail.*"iteration"'):
-        require_epochs(NoEpochs(), Fraction(1))
+        check_epoch_period(NoEpochs(), Fraction(1))
 
 
 @pytest.mark.parametrize("updater", [Reading(), OwnEpochs()])
 def test_an_updater_that_counts_epochs_may_have_any_period(updater):
     """Epochs of an iterator and epochs of the updater's own both do, whole or in parts."""
-    assert require_epochs(updater, Fraction(1, 3)) is None
+    assert check_epoch_period(updater, Fraction(1, 3)) is None
 
 
 def test_a_part_of_an_epoch_of_unknown_length_is_refused():
@@ -155,4 +155,4 @@ def test_a_part_of_an_epoch_of_unknown_length_is_refused():
     updater = Reading()
     updater.source = iterators.LoaderIterator(lambda: iter([1]))
     with pytest.raises(ValueError, match=r"fraction of an epoch \(0.5\).*epoch_length"):
-        require_epochs(updater, Fraction(1, 2))
+        check_epoch_period(updater, Fraction(1, 2))

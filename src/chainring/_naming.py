@@ -10,7 +10,7 @@ _STATELESS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module
 _WRAPPERS = {**_STATELESS, "AveragedModel": "module"}
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap(model: Any) -> Any:
     """The module inside the wrappers of ``torch.compile`` and DDP; anything else is returned as it is.
 
     A wrapper changes how a model runs, not what its parts are called, so its prefix must not reach a name.
@@ -24,7 +24,7 @@ def _inner_of(module: Any, wrappers: dict[str, str]) -> str | None:
     return next((wrappers[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in wrappers), None)
 
 
-def without_wrappers(model: Any) -> Callable[[str], str]:
+def name_cleaner(model: Any) -> Callable[[str], str]:
     """A function from the dotted name of a part, parameter or buffer of ``model`` to its name without wrappers."""
     found = [(path, inner) for path, part in model.named_modules() if (inner := _inner_of(part, _WRAPPERS)) is not None]
     prefixes = [(f"{path}.{inner}" if path else inner, path) for path, inner in reversed(found)]  # the inmost first
@@ -38,9 +38,9 @@ def without_wrappers(model: Any) -> Callable[[str], str]:
     return clean
 
 
-def named_parts(name: str, model: Any) -> Iterator[tuple[str, Any]]:
+def named_submodules(name: str, model: Any) -> Iterator[tuple[str, Any]]:
     """Every submodule of ``model`` with its name under ``name``, the model itself first; dots become slashes."""
-    clean = without_wrappers(model)
+    clean = name_cleaner(model)
     for path, module in model.named_modules():
         shown = clean(path).replace(".", "/")
         yield (f"{name}/{shown}" if shown else name), module

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 UNITS = ("iteration", "epoch")
 
 
-def exact(value: float | Rational) -> Fraction:
+def to_fraction(value: float | Rational) -> Fraction:
     """The simplest fraction that rounds to ``value``: ``0.1`` is 1/10, ``5 / 6`` is five sixths.
 
     Raises:
@@ -34,7 +34,7 @@ def exact(value: float | Rational) -> Fraction:
     if number.is_integer():
         return Fraction(int(number))
     if number < 0:
-        return -exact(-number)
+        return -to_fraction(-number)
     # Every real between the two midpoints rounds to this float; the midpoints are taken in 1/2 ulp exactly.
     below = (Fraction(math.nextafter(number, 0.0)) + Fraction(number)) / 2
     above = (Fraction(number) + Fraction(math.nextafter(number, math.inf))) / 2
@@ -51,7 +51,7 @@ def _simplest_between(low: Fraction, high: Fraction) -> Fraction:
     return floor + 1 / _simplest_between(1 / (high - floor), 1 / (low - floor))
 
 
-def main_iterator(updater: Updater) -> Any:
+def find_main_iterator(updater: Updater) -> Any:
     """The iterator that epochs are counted by, or ``None`` where an updater has none."""
     try:
         return updater.get_iterator("main")
@@ -59,22 +59,22 @@ def main_iterator(updater: Updater) -> Any:
         return None
 
 
-def exact_epochs(updater: Updater) -> Fraction:
+def count_epochs(updater: Updater) -> Fraction:
     """Epochs completed so far, as a fraction.
 
     Comes from the main iterator's integers where it has them and they agree with ``updater.epoch_detail``; an updater
     that counts its own epochs is taken at its word, as the simplest fraction that rounds to its ``epoch_detail``.
     """
     detail = updater.epoch_detail
-    progress = getattr(main_iterator(updater), "progress", None)
+    progress = getattr(find_main_iterator(updater), "progress", None)
     if progress is not None:
         epoch, position, size = progress
         if detail == epoch + (position / size if size else 0.0):
             return epoch + Fraction(position, size) if size else Fraction(epoch)
-    return exact(detail)
+    return to_fraction(detail)
 
 
-def require_epochs(updater: Updater, period: Fraction) -> None:
+def check_epoch_period(updater: Updater, period: Fraction) -> None:
     """Refuses an epoch period on an updater that cannot say how far its epoch is.
 
     Raises:
@@ -86,7 +86,7 @@ def require_epochs(updater: Updater, period: Fraction) -> None:
             f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
             'Give it one (get_iterator("main")), define epoch_detail, or use "iteration"'
         )
-    progress = getattr(main_iterator(updater), "progress", None)
+    progress = getattr(find_main_iterator(updater), "progress", None)
     if progress is not None and progress[2] is None and period.denominator != 1:
         raise ValueError(
             f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the loader has none. "

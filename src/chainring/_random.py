@@ -120,7 +120,7 @@ def deterministic(seed: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def get_state() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Any]:
     """The state of every generator, in plain values and tensors."""
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
@@ -137,7 +137,7 @@ def get_state() -> dict[str, Any]:
     return state
 
 
-def set_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: dict[str, Any]) -> None:
     """Puts back what `get_state` returned; an accelerator that was not there then is left alone."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
@@ -150,7 +150,7 @@ def set_state(state: dict[str, Any]) -> None:
         device.set_rng_state(state["accelerator"])
 
 
-def why_inexact() -> str | None:
+def nondeterminism_reason() -> str | None:
     """Why a run that is continued from here would not be bit for bit the run that goes on, or ``None``."""
     if _accelerator() is None or torch.are_deterministic_algorithms_enabled():
         return None
@@ -166,11 +166,11 @@ def _accelerator() -> Any:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """What is drawn inside does not show outside: every generator is put back afterwards."""
     device = _accelerator()
     state = None if device is None else device.get_rng_state()
-    with host_preserved():
+    with preserve_host_rng():
         try:
             yield
         finally:
@@ -179,8 +179,8 @@ def preserved() -> Iterator[None]:
 
 
 @contextmanager
-def host_preserved() -> Iterator[None]:
-    """`preserved` for the three generators of the host, for code that runs there: datasets and loaders."""
+def preserve_host_rng() -> Iterator[None]:
+    """`preserve_rng` for the three generators of the host, for code that runs there: datasets and loaders."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:
         yield
@@ -201,7 +201,7 @@ def seed_host(*parts: int | str) -> None:
     _seed_host(stable_hash(*parts))
 
 
-def seeding(*parts: int | str) -> Callable[[int], None]:
+def example_seeder(*parts: int | str) -> Callable[[int], None]:
     """A function of one more part, which does what ``seed_host(*parts, last)`` does: for many examples of an epoch."""
     hash_of = stable_hashes(*parts)
     return lambda last: _seed_host(hash_of(last))

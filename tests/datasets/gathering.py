@@ -3,13 +3,13 @@
 import torch
 
 from chainring.converters import concat_examples
-from chainring.datasets._columns import gather_of
+from chainring.datasets._columns import make_gather
 from chainring.iterators import Batch
 
 
 def assert_gathers_alike(dataset, indices):
     """A gather gives bit for bit what the examples one by one give, dtypes and structure too."""
-    gathered = concat_examples(Batch(columns=gather_of(dataset)(indices), length=len(indices)))
+    gathered = concat_examples(Batch(columns=make_gather(dataset)(indices), length=len(indices)))
     _assert_same(gathered, concat_examples([dataset[int(i)] for i in indices]))
 
 

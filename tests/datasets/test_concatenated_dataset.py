@@ -7,7 +7,7 @@ from gathering import assert_gathers_alike
 
 from chainring.converters import concat_examples
 from chainring.datasets import ConcatenatedDataset, DictDataset, SubDataset, TupleDataset
-from chainring.datasets._columns import gather_of
+from chainring.datasets._columns import make_gather
 from chainring.iterators import SerialIterator
 
 INDICES = np.array([4, 0, 2, 2, 1, 3])
@@ -55,7 +55,7 @@ class TestColumns:
 def test_datasets_of_different_dtypes_are_joined_example_by_example():
     """So that integers meet floats as they do in any batch, and no dtype is forced upon the other."""
     dataset = ConcatenatedDataset(np.arange(2), np.arange(2) + 0.5)
-    assert gather_of(dataset) is None
+    assert make_gather(dataset) is None
     batch = concat_examples(SerialIterator(dataset, 4, shuffle=False).next())
     assert (batch.dtype, batch.tolist()) == (torch.float64, [0, 1, 0.5, 1.5])
 
@@ -70,7 +70,7 @@ def test_datasets_of_different_shapes_are_refused_by_the_converter():
 @pytest.mark.parametrize("second", [[5, 6], TupleDataset(np.arange(2)), DictDataset(x=np.arange(2)), torch.arange(2)])
 def test_of_other_structures_are_asked_one_by_one(second):
     """Where one holds no arrays, or not the same ones."""
-    assert gather_of(ConcatenatedDataset(np.arange(2), second)) is None
+    assert make_gather(ConcatenatedDataset(np.arange(2), second)) is None
 
 
 def test_a_subclass_makes_its_own_examples():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from chainring.datasets import get_cross_validation_datasets, get_cross_validation_datasets_random
-from chainring.datasets._columns import gather_of
+from chainring.datasets._columns import make_gather
 
 
 def contents(splits):
@@ -71,4 +71,4 @@ def test_a_seed_fixes_the_folds():
 def test_whole_arrays_stay_gathered():
     """Both parts of a fold."""
     for part in get_cross_validation_datasets(np.arange(10) * 2, 3)[1]:
-        assert gather_of(part)(np.arange(len(part))).tolist() == list(part)
+        assert make_gather(part)(np.arange(len(part))).tolist() == list(part)

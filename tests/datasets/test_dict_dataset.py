@@ -7,7 +7,7 @@ from gathering import assert_gathers_alike
 
 from chainring.converters import concat_examples
 from chainring.datasets import DictDataset
-from chainring.datasets._columns import gather_of
+from chainring.datasets._columns import make_gather
 from chainring.iterators import SerialIterator
 
 
@@ -43,8 +43,8 @@ def test_what_is_no_array_is_asked_one_by_one():
         def get_example(self, i):
             return {key: 2 * value for key, value in super().get_example(i).items()}
 
-    assert gather_of(DictDataset(x=np.arange(3), t=[1, 2, 3])) is None
-    assert gather_of(Doubled(x=np.arange(3))) is None
+    assert make_gather(DictDataset(x=np.arange(3), t=[1, 2, 3])) is None
+    assert make_gather(Doubled(x=np.arange(3))) is None
     assert SerialIterator(Doubled(x=np.arange(3)), 3, shuffle=False).next()[2] == {"x": 4}
 
 

@@ -246,7 +246,7 @@ def outcome(trainer, parts):
         "optimizer": optimizer,
         "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],
         "parts": parts,
-        "drawn": digest([_random.get_state()["torch"]]),
+        "drawn": digest([_random.get_rng_state()["torch"]]),
     }
 
 

@@ -140,7 +140,7 @@ def outcome(trainer):
         "parameters": updater.get_model("main").state_dict(),
         "optimizer": updater.get_optimizer("main").state_dict(),
         "schedule": trainer.get_extension("Schedule").scheduler.state_dict(),
-        "generators": _random.get_state(),
+        "generators": _random.get_rng_state(),
         "observation": trainer.observation,
         "log": rows_of(trainer.get_extension("LogReport").log),
         "log.jsonl": rows_of(json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()),

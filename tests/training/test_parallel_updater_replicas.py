@@ -8,7 +8,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
 
 from chainring import Reporter
-from chainring._naming import named_parts
+from chainring._naming import named_submodules
 from chainring.training import ParallelUpdater, StandardUpdater
 
 
@@ -204,7 +204,7 @@ def test_a_compiled_model_is_replicated():
     ours, whole = pair(make)
     for updater in (ours, whole):
         reporter, observation = Reporter(), {}
-        for name, part in named_parts("main", updater.get_model("main")):
+        for name, part in named_submodules("main", updater.get_model("main")):
             reporter.add_observer(name, part)
         with reporter.scope(observation):
             updater.update()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from chainring._random import Indices
-from chainring.datasets._columns import Gather, gather_of
+from chainring.datasets._columns import Gather, make_gather
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
@@ -41,7 +41,9 @@ class ConcatenatedDataset(DatasetMixin):
 
     def column_gather(self) -> Gather | None:
         """A function from indices to columns, where all datasets hold whole arrays of the same shapes and dtypes."""
-        gathers = [gather_of(dataset) for dataset in self.datasets] if indexes_plainly(self, ConcatenatedDataset) else [None]
+        gathers = (
+            [make_gather(dataset) for dataset in self.datasets] if indexes_plainly(self, ConcatenatedDataset) else [None]
+        )
         known = [gather for gather in gathers if gather is not None]
         if len(known) < len(gathers):
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chainring.datasets._columns import Gather, gather_all
+from chainring.datasets._columns import Gather, make_tuple_gather
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
@@ -36,7 +36,7 @@ class DictDataset(DatasetMixin):
 
     def column_gather(self) -> Gather | None:
         """A function from indices to a dict of columns, where every dataset holds whole arrays."""
-        gather = gather_all(self.datasets.values()) if indexes_plainly(self, DictDataset) else None
+        gather = make_tuple_gather(self.datasets.values()) if indexes_plainly(self, DictDataset) else None
         if gather is None:
             return None
         keys = list(self.datasets)

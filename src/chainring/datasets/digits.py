@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from chainring._random import host_preserved
+from chainring._random import preserve_host_rng
 from chainring.datasets.tuple_dataset import TupleDataset
 
 
@@ -40,7 +40,7 @@ def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tup
 
 def _load() -> Any:
     try:
-        with host_preserved():  # what scikit-learn imports draws from Python's generator, once a process
+        with preserve_host_rng():  # what scikit-learn imports draws from Python's generator, once a process
             from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError('the digits come with scikit-learn: pip install "chainring[examples]"') from error

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chainring._random import Indices, epoch_order, stable_hash
-from chainring.datasets._columns import Gather, gather_of
+from chainring.datasets._columns import Gather, make_gather
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
@@ -51,7 +51,7 @@ class SubDataset(DatasetMixin):
 
     def column_gather(self) -> Gather | None:
         """A function from indices to columns, where the dataset underneath holds whole arrays."""
-        below = gather_of(self.dataset) if indexes_plainly(self, SubDataset) else None
+        below = make_gather(self.dataset) if indexes_plainly(self, SubDataset) else None
         if below is None:
             return None
         start = self.start

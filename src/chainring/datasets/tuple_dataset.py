@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chainring.datasets._columns import Gather, gather_all
+from chainring.datasets._columns import Gather, make_tuple_gather
 from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
 
 
@@ -36,4 +36,4 @@ class TupleDataset(DatasetMixin):
 
     def column_gather(self) -> Gather | None:
         """A function from indices to columns, where every dataset holds whole arrays."""
-        return gather_all(self.datasets) if indexes_plainly(self, TupleDataset) else None
+        return make_tuple_gather(self.datasets) if indexes_plainly(self, TupleDataset) else None

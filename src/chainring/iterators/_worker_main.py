@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from chainring._random import seeding
+from chainring._random import example_seeder
 from chainring.converters import concat_examples
 from chainring.iterators._indexed import Part
 
@@ -110,7 +110,7 @@ class Work(Dataset[Any]):
         try:
             examples = []
             for (seed, order), indices in parts:
-                seed_for = seeding(seed, order)
+                seed_for = example_seeder(seed, order)
                 for index in indices.tolist():
                     if not self._board.is_wanted(number):
                         return Sent(Answer())

@@ -9,7 +9,7 @@ from typing import Any, Self, overload
 
 import torch
 
-from chainring.datasets._columns import rows
+from chainring.datasets._columns import select_rows
 from chainring.serializers.base import Stateful
 
 
@@ -42,12 +42,12 @@ class Batch(Sequence[Any]):
             if self._examples is not None:
                 part = Batch(self._examples[index])
             else:
-                part = Batch(columns=rows(self.columns, index), length=len(range(*index.indices(self._length))))
+                part = Batch(columns=select_rows(self.columns, index), length=len(range(*index.indices(self._length))))
             part.weight = min(self.weight, part.weight)  # none of a batch of weight 0 counts
             return part
         if not -self._length <= index < self._length:
             raise IndexError(f"a batch of {self._length} examples has no number {index}")
-        return self._examples[index] if self._examples is not None else rows(self.columns, index)
+        return self._examples[index] if self._examples is not None else select_rows(self.columns, index)
 
     def __repr__(self) -> str:
         return f"Batch of {self._length} examples"
@@ -152,7 +152,7 @@ class Iterator(Stateful):
 PythonIterator.register(Iterator)
 
 
-def share_out(iterator: Any, comm: Any) -> None:
+def share_among_ranks(iterator: Any, comm: Any) -> None:
     """Tells an iterator its rank's share; a seed that is not given becomes that of rank 0 on all."""
     if hasattr(iterator, "share"):
         if comm.size > 1:

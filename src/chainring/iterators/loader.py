@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from chainring._random import host_preserved, seed_host, stable_hash
+from chainring._random import preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import count_rows
 from chainring.iterators.base import Batch, Iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_setting
@@ -287,7 +287,7 @@ class PassIterator(Iterator):
         self._after_open = generators if self.repeat else {}
         if taken:
             tell_epoch(self.loader, passes - 1)
-        with host_preserved():
+        with preserve_host_rng():
             self.loader.load_state_dict(own)
         if taken:
             self._open(passes - 1)
@@ -316,7 +316,7 @@ class PassIterator(Iterator):
 
 @contextmanager
 def _seeded(*parts: int) -> PythonIterator[None]:
-    with host_preserved():
+    with preserve_host_rng():
         seed_host(*parts)
         yield
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from chainring._random import stable_hash
 from chainring.converters import concat_examples
-from chainring.datasets._columns import gather_of
+from chainring.datasets._columns import make_gather
 from chainring.iterators._indexed import IndexedIterator, OrderSampler, Part
 from chainring.iterators._worker_main import Board, Failure, Work
 from chainring.iterators._worker_pool import Workers
@@ -89,7 +89,7 @@ class MultiprocessIterator(IndexedIterator):
         self.dataset_timeout = dataset_timeout
         self._converter = converter
         self._start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        self._gather = gather_of(dataset)
+        self._gather = make_gather(dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         self._workers: Workers | None = None
@@ -143,7 +143,7 @@ class MultiprocessIterator(IndexedIterator):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._gather = gather_of(self.dataset)
+        self._gather = make_gather(self.dataset)
 
 
 class _Plan(IndexedIterator):

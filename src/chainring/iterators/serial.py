@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from chainring._random import host_preserved, seeding
-from chainring.datasets._columns import gather_of
+from chainring._random import example_seeder, preserve_host_rng
+from chainring.datasets._columns import make_gather
 from chainring.iterators._indexed import IndexedIterator, OrderSampler, Part
 from chainring.iterators.base import Batch
 
@@ -49,7 +49,7 @@ class SerialIterator(IndexedIterator):
         example_rng: bool = True,
     ) -> None:
         super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler)
-        self._gather = gather_of(dataset)
+        self._gather = make_gather(dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
 
@@ -64,9 +64,9 @@ class SerialIterator(IndexedIterator):
         if not self._seeds_examples:
             return [dataset[index] for _, indices in parts for index in indices.tolist()]
         examples = []
-        with host_preserved():
+        with preserve_host_rng():
             for (seed, number), indices in parts:
-                seed_for = seeding(seed, number)
+                seed_for = example_seeder(seed, number)
                 for index in indices.tolist():
                     seed_for(index)
                     try:

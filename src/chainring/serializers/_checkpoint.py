@@ -18,7 +18,7 @@ from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._distributed.sharding import chunk_of, is_sharded, whole
 from chainring._environment import versions
 from chainring._files import described, flush_directory, flush_file, write_bytes
-from chainring._naming import unwrapped, without_wrappers
+from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import CorruptError, Store, WriteFile, verify
 from chainring.serializers.base import (
@@ -206,7 +206,7 @@ class Encoded:
         self.tensors = {**plain, **{name: chunk.tensor for name, chunk in own.items()}}
         self._places = {name: (chunk.offsets, chunk.shape) for name, chunk in own.items()}
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
-        if (reason := _random.why_inexact()) is not None:
+        if (reason := _random.nondeterminism_reason()) is not None:
             self.about["not bit-exact"] = reason
 
     def commit(
@@ -247,7 +247,7 @@ def state_of(obj: Any, directory: Path | None = None, comm: Any = None) -> Refer
     if method is not None:
         method(serializer)
     elif is_module(obj):
-        save_module(serializer, unwrapped(obj))
+        save_module(serializer, unwrap(obj))
     elif has_state(obj):
         serializer("state_dict", obj.state_dict())
     else:
@@ -296,7 +296,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
 
 def _load_tensors(module: Any, tensors: Mapping[str, Tensor], strict: bool) -> None:
     """Puts the entries of a file into a model, whose own may stand below the prefixes of wrappers."""
-    own, clean = module.state_dict(), without_wrappers(module)
+    own, clean = module.state_dict(), name_cleaner(module)
     names = {clean(name): name for name in own}
     found = {names.get(name, name): value for name, value in tensors.items()}
     module.load_state_dict({name: laid_out(value, own.get(name)) for name, value in found.items()}, strict=strict)
@@ -326,7 +326,7 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     method = serialize_method(obj)
     if is_module(obj):
-        load_module(saved, unwrapped(obj))
+        load_module(saved, unwrap(obj))
     elif method is not None:
         method(saved)
     else:
@@ -360,7 +360,7 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
     Raises:
         TypeError: one of them is no tensor.
     """
-    clean = without_wrappers(module)
+    clean = name_cleaner(module)
     tensors: dict[str, Tensor] = {clean(name): whole(value) for name, value in module.state_dict().items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):

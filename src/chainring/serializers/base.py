@@ -18,7 +18,7 @@ from typing import Any
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, laid_out_like
 from chainring._messages import changed_setting
-from chainring._naming import without_wrappers
+from chainring._naming import name_cleaner
 
 
 class AbstractSerializer:
@@ -109,7 +109,7 @@ class Deserializer(AbstractSerializer):
 
 def save_module(serializer: AbstractSerializer, module: Any) -> None:
     """Saves each entry of a module's state under its name, with slashes for dots."""
-    clean = without_wrappers(module)
+    clean = name_cleaner(module)
     for name, value in module.state_dict().items():
         serializer(clean(name).replace(".", "/"), value)
 
@@ -120,7 +120,7 @@ def load_module(deserializer: Deserializer, module: Any) -> None:
     Raises:
         RuntimeError: entries are missing, unexpected, or of another shape.
     """
-    own, clean = module.state_dict(), without_wrappers(module)
+    own, clean = module.state_dict(), name_cleaner(module)
     names = {clean(name).replace(".", "/"): name for name in own}  # a name may hold slashes of its own
     saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
     saved = {name: laid_out(value, own.get(name)) for name, value in saved.items()}

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chainring._naming import unwrapped
+from chainring._naming import unwrap
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, has_state, serialize_method
 
 PLAIN = "chainring.json"
@@ -222,7 +222,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
         FileNotFoundError: its folder does not exist.
     """
     serializer = DictionarySerializer()
-    serializer.visit("", unwrapped(obj))
+    serializer.visit("", unwrap(obj))
     arrays = Sorted({path.removeprefix("/"): value for path, value in serializer.target.items()}).arrays
     if hasattr(file, "write"):
         _write(file, arrays, compression)
@@ -261,7 +261,7 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
             nothing under ``path``; or an array in it is pickled.
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
     """
-    obj, start = unwrapped(obj), path.strip("/")
+    obj, start = unwrap(obj), path.strip("/")
     with _opened(file) as (stream, label), _archive(stream, label) as archive:
         state = _read(archive, f"{start}/" if start else "", label)
         if start and not state:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chainring import _random
-from chainring._naming import unwrapped
+from chainring._naming import unwrap
 from chainring.reporting._scalars import is_scalar
 from chainring.training.updaters._optimizer_state import parameter_names
 
@@ -61,14 +61,14 @@ def look(trainer: Trainer, batches: Batches | None) -> Look:
         if is_scalar(value):
             seen["observation"][f"observation/{key}"] = text(float(value))
     place = f"generators/{trainer.comm.rank}"
-    seen["generators"] = {f"{place}/{name}": checksum(state) for name, state in _random.get_state().items()}
+    seen["generators"] = {f"{place}/{name}": checksum(state) for name, state in _random.get_rng_state().items()}
     return seen | _models(trainer) | {"optimizer": dict(_optimizers(trainer))}
 
 
 def _models(trainer: Trainer) -> Look:
     seen: Look = {"parameters": {}, "buffers": {}}
     for name, model in trainer.updater.get_all_models().items():
-        inner = unwrapped(model)
+        inner = unwrap(model)
         parameters = {path for path, _ in inner.named_parameters(remove_duplicate=False)}
         for path, value in inner.state_dict().items():
             kind = "parameters" if path in parameters else "buffers"

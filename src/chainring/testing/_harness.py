@@ -84,15 +84,15 @@ class Course:
 
     def run(self) -> dict[int, dict[str, str]]:
         """Runs it in a directory that is removed afterwards."""
-        start = _random.get_state()
+        start = _random.get_rng_state()
         state: dict[str, str] = {}
         cuts = sorted(set(self.resumed_after))
-        with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory, _random.preserved():
+        with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory, _random.preserve_rng():
             for number, stop in enumerate([*cuts, self.iterations]):
                 saved = Path(directory) / "saved" / str(number)
                 with ExitStack() as inside:
                     clock = None if self.seconds is None else inside.enter_context(ManualClock(_PART * number))
-                    _random.set_state(start)
+                    _random.set_rng_state(start)
                     trainer, part = self.build(str(Path(directory) / "out"))
                     self._watch(trainer, part, clock)
                     trainer.stop_trigger = get_stop_trigger((stop, "iteration"))
@@ -242,7 +242,7 @@ class _Fails(Extension):
 
 def require_finalized(build: Build, planned: Planned, remedy: str) -> None:
     """After a run that ends so, no ``on_error`` or ``finalize`` has added an error, and ``finalize`` may be called again."""
-    with tempfile.TemporaryDirectory(prefix="chainring-testing-") as out, _random.preserved(), ManualClock():
+    with tempfile.TemporaryDirectory(prefix="chainring-testing-") as out, _random.preserve_rng(), ManualClock():
         trainer, part = build(out)
         trainer.extend(_Fails(planned), name="fails")
         trainer.stop_trigger = get_stop_trigger((5, "iteration"))

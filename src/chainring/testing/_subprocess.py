@@ -134,7 +134,7 @@ class Watch:
         clocks = [entry.name for entry in trainer._ordered() if isinstance(entry.trigger, TimeTrigger)]
         facts = {
             "threads": torch.get_num_threads(),
-            "inexact": _random.why_inexact(),
+            "inexact": _random.nondeterminism_reason(),
             "logs": _logs(trainer),
             "clocks": clocks,
         }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chainring._naming import unwrapped
+from chainring._naming import unwrap
 from chainring.testing._fingerprint import checksum, text
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def memory(trainer: Trainer, stop_trigger: Any) -> dict[str, str]:
     """By a path that a reader understands, such as ``model 'main'.calls``, what stands there."""
     walk = _Walk()
     for name, model in trainer.updater.get_all_models().items():
-        walk.visit(f"model {name!r}", unwrapped(model), 0)
+        walk.visit(f"model {name!r}", unwrap(model), 0)
     for name, source in trainer.updater.get_all_iterators().items():
         walk.visit(f"iterator {name!r}", source, 0)
     walk.visit("updater", trainer.updater, 0)

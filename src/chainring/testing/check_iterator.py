@@ -61,13 +61,13 @@ class Walk:
             raise TypeError(f"make is a function that makes a new iterator at each call, got {make!r}; write lambda: ...")
         self._make = make
         self._limit = limit
-        self._start = _random.get_state()
+        self._start = _random.get_rng_state()
         self.has_ended = False
 
     @contextmanager
     def fresh(self) -> Iterator[Any]:
         """A new iterator, made while the generators stand where they were at first; it is finalized afterwards."""
-        _random.set_state(self._start)
+        _random.set_rng_state(self._start)
         iterator = self._make()
         missing = [name for name in (*_COUNTER_NAMES, "__next__", "reset") if not hasattr(iterator, name)]
         remedy = "Derive it from chainring.iterators.Iterator; a loader is wrapped by LoaderIterator"
@@ -171,7 +171,7 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
         AssertionError: a rule does not hold.
     """
     walk = Walk(make, batches)
-    with _random.preserved():
+    with _random.preserve_rng():
         whole = walk.whole()
         require_epochs(whole, _COUNTS)
         again = walk.take(len(whole))
@@ -196,9 +196,9 @@ def _require_apart(walk: Walk, whole: list[Row]) -> None:
     with walk.fresh() as iterator:
         for _ in whole:
             random.random(), np.random.rand(), torch.rand(1)
-            before = checksum(_random.get_state())
+            before = checksum(_random.get_rng_state())
             rows.append(row_of(iterator))
-            after = checksum(_random.get_state())
+            after = checksum(_random.get_rng_state())
             rule = "global random generators stand after a batch where they stood before it"
             remedy = "Draw from a generator of its own, seeded for each epoch, or put them back"
             require(before == after, rule, f"batch {len(rows) - 1} moves them", remedy)

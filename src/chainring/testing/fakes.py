@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from chainring._progress import exact
+from chainring._progress import to_fraction
 from chainring.reporting.reporter import report
 from chainring.training.updaters.base import Updater
 
@@ -72,7 +72,7 @@ class FakeUpdater(Updater):
     """
 
     def __init__(self, epoch_length: float = 1, values: Values | None = None) -> None:
-        self._epoch_length = exact(epoch_length)
+        self._epoch_length = to_fraction(epoch_length)
         if self._epoch_length <= 0:
             raise ValueError(f"an epoch has more than 0 iterations, got epoch_length={epoch_length!r}")
         self.epoch_length = epoch_length

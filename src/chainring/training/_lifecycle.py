@@ -14,8 +14,8 @@ import torch
 
 from chainring import _random
 from chainring._messages import said
-from chainring._naming import named_parts
-from chainring.iterators.base import share_out
+from chainring._naming import named_submodules
+from chainring.iterators.base import share_among_ranks
 from chainring.training import _run_record
 from chainring.training._run_directory import RunDirectory
 from chainring.training._signals import Interruption
@@ -101,11 +101,11 @@ def prepare(trainer: Trainer) -> None:
     """What must be in place before an extension is initialized: the names of models, the shares of data."""
     updater, comm = trainer.updater, trainer.comm
     for name, model in updater.get_all_models().items():
-        for path, part in named_parts(name, model):
+        for path, part in named_submodules(name, model):
             trainer.reporter.add_observer(path, part)
     comm.begin()
     for source in updater.get_all_iterators().values():
-        share_out(source, comm)
+        share_among_ranks(source, comm)
     if hasattr(updater, "start"):
         updater.start()
 
@@ -138,7 +138,7 @@ def _call_before_training(trainer: Trainer, entries: list[Entry]) -> None:
 def _restore_generators(trainer: Trainer) -> None:
     restored, rank = trainer._restored, trainer.comm.rank
     if restored.generators is not None:
-        _random.set_state(restored.generators)
+        _random.set_rng_state(restored.generators)
         restored.generators = None
     elif restored.happened:  # saved by fewer ranks
         _random.seed_all("rank", rank, trainer.updater.iteration)

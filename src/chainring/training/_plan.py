@@ -7,7 +7,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from chainring._progress import main_iterator
+from chainring._progress import find_main_iterator
 from chainring.training.triggers.base import never, shown, start
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ImaginedUpdater:
 def imagined(trainer: Trainer) -> ImaginedUpdater:
     """An imagined updater that stands where the trainer's stands."""
     updater = trainer.updater
-    iterator = main_iterator(updater)
+    iterator = find_main_iterator(updater)
     progress = getattr(iterator, "progress", None)
     if progress is None or not progress[2]:
         return ImaginedUpdater(updater.iteration, Fraction(0), None)

@@ -70,7 +70,7 @@ def _put_back(trainer: Trainer, entries: list[Entry]) -> Generator[None]:
     _visit(saved, trainer, entries)
     out, observation = trainer.out, trainer.observation
     try:
-        with _random.preserved(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
+        with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
             trainer.out, trainer.is_rehearsing = scratch, True
             yield
     except BaseException as error:

@@ -18,7 +18,7 @@ import torch
 from chainring import _environment
 from chainring._files import plain, replace
 from chainring._messages import changed_setting
-from chainring._naming import without_wrappers
+from chainring._naming import name_cleaner
 from chainring.training._plan import plan_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _models(trainer: Trainer) -> dict[str, Any]:
     """Of each model its class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
     found = {}
     for name, model in trainer.updater.get_all_models().items():
-        clean = without_wrappers(model)
+        clean = name_cleaner(model)
         parameters = {clean(path).replace(".", "/"): each for path, each in model.named_parameters()}
         shapes = {path: _shape(parameter) for path, parameter in parameters.items()}
         frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]

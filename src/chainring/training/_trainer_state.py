@@ -133,7 +133,7 @@ def _generators(trainer: Trainer, serializer: AbstractSerializer, restored: Rest
         if trainer.comm.rank == 0 and len(saved) != trainer.comm.size:
             changed_setting("number of ranks", len(saved), trainer.comm.size, _OTHER_RANKS)
         return serializer(own, None) if own in saved else None
-    drawn = restored.generators or _random.get_state()
+    drawn = restored.generators or _random.get_rng_state()
     if serializer.comm.size == 1:
         serializer(own, drawn)
     else:

@@ -11,9 +11,9 @@ from torch import nn
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
-from chainring._naming import named_parts
+from chainring._naming import named_submodules
 from chainring.converters import Device, as_device, concat_examples
-from chainring.iterators.base import Iterator, share_out
+from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting._metrics import own_metrics
 from chainring.reporting.reporter import Reporter, report
@@ -104,7 +104,7 @@ class Evaluator(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._comm = trainer.comm
         for source in self._iterators.values():
-            share_out(source, trainer.comm)
+            share_among_ranks(source, trainer.comm)
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluates, and reports the means under the name that the extension has in the trainer; returns them so."""
@@ -122,12 +122,12 @@ class Evaluator(Extension):
         getattr(iterator, "rewind", iterator.reset)()
         reporter = Reporter()
         for name, model in self._targets.items():
-            for path, part in named_parts(name, model):
+            for path, part in named_submodules(name, model):
                 reporter.add_observer(path, part)
         summary = DictSummary()
         if self._comm.size > 1:  # of a model in training, each rank has statistics of its own share
             self._comm.broadcast([buffer for model in self._targets.values() for buffer in model.buffers()])
-        with torch.no_grad(), _random.preserved(), own_metrics(self._targets.values()), _evaluating(self._targets):
+        with torch.no_grad(), _random.preserve_rng(), own_metrics(self._targets.values()), _evaluating(self._targets):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from chainring._distributed.sharding import is_sharded
-from chainring._naming import unwrapped
+from chainring._naming import unwrap
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 
@@ -51,7 +51,7 @@ class ExponentialMovingAverage(Extension):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
         self.decay = decay
-        self._source: nn.Module = unwrapped(model)
+        self._source: nn.Module = unwrap(model)
         _refuse_lazy(self._source)
         # Its counter stays on the host, where it is asked in every update.
         follow = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]

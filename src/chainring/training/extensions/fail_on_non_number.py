@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from chainring import _random
 from chainring._distributed.sharding import local
 from chainring._messages import said
-from chainring._naming import unwrapped
+from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Encoded, read_state
 from chainring.serializers._store import Store
 from chainring.serializers.base import DictionaryDeserializer, References, copied, load_module
@@ -144,9 +144,9 @@ class FailOnNonNumber(Extension):
         assert self._trainer is not None
         if self._before is None:
             self._batches = []
-            self._before = {"generators": _random.get_state()}
+            self._before = {"generators": _random.get_rng_state()}
             for name, model in self._trainer.updater.get_all_models().items():
-                buffers = dict(unwrapped(model).named_buffers())
+                buffers = dict(unwrap(model).named_buffers())
                 self._before |= {f"{name}/{path.replace('.', '/')}": copied(buffer) for path, buffer in buffers.items()}
         self._batches.append(batch)
 
@@ -188,7 +188,7 @@ class FailOnNonNumber(Extension):
         state("generators", before.pop("generators"))
         state("batches", self._batches)
         for name, model in trainer.updater.get_all_models().items():
-            for path, value in unwrapped(model).state_dict().items():
+            for path, value in unwrap(model).state_dict().items():
                 key = f"{name}/{path.replace('.', '/')}"
                 state(f"model:{key}", before.get(key, value))
         store, name = Store(trainer.out), f"non_number_iter_{iteration}"
@@ -240,12 +240,12 @@ class FailOnNonNumber(Extension):
         for name, model in updater.get_all_models().items():
             prefix = f"model:{name}/"
             saved = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            load_module(DictionaryDeserializer(saved), unwrapped(model))
+            load_module(DictionaryDeserializer(saved), unwrap(model))
         batches = iter(state["batches"])
 
         def give(batch: Any) -> Any:
             if not given:
-                _random.set_state(state["generators"])
+                _random.set_rng_state(state["generators"])
             given.append(batch)
             return next(batches)
 

@@ -225,7 +225,7 @@ class LogReport(Extension):
         """Calls a method of each writer that works. The services behind them may draw random numbers; the run sees none."""
         for writer in list(self._working):
             try:
-                with _random.host_preserved():
+                with _random.preserve_host_rng():
                     getattr(writer, method, _nothing)(message)
             except Exception as error:
                 self._working.remove(writer)

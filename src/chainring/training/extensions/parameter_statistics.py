@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._distributed.sharding import whole
-from chainring._naming import without_wrappers
+from chainring._naming import name_cleaner
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
@@ -116,7 +116,7 @@ class ParameterStatistics(Extension):
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What there is to look at, each with the beginning of its keys; what holds no number is passed over."""
         for name, model in self._models.items():
-            clean = without_wrappers(model)
+            clean = name_cleaner(model)
             for path, parameter in model.named_parameters():
                 for attribute in self._attributes:
                     tensor = parameter.detach() if attribute == "data" else parameter.grad

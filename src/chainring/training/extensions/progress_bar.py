@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from chainring._progress import exact, require_epochs
+from chainring._progress import check_epoch_period, to_fraction
 from chainring.training.extension import Extension
 from chainring.training.extensions._display import bar_of_widgets, columns_of, flush, is_notebook, is_terminal
 
@@ -79,7 +79,7 @@ class ProgressBar(Extension):
     def _find_length(self, trainer: Trainer) -> tuple[float | None, str]:
         length: Any = self._training_length
         if length is not None and length[1] == "epoch":
-            require_epochs(trainer.updater, exact(length[0]))
+            check_epoch_period(trainer.updater, to_fraction(length[0]))
         if length is None and hasattr(trainer.stop_trigger, "get_training_length"):
             length = trainer.stop_trigger.get_training_length()
         return (None, "iteration") if length is None or length[1] == "second" else length

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chainring._naming import without_wrappers
+from chainring._naming import name_cleaner
 from chainring.serializers._background import Background, Staging
 from chainring.serializers._checkpoint import Encoded, is_module, load, save_tensors, state_of, tensors_of
 from chainring.serializers._store import Manifest, Store, newest
@@ -377,7 +377,7 @@ def _leave_out_frozen(state: References, whole: Any) -> int:
     if hasattr(whole, "updater"):
         models = {f"updater/model:{name}/": model for name, model in whole.updater.get_all_models().items()}
     for prefix, model in models.items():
-        clean = without_wrappers(model)
+        clean = name_cleaner(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             path = prefix + clean(name).replace(".", "/")
             if not parameter.requires_grad and path in state.target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, exact, exact_epochs, require_epochs
+from chainring._progress import UNITS, check_epoch_period, count_epochs, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
@@ -38,7 +38,7 @@ class IntervalTrigger(Trigger):
             raise ValueError(f'the unit of an interval is "iteration" or "epoch", got {unit!r}')
         self.period = period
         self.unit = unit
-        self._period = exact(period)
+        self._period = to_fraction(period)
         self._ratio = self._period.as_integer_ratio()
         if self._period <= 0:
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
@@ -70,7 +70,7 @@ class IntervalTrigger(Trigger):
         numerator, denominator = self._ratio
         if self.unit == "iteration":
             return trainer.updater.iteration * denominator // numerator
-        return exact_epochs(trainer.updater) * denominator // numerator
+        return count_epochs(trainer.updater) * denominator // numerator
 
     def _count(self, crossed: int) -> None:
         numerator, denominator = self._ratio
@@ -87,7 +87,7 @@ class IntervalTrigger(Trigger):
 
     def initialize(self, trainer: Trainer) -> None:
         if self.unit == "epoch":
-            require_epochs(trainer.updater, self._period)
+            check_epoch_period(trainer.updater, self._period)
         super().initialize(trainer)
         if self._crossed is None:
             self._count(self._multiples(trainer))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, exact, exact_epochs, require_epochs
+from chainring._progress import UNITS, check_epoch_period, count_epochs, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
@@ -31,9 +31,9 @@ class ManualScheduleTrigger(Trigger):
     def __init__(self, points: float | Iterable[float], unit: str) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of a schedule is "iteration" or "epoch", got {unit!r}')
-        self.points = sorted(points if isinstance(points, Iterable) else [points], key=exact)
+        self.points = sorted(points if isinstance(points, Iterable) else [points], key=to_fraction)
         self.unit = unit
-        self._points = [exact(point) for point in self.points]
+        self._points = [to_fraction(point) for point in self.points]
         self._passed: Fraction | None = None
 
     @property
@@ -50,7 +50,7 @@ class ManualScheduleTrigger(Trigger):
 
     def _progress(self, trainer: Trainer) -> Fraction:
         updater = trainer.updater
-        return Fraction(updater.iteration) if self.unit == "iteration" else exact_epochs(updater)
+        return Fraction(updater.iteration) if self.unit == "iteration" else count_epochs(updater)
 
     def forget(self) -> None:
         self._passed = None
@@ -58,7 +58,7 @@ class ManualScheduleTrigger(Trigger):
     def initialize(self, trainer: Trainer) -> None:
         if self.unit == "epoch":
             for point in self._points:
-                require_epochs(trainer.updater, point)
+                check_epoch_period(trainer.updater, point)
         super().initialize(trainer)
         if self._passed is None:
             self._passed = self._progress(trainer)

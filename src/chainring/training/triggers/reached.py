@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, exact, exact_epochs, require_epochs
+from chainring._progress import UNITS, check_epoch_period, count_epochs, to_fraction
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -34,7 +34,7 @@ class ReachedTrigger:
             )
         self.length = length
         self.unit = unit
-        self._length = exact(length)
+        self._length = to_fraction(length)
         if self._length < 0:
             raise ValueError(f"a training length is 0 or above, got {length!r}; None trains until the data end")
         self._iterations = math.ceil(self._length)
@@ -49,12 +49,12 @@ class ReachedTrigger:
             is_reached = trainer.elapsed_time >= self._seconds
             return is_reached if trainer.comm.size == 1 else bool(trainer.comm.broadcast_object(is_reached))
         updater = trainer.updater
-        return updater.epoch_detail >= self._wait and exact_epochs(updater) >= self._length
+        return updater.epoch_detail >= self._wait and count_epochs(updater) >= self._length
 
     def initialize(self, trainer: Trainer) -> None:
         """Refuses epochs where the updater does not count them."""
         if self.unit == "epoch" and self._length:
-            require_epochs(trainer.updater, self._length)
+            check_epoch_period(trainer.updater, self._length)
 
     def get_training_length(self) -> tuple[float, str]:
         """The length and its unit, for an extension that shows how far training is."""

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from chainring._progress import exact
+from chainring._progress import to_fraction
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.triggers.base import Trigger
 
@@ -28,7 +28,7 @@ class TimeTrigger(Trigger):
     """
 
     def __init__(self, period: float) -> None:
-        if exact(period) <= 0:
+        if to_fraction(period) <= 0:
             raise ValueError(f"a period in seconds is above 0, got {period!r}")
         self.period = period
         self._began = time.monotonic()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, laid_out_like
 from chainring._messages import changed_setting
-from chainring._naming import without_wrappers
+from chainring._naming import name_cleaner
 from chainring.serializers.base import AbstractSerializer, Serializer
 
 
@@ -19,7 +19,7 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
     """The name of each parameter by its id, such as ``main/predictor/l1/weight``; one that is tied has its first."""
     names: dict[int, str] = {}
     for model_name, model in models.items():
-        clean = without_wrappers(model)
+        clean = name_cleaner(model)
         for path, parameter in model.named_parameters():
             names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
     return names

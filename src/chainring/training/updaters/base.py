@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
-from chainring._naming import unwrapped
-from chainring._progress import main_iterator
+from chainring._naming import unwrap
+from chainring._progress import find_main_iterator
 from chainring.serializers.base import AbstractSerializer, Stateful
 from chainring.training.updaters._optimizer_state import OptimizerState, parameter_names
 
@@ -74,7 +74,7 @@ class Updater(Stateful):
             name in vars(self) or getattr(type(self), name) is not getattr(Updater, name)
             for name in ("epoch", "epoch_detail")
         )
-        return own or main_iterator(self) is not None
+        return own or find_main_iterator(self) is not None
 
     def connect_trainer(self, trainer: Trainer) -> None:
         """Called at the end of the trainer's construction."""
@@ -94,7 +94,7 @@ class Updater(Stateful):
 
     def get_all_iterators(self) -> dict[str, Any]:
         """Every iterator by its name; by default the main one, if there is one."""
-        iterator = main_iterator(self)
+        iterator = find_main_iterator(self)
         return {} if iterator is None else {"main": iterator}
 
     def get_model(self, name: str) -> nn.Module:
@@ -133,7 +133,7 @@ class Updater(Stateful):
         for name, iterator in self.get_all_iterators().items():
             serializer.visit(f"iterator:{name}", iterator)
         for name, model in self.get_all_models().items():
-            serializer.visit(f"model:{name}", unwrapped(model))
+            serializer.visit(f"model:{name}", unwrap(model))
         names = parameter_names(self.get_all_models())
         for name, optimizer in self.get_all_optimizers().items():
             serializer.visit(f"optimizer:{name}", OptimizerState(optimizer, names, name, self.constructed.get(name)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 
-from chainring._naming import named_parts, unwrapped
+from chainring._naming import named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples, to_device
 from chainring.reporting._metrics import is_metric
 from chainring.reporting._scalars import weighted_means
@@ -117,8 +117,8 @@ def _check_form(main: nn.Module, replica: nn.Module, name: str) -> None:
 
 def _form(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Every module and every parameter; a parameter has a shape and a dtype, if it has been decided."""
-    parts: dict[str, tuple[Any, ...]] = {f"module {path!r}": ("module",) for path, _ in unwrapped(model).named_modules()}
-    for path, held in unwrapped(model).named_parameters():
+    parts: dict[str, tuple[Any, ...]] = {f"module {path!r}": ("module",) for path, _ in unwrap(model).named_modules()}
+    for path, held in unwrap(model).named_parameters():
         parts[path] = ("open",) if is_lazy(held) else (held.shape, held.dtype)
     return parts
 
@@ -132,7 +132,7 @@ def refresh(main: nn.Module, replica: nn.Module) -> None:
 
     What has no shape yet in the main model is left out.
     """
-    main, replica = unwrapped(main), unwrapped(replica)
+    main, replica = unwrap(main), unwrap(replica)
     with torch.no_grad():
         for ours, theirs in zip(main.parameters(), replica.parameters(), strict=True):
             if ours is theirs or is_lazy(ours):
@@ -166,7 +166,7 @@ def is_unshaped(model: nn.Module) -> bool:
 def bring_gradients(replica: nn.Module, main: nn.Module) -> None:
     """Adds the gradients of a replica to those of the main model, and leaves the replica without."""
     with torch.no_grad():
-        for ours, theirs in zip(unwrapped(main).parameters(), unwrapped(replica).parameters(), strict=True):
+        for ours, theirs in zip(unwrap(main).parameters(), unwrap(replica).parameters(), strict=True):
             if ours is theirs or is_lazy(theirs) or theirs.grad is None:
                 continue
             gradient = theirs.grad.to(ours.device)
@@ -292,7 +292,7 @@ class ParallelUpdater(StandardUpdater):
         if reporter is None or reporter is self._named_in:
             return
         for replica in self._replicas[1:]:
-            for path, part in named_parts("main", replica.model):
+            for path, part in named_submodules("main", replica.model):
                 reporter.add_observer(path, part)
         self._named_in = reporter
 
