@@ -1,4 +1,4 @@
-"""What a run says about itself in plain words."""
+"""Messages of a run to its user: printed lines and changed settings."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-_silent = False
-_noted: ContextVar[dict[str, list[Any]] | None] = ContextVar("_noted", default=None)
+_is_muted = False
+_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
 
 
-def be_silent() -> None:
-    """Lets this process say nothing from now on: of several ranks, one speaks for all."""
-    global _silent
-    _silent = True
+def mute() -> None:
+    """Let this process print nothing from now on; of several ranks, only the first prints."""
+    global _is_muted
+    _is_muted = True
 
 
-def said(text: str) -> None:
-    """Prints what the run does that its reader should know."""
-    if not _silent:
+def info(text: str) -> None:
+    """Print a line for the user, unless this process is muted."""
+    if not _is_muted:
         print(text, flush=True)
 
 
-def changed_setting(what: str, saved: Any, given: Any, holds: str = "the new value holds") -> None:
-    """Prints that a resumed run has another setting than the one it continues, and which of the two holds."""
-    noted = _noted.get()
-    if noted is not None:
-        noted[what.removesuffix(",")] = [saved, given]
-    said(f"resumed with {what} {given!r}, where the saved run had {saved!r}: {holds}")
+def announce_change(name: str, saved: Any, given: Any, consequence: str = "the new value holds") -> None:
+    """Print that a setting of a resumed run differs from that of the run which it continues, and which one holds."""
+    changes = _recorded.get()
+    if changes is not None:
+        changes[name.removesuffix(",")] = [saved, given]
+    info(f"resumed with {name} {given!r}, where the saved run had {saved!r}: {consequence}")
 
 
 @contextmanager
-def noting(changes: dict[str, list[Any]]) -> Iterator[None]:
-    """What `changed_setting` says inside is also put into ``changes``: by its name, the old value and the new."""
-    token = _noted.set(changes)
+def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
+    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
+    token = _recorded.set(changes)
     try:
         yield
     finally:
-        _noted.reset(token)
+        _recorded.reset(token)

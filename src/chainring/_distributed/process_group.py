@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from chainring._distributed.communicator import Communicator, RankFailed
-from chainring._messages import be_silent
+from chainring._messages import mute
 from chainring.converters import Device, as_device
 
 _WORDS, _HEARD = "chainring/last words", "chainring/heard"
@@ -186,7 +186,7 @@ class ProcessGroupCommunicator(Communicator):
         self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open = True
         if self.rank != 0:
-            be_silent()
+            mute()
         atexit.register(self.close)
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:

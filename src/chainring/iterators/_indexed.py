@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from chainring._messages import changed_setting
+from chainring._messages import announce_change
 from chainring._random import Indices, epoch_order, stable_hash
 from chainring.iterators.base import Batch, Iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
@@ -279,7 +279,7 @@ class IndexedIterator(Iterator):
         current, number = self._key(self.epoch)
         self._seed, self._earlier_seed, self._switch = given, current, number + (self.current_position > 0)
         holds = "the epoch under way keeps its order, the next has that of the new seed"
-        changed_setting(f"seed of iterator {self.name!r}", seed, given, holds)
+        announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
 
 
 def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, laid_out_like
-from chainring._messages import changed_setting
+from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 
 
@@ -140,7 +140,7 @@ def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: st
     except KeyError:  # of a snapshot that was made before it was recorded
         return
     if saved != value:
-        changed_setting(name, saved, value)
+        announce_change(name, saved, value)
 
 
 def has_state(obj: Any) -> bool:

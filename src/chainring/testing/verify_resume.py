@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from chainring._messages import said
+from chainring._messages import info
 from chainring.serializers._checkpoint import STATE
 from chainring.testing._diff import compare, iterations_of, told
 from chainring.testing._subprocess import KILLED, RESUMED, SNAPSHOT, WHOLE, Task, run_made
@@ -112,7 +112,7 @@ def verify_script(
     def launch(task: Task) -> int:
         command = [sys.executable, "-m", "chainring.testing._subprocess", json.dumps(vars(task)), script, *arguments]
         with open(task.place("output"), "ab") as output:
-            said(f"{script}: {_SAID[task.part]}")
+            info(f"{script}: {_SAID[task.part]}")
             return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
 
     return tried(launch, iterations, kill_after, directory)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring import _random
-from chainring._messages import said
+from chainring._messages import info
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.training import _run_record
@@ -234,7 +234,7 @@ def go_back(trainer: Trainer, reason: RollBack) -> None:
     if not found:
         raise reason
     iteration, load = max(found, key=lambda offer: offer[0])
-    said(f"{reason}; the run goes back to iteration {iteration}")
+    info(f"{reason}; the run goes back to iteration {iteration}")
     for entry in entries:
         entry.method("finalize")()
     begin(trainer, entries, [], lambda *_: load())

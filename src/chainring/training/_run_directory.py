@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Formatter
 
 from chainring._files import DirectoryLock, flush_directory, numbered
-from chainring._messages import said
+from chainring._messages import info
 from chainring.serializers._store import Manifest, Store
 
 _SHOWN = 6
@@ -49,7 +49,7 @@ class RunDirectory:
         own = list(self._own(templates))
         if own:
             moved = self._move(own, "previous")
-            said(f"{self.path} holds an earlier run: {_listed(own)} moved to {moved}")
+            info(f"{self.path} holds an earlier run: {_listed(own)} moved to {moved}")
 
     def go_back(self, templates: Iterable[str], iteration: int) -> None:
         """Moves snapshots of later iterations to ``abandoned/<n>``, for a run that continues from this one.
@@ -64,7 +64,7 @@ class RunDirectory:
         later = [name for name in own if "/" not in name and self._store.linked(name) in later] + later
         files = [name for name in own if (self.path / name).is_file() and name not in later]
         moved = self._move(later, "abandoned", copies=files)
-        said(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")
+        info(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")
 
     def _own(self, templates: Iterable[str]) -> dict[str, float | None]:
         """The run's own entries and the iteration of each, infinite for a damaged snapshot, ``None`` for other files."""

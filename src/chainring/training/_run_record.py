@@ -17,7 +17,7 @@ import torch
 
 from chainring import _environment
 from chainring._files import plain, replace
-from chainring._messages import changed_setting
+from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 from chainring.training._plan import plan_of
 
@@ -132,11 +132,11 @@ def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key):
                 changed[f"{part}.{key}"] = [before.get(key), now.get(key)]
-                changed_setting(f"{label} {key}", before.get(key), now.get(key), consequence)
+                announce_change(f"{label} {key}", before.get(key), now.get(key), consequence)
     for part, consequence in (("git_commit", "the code of now runs"), ("device", inexact), ("threads", inexact)):
         if earlier.get(part) != settings[part]:
             changed[part] = [earlier.get(part), settings[part]]
-            changed_setting(part, earlier.get(part), settings[part], consequence)
+            announce_change(part, earlier.get(part), settings[part], consequence)
     return changed
 
 

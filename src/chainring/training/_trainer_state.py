@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring import _random
-from chainring._messages import changed_setting, noting
+from chainring._messages import announce_change, recording_changes
 from chainring.reporting._scalars import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method, visit_setting
 from chainring.training.triggers.base import setting_of
@@ -57,7 +57,7 @@ class Restored:
             self._new.append(entry.name)
             return
         saved, own = self._saved.pop(entry.name), entry.kinds
-        with noting(self.changes):
+        with recording_changes(self.changes):
             if saved[0] == own[0]:
                 visit_part(self._source["extensions"], entry.name, entry.extension)
             else:
@@ -86,7 +86,7 @@ def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[En
     """
     if isinstance(serializer, Deserializer):
         restored.changes = {}
-    with noting(restored.changes):
+    with recording_changes(restored.changes):
         _visit(trainer, serializer, entries, restored)
 
 
@@ -131,7 +131,7 @@ def _generators(trainer: Trainer, serializer: AbstractSerializer, restored: Rest
     if isinstance(serializer, Deserializer):
         saved = {path.partition("/")[0] for path in serializer.paths()}
         if trainer.comm.rank == 0 and len(saved) != trainer.comm.size:
-            changed_setting("number of ranks", len(saved), trainer.comm.size, _OTHER_RANKS)
+            announce_change("number of ranks", len(saved), trainer.comm.size, _OTHER_RANKS)
         return serializer(own, None) if own in saved else None
     drawn = restored.generators or _random.get_rng_state()
     if serializer.comm.size == 1:

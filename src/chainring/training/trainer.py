@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from chainring._distributed.communicator import as_communicator
-from chainring._messages import said
+from chainring._messages import info
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
 from chainring.training import _plan, _rehearsal, _trainer_state
@@ -224,7 +224,7 @@ class Trainer(Stateful):
             self._take(due, entries)
         if signalled:
             saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
-            said(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
+            info(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
 
     def _is_due(self, entry: Entry) -> bool:
         """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""

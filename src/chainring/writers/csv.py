@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from chainring._files import numbered, plain, replace
-from chainring._messages import said
+from chainring._messages import info
 from chainring.writers._common import checked_name, template
 from chainring.writers.base import Record, Run, Writer
 
@@ -110,4 +110,4 @@ def _iteration(row: dict[str, str]) -> float:
 def _set_aside(path: Path) -> None:
     place = numbered(path.parent / "abandoned") / path.name
     os.rename(path, place)
-    said(f"{path} holds rows that this run does not continue: moved to {place}")
+    info(f"{path} holds rows that this run does not continue: moved to {place}")

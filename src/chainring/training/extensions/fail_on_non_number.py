@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from chainring import _random
 from chainring._distributed.sharding import local
-from chainring._messages import said
+from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Encoded, read_state
 from chainring.serializers._store import Store
@@ -176,7 +176,7 @@ class FailOnNonNumber(Extension):
         text += f"; FailOnNonNumber.replay({str(bundle)!r}, updater) repeats it" if bundle is not None else ""
         if self.policy == "stop":
             raise NonNumberError(text)
-        said(f"{text}; its step is left out")
+        info(f"{text}; its step is left out")
         for parameter in parameters:
             parameter.grad = None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import _random
 from chainring._files import numbered, plain, replace, restored
-from chainring._messages import said
+from chainring._messages import info
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
@@ -76,7 +76,7 @@ class LogFile:
         if self.lines.exists() and self.lines.stat().st_size:
             place = numbered(self.lines.parent / "abandoned") / self.lines.name
             os.rename(self.lines, place)
-            said(f"{self.lines} holds rows that this run does not continue: moved to {place}")
+            info(f"{self.lines} holds rows that this run does not continue: moved to {place}")
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the lines at once, and to the array when it is due."""

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chainring._messages import changed_setting
+from chainring._messages import announce_change
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer, Serializer, copied, has_state
 from chainring.training.extension import Extension
@@ -91,7 +91,7 @@ class LRScheduler(Extension):
                     continue  # the updater has let it hold
                 elif key not in defaults and _differs(key, made, before):
                     if key != "initial_lr":  # which is told as the base_lrs of the scheduler
-                        changed_setting(f"{key} of the scheduler, group {index},", before[key], made[key])
+                        announce_change(f"{key} of the scheduler, group {index},", before[key], made[key])
                     write(group, key, made[key])
                 else:
                     write(group, key, value)
@@ -142,7 +142,7 @@ class LRScheduler(Extension):
         if monitor != self.monitor:
             self._summary = DictSummary()
         if kind != own:
-            changed_setting("the scheduler", kind, own, "the new one starts from here")
+            announce_change("the scheduler", kind, own, "the new one starts from here")
             return
         self._pending, self._seen = saved, live.groups
         self.scheduler.load_state_dict(_with_changes(state, self._made_state, made, own))
@@ -159,7 +159,7 @@ def _with_changes(state: Any, made: Any, before: Any, name: str) -> Any:
         return [_with_changes(*each, name) for each in zip(state, made, before, strict=True)]
     if same(made, before):
         return state
-    changed_setting(f"{name} of the scheduler", before, made)
+    announce_change(f"{name} of the scheduler", before, made)
     return copied(made)
 
 

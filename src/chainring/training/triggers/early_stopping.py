@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from chainring._messages import said
+from chainring._messages import info
 from chainring.serializers.base import AbstractSerializer, has_state, serialize_method
 from chainring.training.triggers._get_trigger import get_stop_trigger
 from chainring.training.triggers.base import start
@@ -88,7 +88,7 @@ class EarlyStoppingTrigger(MeanTrigger):
         self._count += 1
         if self.verbose and self._count == self.patience:
             updater = trainer.updater
-            said(
+            info(
                 f"training stops early, at epoch {updater.epoch}, iteration {updater.iteration}: {self.key} has been "
                 f"no better than {self._best} in {self.patience} checks, and was {mean} in the last"
             )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, laid_out_like
-from chainring._messages import changed_setting
+from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 from chainring.serializers.base import AbstractSerializer, Serializer
 
@@ -101,7 +101,7 @@ class OptimizerState:
                     group[key] = value
                     if key == "lr" and "initial_lr" in group:
                         group["initial_lr"] = value
-                    changed_setting(f"{key} of optimizer {self._label!r}, group {number},", before[key], value)
+                    announce_change(f"{key} of optimizer {self._label!r}, group {number},", before[key], value)
 
     def _put_dtypes_back(self, state: Mapping[str, Any]) -> None:
         """Undoes the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
