@@ -41,12 +41,12 @@ def same(tensor, values, dtype):
     ],
 )
 def test_one_part_becomes_one_tensor(batch, values, dtype):
-    """Python floats float32, ints int64; arrays keep their dtype; a number is never truncated to the first's (R19)."""
+    """Python floats float32, ints int64; arrays keep their dtype; a number is never truncated to the first's."""
     assert same(concat_examples(batch), values, dtype)
 
 
 def test_tuples_give_a_tuple_of_tensors():
-    """One for each part (R19)."""
+    """Each element of the tuple is stacked by itself."""
     x, t = concat_examples([(np.zeros(2, np.float32), 1), (np.ones(2, np.float32), 2)])
     assert same(x, [[0, 0], [1, 1]], torch.float32)
     assert same(t, [1, 2], torch.int64)
@@ -60,7 +60,7 @@ def test_named_tuples_stay_named():
 
 
 def test_mappings_give_a_dict_in_the_order_of_the_first():
-    """Later examples may have another order (R19)."""
+    """Later examples may have another order."""
     joined = concat_examples([{"x": 1, "t": 2}, {"t": 4, "x": 3}])
     assert list(joined) == ["x", "t"]
     assert same(joined["t"], [2, 4], torch.int64)
@@ -159,7 +159,7 @@ class TestPadding:
     ],
 )
 def test_differing_structures_are_refused_by_position(batch, message):
-    """Nothing is truncated to the first example's form (Q13)."""
+    """Nothing is truncated to the first example's form."""
     with pytest.raises(ValueError, match=message):
         concat_examples(batch)
 

@@ -71,7 +71,7 @@ class TestIndexing:
         ],
     )
     def test_every_form_of_index_is_understood(self, dataset, index, expected):
-        """Negative numbers, slices, lists and arrays of integers or booleans, alike for all datasets (R20, Q15)."""
+        """Negative numbers, slices, lists and arrays of integers or booleans, alike for all datasets."""
         assert dataset[index] == expected
 
     @pytest.mark.parametrize("index", [5, -6, [0, 5], [True]])
@@ -102,7 +102,7 @@ def test_a_dataset_says_what_it_must_define(method, call):
 
 
 def test_a_tuple_dataset_gives_tuples_for_every_index():
-    """A slice, a list and an array of indices give lists of tuples alike (R20)."""
+    """A slice, a list and an array of indices give lists of tuples alike."""
     dataset = TupleDataset([1, 2, 3], "abc")
     assert dataset[0] == (1, "a")
     assert dataset[1:] == dataset[[1, 2]] == dataset[np.array([1, 2])] == [(2, "b"), (3, "c")]
@@ -174,7 +174,7 @@ def test_a_split_outside_the_dataset_is_refused(at):
 
 @pytest.mark.parametrize(("size", "n", "sizes"), [(10, 3, [4, 3, 3]), (3, 3, [1, 1, 1]), (7, 1, [7]), (0, 1, [0])])
 def test_parts_hold_every_example(size, n, sizes):
-    """No remainder is dropped; sizes differ by at most one (R20)."""
+    """No remainder is dropped; sizes differ by at most one."""
     parts = split_dataset_n(list(range(size)), n)
     assert [len(part) for part in parts] == sizes
     assert [x for part in parts for x in part] == list(range(size))

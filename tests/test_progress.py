@@ -1,4 +1,4 @@
-"""Exact progress: a number means the simplest fraction that rounds to it (T1)."""
+"""Exact progress: a number means the simplest fraction that rounds to it."""
 
 import math
 import random
@@ -68,7 +68,7 @@ class NoEpochs(training.Updater):
     ],
 )
 def test_a_number_is_the_simplest_fraction_that_rounds_to_it(value, fraction):
-    """A decimal or a quotient that a person wrote is taken as what they meant (T1)."""
+    """A decimal or a quotient that a person wrote is taken as what they meant."""
     assert to_fraction(value) == (fraction if value != 1e300 else Fraction(1e300))
 
 
@@ -129,7 +129,7 @@ def test_an_updater_that_counts_its_own_epochs_is_taken_at_its_word():
 
 
 def test_epochs_counted_in_floats_are_exact_tenths():
-    """A foreign epoch_detail of 0.1, 0.2, 0.3 and so on is read as tenths for 100 epochs (T1)."""
+    """A foreign epoch_detail of 0.1, 0.2, 0.3 and so on is read as tenths for 100 epochs."""
     updater = OwnEpochs()
     seen = []
     for _ in range(1000):

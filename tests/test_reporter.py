@@ -49,7 +49,7 @@ def reporter_of(**observers):
 
 
 def test_reporting_without_a_reporter_does_nothing():
-    """A model that reports runs outside a trainer too, registered or not (R11)."""
+    """A model that reports runs outside a trainer too, registered or not."""
     report({"loss": 1.0})
     report({"loss": 1.0}, nn.Linear(1, 1))
 
@@ -62,7 +62,7 @@ def test_asking_for_a_reporter_where_none_is_current_says_how_to_get_one(ask):
 
 
 def test_a_value_of_an_observer_has_its_name_before_the_key():
-    """And one without an observer just its key; the last report of a key holds (R11)."""
+    """And one without an observer just its key; the last report of a key holds."""
     model = nn.Linear(1, 1)
     observation = {}
     with reporter_of(main=model).scope(observation):
@@ -121,7 +121,7 @@ def test_reporting_inside_a_compiled_model_has_the_same_keys_and_values(tmp_path
 
 
 def test_scopes_nest_and_each_gets_its_own():
-    """Reporters form a stack; after a scope the one before is current again (R11)."""
+    """Reporters form a stack; after a scope the one before is current again."""
     outer, inner = Reporter(), Reporter()
     first, second, third = {}, {}, {}
     with outer.scope(first):
@@ -142,7 +142,7 @@ def fail_after_reporting():
 
 @pytest.mark.parametrize("scope", [report_scope, lambda observation: get_current_reporter().scope(observation)])
 def test_a_scope_is_left_when_an_error_passes_through(scope):
-    """Later reports do not leak into the inner observation (T22)."""
+    """Later reports do not leak into the inner observation."""
     outer, inner = {}, {}
     with Reporter().scope(outer):
         with pytest.raises(ZeroDivisionError), scope(inner):
@@ -163,7 +163,7 @@ def test_an_error_inside_the_only_scope_leaves_no_reporter_behind():
 
 
 def test_a_reporter_is_current_only_in_its_own_thread():
-    """Two threads report at once, each into its own; a third without a reporter does nothing (R11)."""
+    """Two threads report at once, each into its own; a third without a reporter does nothing."""
     observations, barrier = [{}, {}, {}], threading.Barrier(3, timeout=20)
 
     def work(number):
@@ -209,7 +209,7 @@ def test_a_change_in_place_after_the_report_does_not_reach_it(make):
 
 
 def test_strings_and_arrays_stay_in_the_observation_and_out_of_means():
-    """A reported string does not end the training (T21)."""
+    """A reported string does not end the training."""
     array, observation, summary = np.ones(3), {}, DictSummary()
     with Reporter().scope(observation):
         report({"name": "abc", "array": array, "rows": torch.ones(2), "nothing": None, "loss": 1.0})
@@ -231,7 +231,7 @@ def test_observers_are_held_weakly():
 
 
 def test_a_new_object_never_inherits_the_name_of_one_that_is_gone():
-    """Names are not keyed by an id that is given out again (T23)."""
+    """Names are not keyed by an id that is given out again."""
     reporter = Reporter()
     for _ in range(50):
         reporter.add_observer("old", nn.Linear(1, 1))
@@ -240,7 +240,7 @@ def test_a_new_object_never_inherits_the_name_of_one_that_is_gone():
 
 
 def test_an_object_without_weak_references_can_observe_too():
-    """It is kept alive, so its id stays its own (T23)."""
+    """It is kept alive, so its id stays its own."""
     reporter, observation = reporter_of(slotted=Slotted()), {}
     with reporter.scope(observation), pytest.raises(KeyError):
         report({"a": 1}, Slotted())

@@ -39,7 +39,7 @@ WEIGHTS = np.random.default_rng(4).integers(1, 9, 200)
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 65, 200])
 @pytest.mark.parametrize("of", [float, np.float64, np.asarray, torch.tensor])
 def test_mean_and_deviation_are_those_of_numpy(count, of):
-    """For any kind of scalar and any number of them; the deviation is the population's (R11)."""
+    """For any kind of scalar and any number of them; the deviation is the population's."""
     mean, deviation = summary_of([of(value) for value in DRAWN[:count]]).make_statistics()
     assert mean == pytest.approx(DRAWN[:count].mean(), rel=1e-6)
     assert deviation == pytest.approx(DRAWN[:count].std(), rel=1e-6, abs=1e-12)
@@ -47,27 +47,27 @@ def test_mean_and_deviation_are_those_of_numpy(count, of):
 
 @pytest.mark.parametrize("of", [int, float, np.int64, torch.tensor])
 def test_means_and_deviations_are_weighted(of):
-    """A weight is how often a value counts; tensors will do (R11)."""
+    """A weight is how often a value counts; tensors will do."""
     statistics = summary_of(DRAWN, [of(weight) for weight in WEIGHTS]).make_statistics()
     assert statistics == pytest.approx(weighted(DRAWN, WEIGHTS), rel=1e-12)
 
 
 @pytest.mark.parametrize("of", [float, lambda value: torch.tensor(value, dtype=torch.float64)])
 def test_equal_large_values_have_no_deviation(of):
-    """Three times 1e8 + 0.1; as mean of squares less square of mean it came out 1.41 (T24)."""
+    """Three times 1e8 + 0.1; as mean of squares less square of mean it came out 1.41."""
     mean, deviation = summary_of([of(1e8 + 0.1)] * 3).make_statistics()
     assert mean == pytest.approx(1e8 + 0.1, rel=1e-15)
     assert deviation < 1e-7
 
 
 def test_small_deviations_of_large_values_are_kept():
-    """Neither negative under the root nor lost (T24)."""
+    """Neither negative under the root nor lost."""
     values = [1e9, 1e9 + 1, 1e9 + 2]
     assert summary_of(values).make_statistics()[1] == pytest.approx(math.sqrt(2 / 3), rel=1e-12)
 
 
 def test_long_sums_of_float32_lose_nothing():
-    """20,000 tensors of 0.1 have the mean of one, to the last bit (T24)."""
+    """20,000 tensors of 0.1 have the mean of one, to the last bit."""
     tenth = torch.tensor(0.1)
     assert summary_of([tenth] * 20000).compute_mean() == float(tenth)
 
@@ -117,14 +117,14 @@ def test_what_is_no_single_real_number_is_refused(value):
 
 @pytest.mark.parametrize("weight", [np.ones(2), torch.ones(2), "1"])
 def test_a_weight_that_is_no_single_number_is_refused(weight):
-    """By both summaries (R11)."""
+    """Summary and DictSummary both refuse it."""
     for summary, value in ((Summary(), 1.0), (DictSummary(), {"a": 1.0})):
         with pytest.raises(ValueError, match="a weight is a single number"):
             summary.add(value, weight)
 
 
 def test_a_weight_that_a_value_brings_must_be_one_number_too():
-    """Found at the latest when the mean is asked for (R11)."""
+    """Found at the latest when the mean is asked for."""
     summary = DictSummary()
     summary.add({"a": (1.0, np.ones(2))})
     with pytest.raises(ValueError, match="a weight is a single number"):
@@ -153,7 +153,7 @@ def test_a_tensor_that_changes_afterwards_counts_as_it_was():
 @pytest.mark.parametrize("stops", [[], [1], [31], [32], [33], [5, 6, 40, 64, 120], list(range(200))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
 def test_a_mean_does_not_depend_on_where_state_was_saved(stops, dtype):
-    """Bit for bit, for a run that was saved and restored at any places (R9)."""
+    """Bit for bit, for a run that was saved and restored at any places."""
 
     def scalar(value):
         return float(value) if dtype is None else torch.tensor(value, dtype=dtype)
@@ -170,7 +170,7 @@ def test_a_mean_does_not_depend_on_where_state_was_saved(stops, dtype):
 
 
 def test_a_mean_does_not_depend_on_the_order_of_the_values():
-    """The sum is the correctly rounded one (T24)."""
+    """The sum is the correctly rounded one."""
     values = [1e16, 1.0, -1e16, 1.0]
     assert {summary_of(np.roll(values, shift).tolist()).compute_mean() for shift in range(4)} == {0.5}
 
@@ -198,7 +198,7 @@ def test_asking_for_a_mean_changes_nothing():
 
 
 def test_a_key_that_an_observation_lacks_does_not_count_as_zero():
-    """A key that was reported once is its own mean; keys come in the order in which they were first seen (R9)."""
+    """A key that was reported once is its own mean; keys come in the order in which they were first seen."""
     summary = DictSummary()
     for row in ({"a": 1.0}, {"a": 2.0, "b": 10}, {"c": 5.0, "a": 6.0}):
         summary.add(row)
@@ -233,7 +233,7 @@ def observation(number, keys):
 @pytest.mark.parametrize("kind", [int, float, torch.tensor], ids=["int", "float", "tensor"])
 @pytest.mark.parametrize("keys", MIXES.values(), ids=MIXES)
 def test_the_mean_of_each_key_is_that_of_its_values_however_they_are_mixed(keys, kind):
-    """To the last bit: what is stacked together is never rounded to a common dtype (R11)."""
+    """To the last bit: what is stacked together is never rounded to a common dtype."""
     summary, products = DictSummary(), {}
     for number in range(700):
         row, weight = observation(number, keys), kind(1 + number % 4)
@@ -274,7 +274,7 @@ def test_an_observation_of_nothing_counts_for_nothing():
 
 
 def test_a_value_may_bring_its_own_weight():
-    """(value, weight) goes before the weight of the observation (R11)."""
+    """(value, weight) goes before the weight of the observation."""
     summary = DictSummary()
     summary.add({"a": (1.0, 3), "b": 1.0}, 1)
     summary.add({"a": (5.0, torch.tensor(1)), "b": 5.0}, 3)
@@ -282,7 +282,7 @@ def test_a_value_may_bring_its_own_weight():
 
 
 def test_a_key_may_hold_now_a_number_and_now_something_else():
-    """Only the numbers count (T21)."""
+    """Only the numbers count."""
     summary = DictSummary()
     for value in (1.0, "abc", torch.ones(2), torch.tensor(3.0), None, ("a", "b"), (1, 2, 3), torch.tensor(1j)):
         summary.add({"a": value})
@@ -290,7 +290,7 @@ def test_a_key_may_hold_now_a_number_and_now_something_else():
 
 
 def test_statistics_have_a_mean_and_a_deviation_for_each_key():
-    """Under the key and under key.std, weighted (R11)."""
+    """Under the key and under key.std, weighted."""
     summary = DictSummary()
     for value, weight in zip(DRAWN, WEIGHTS, strict=True):
         summary.add({"a": value}, weight)
@@ -299,7 +299,7 @@ def test_statistics_have_a_mean_and_a_deviation_for_each_key():
 
 
 def test_names_that_differ_in_slashes_are_saved_apart():
-    """a/b, /a/b and a/b/ (R11)."""
+    """The keys a/b, /a/b and a/b/ stay three keys."""
     names, summary = ["a/b", "/a/b", "a/b/", "a//b", ""], DictSummary()
     for number, name in enumerate(names):
         summary.add({name: float(number)})

@@ -18,7 +18,7 @@ def arrays(start, stop):
 
 
 def test_a_negative_index_counts_from_the_end_of_all():
-    """As for every dataset (Q15, R20)."""
+    """Indexing works as for every dataset."""
     dataset = ConcatenatedDataset("ab", [], "cde")
     assert "".join(dataset[i] for i in range(-5, 5)) == "abcdeabcde"
     assert dataset[-4:-1] == ["b", "c", "d"]

@@ -15,7 +15,7 @@ def contents(splits):
 @pytest.mark.parametrize(("size", "n_folds"), [(10, 3), (7, 7), (9, 2), (23, 5), (100, 7)])
 @pytest.mark.parametrize("split", [get_cross_validation_datasets, get_cross_validation_datasets_random])
 def test_every_example_is_tested_with_in_one_fold_and_trained_on_in_the_others(split, size, n_folds):
-    """No remainder is dropped; the sizes of the test sets differ by at most one (R20)."""
+    """No remainder is dropped; the sizes of the test sets differ by at most one."""
     folds = contents(split(list(range(size)), n_folds))
     assert len(folds) == n_folds
     assert sorted(x for _, test in folds for x in test) == list(range(size))
@@ -26,7 +26,7 @@ def test_every_example_is_tested_with_in_one_fold_and_trained_on_in_the_others(s
 
 
 def test_the_folds_are_chainers():
-    """The vector of Chainer 7 for ten examples in three folds: the end of the order is tested with first (R20)."""
+    """The vector of Chainer 7 for ten examples in three folds: the end of the order is tested with first."""
     assert contents(get_cross_validation_datasets(list(range(10)), 3)) == [
         ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9]),
         ([6, 7, 8, 9, 0, 1, 2], [3, 4, 5]),

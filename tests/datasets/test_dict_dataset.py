@@ -12,7 +12,7 @@ from chainring.iterators import SerialIterator
 
 
 def test_an_example_is_a_dict():
-    """A slice, a list and an array of indices give lists of dicts alike (Q15)."""
+    """A slice, a list and an array of indices give lists of dicts alike."""
     dataset = DictDataset(x=[1, 2, 3], t="abc")
     assert len(dataset) == 3
     assert dataset[-1] == {"x": 3, "t": "c"}

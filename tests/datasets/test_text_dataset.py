@@ -49,7 +49,7 @@ def test_lines_are_found_across_the_stretches_in_which_a_file_is_read(write):
 
 
 def test_every_way_of_indexing(write):
-    """As for every dataset (Q15)."""
+    """Indexing works as for every dataset."""
     dataset = TextDataset(write("a\nb\nc\n"))
     assert dataset[-1] == "c"
     assert dataset[[2, 0]] == dataset[np.array([2, 0])] == ["c", "a"]

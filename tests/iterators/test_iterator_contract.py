@@ -73,7 +73,7 @@ def test_epochs_are_counted_when_their_last_batch_comes(make):
 
 @pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
 def test_a_run_saved_and_loaded_after_every_batch_continues_with_identical_batches(make):
-    """Over two epochs, into a fresh iterator, whatever torch's seed is by then (R13, Q9)."""
+    """Over two epochs, into a fresh iterator, whatever torch's seed is by then."""
     whole = record(make(), 9)
     for taken in range(8):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_global_generators_are_neither_used_nor_disturbed(make):
 
 
 def test_batches_of_a_failed_update_are_returned_again(make):
-    """Batches and counters go back to the mark, also across the end of an epoch (Q6)."""
+    """Batches and counters go back to the mark, also across the end of an epoch."""
     whole = record(make(), 9)
     for first in range(5):
         iterator = make()
@@ -147,7 +147,7 @@ def test_batches_of_a_failed_update_are_returned_again(make):
 @pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
 @pytest.mark.parametrize("name", STATELESS)
 def test_a_run_saved_after_a_failed_update_continues_with_its_batches(name):
-    """The state is that of the place gone back to, not of what was fetched ahead of it (Q6)."""
+    """The state is that of the place gone back to, not of what was fetched ahead of it."""
     whole = record(ALL[name](), 9)
     for first in range(5):
         iterator = ALL[name]()
@@ -194,7 +194,7 @@ def test_finalize_may_be_called_again(make):
 
 @pytest.mark.parametrize("name", [*SERIAL, *WORKERS, "DataLoader"])
 def test_another_number_of_examples_is_refused_on_resume(name):
-    """An error that names both sizes (Q8)."""
+    """An error that names both sizes."""
     iterator = ALL[name]()
     next(iterator)
     with pytest.raises(ValueError, match=r"1[02].*1[13]|1[13].*1[02]"):
@@ -203,7 +203,7 @@ def test_another_number_of_examples_is_refused_on_resume(name):
 
 @pytest.mark.parametrize("name", ["a list of batches", "a function with epoch_length"])
 def test_another_number_of_batches_is_refused_amid_an_epoch(name):
-    """An error that names both lengths (Q8)."""
+    """An error that names both lengths."""
     iterator = ALL[name]()
     next(iterator)
     with pytest.raises(ValueError, match=r"= 5, the saved run had [23]"):

@@ -40,7 +40,7 @@ def failing_at(number, error):
 
 @pytest.mark.parametrize("number", range(10))
 def test_an_exception_of_the_dataset_comes_at_its_batch_and_the_run_resumes_exactly(number):
-    """The original type, with the index, the epoch and the worker's traceback as notes (Q3); earlier batches come first."""
+    """The original type, with the index, the epoch and the worker's traceback as notes; earlier batches come first."""
     index, seed = random.Random(number).randrange(12), number
     at = epoch_order(seed, 0, 12).tolist().index(index) // 2
     with iterate(failing_at(index, OSError(2, "no such image")), seed=seed, shuffle=True) as iterator:
@@ -156,7 +156,7 @@ def test_a_batch_may_take_longer_than_the_timeout_of_an_example():
 
 @pytest.mark.parametrize("state", ["at work", "stuck", "stopped", "stuck and stopped"])
 def test_finalize_takes_less_than_five_seconds_and_leaves_nothing(state):
-    """No process, thread, open file or file in shared memory; with three workers that do not listen (Q12)."""
+    """No process, thread, open file or file in shared memory; with three workers that do not listen."""
     before = what_is_held()
     iterator = iterate(lambda i: for_ever(i) if i > 3 and "stuck" in state else torch.ones(90_000), n_processes=3)
     next(iterator)

@@ -38,7 +38,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("n_processes", [1, 2, 3])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_batches_are_those_of_a_serial_iterator(n_processes, seed):
-    """Bit for bit, draws included, for any number of workers (Q10)."""
+    """Bit for bit, draws included, for any number of workers."""
     serial = SerialIterator(Noisy(10), 4, seed=seed)
     with MultiprocessIterator(Noisy(10), 4, n_processes=n_processes, n_prefetch=2, seed=seed) as iterator:
         for _ in range(9):
@@ -61,7 +61,7 @@ def test_columns_are_what_concat_examples_gives(name):
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 1), lambda x: {"x": x}], ids=["bare", "tuple", "mapping"])
 def test_large_columns_come_through_shared_memory(wrap):
-    """Also those of examples that are bare arrays or mappings (Q5); they may be written to."""
+    """Also those of examples that are bare arrays or mappings; they may be written to."""
     with MultiprocessIterator(Dataset(4, lambda i: wrap(np.full((256, 256), i))), 4, n_processes=1) as iterator:
         columns = next(iterator).columns
         large = columns if torch.is_tensor(columns) else columns[0] if isinstance(columns, tuple) else columns["x"]
@@ -123,7 +123,7 @@ def test_whole_arrays_are_gathered_and_start_no_worker():
 
 
 def test_without_example_rng_each_worker_draws_from_a_stream_of_its_own():
-    """Workers are no copies of one another (Q10)."""
+    """Each worker draws random numbers of its own."""
     draws = Dataset(8, lambda i: (random.random(), float(np.random.rand()), float(torch.rand(()))))
     with MultiprocessIterator(draws, 1, n_processes=2, example_rng=False) as iterator:
         rows = [tuple(value.item() for value in concat_examples(next(iterator))) for _ in range(8)]
@@ -156,7 +156,7 @@ def test_a_dataset_that_cannot_be_pickled_is_refused_where_it_must_be():
 
 @pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_goes_on_by_itself_and_leaves_the_original_alone(make_copy):
-    """Both return what comes after the place of the copying (Q4)."""
+    """Both return what comes after the place of the copying."""
     serial = SerialIterator(Noisy(10), 4, seed=1)
     iterator = MultiprocessIterator(Noisy(10), 4, n_processes=1, seed=1)
     assert_same(next(iterator), next(serial))

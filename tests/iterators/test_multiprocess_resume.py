@@ -26,7 +26,7 @@ def record(iterator, number):
 @pytest.mark.parametrize(("saved", "resumed"), [(0, 2), (2, 0), (1, 3), (3, 1)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_run_continues_with_another_number_of_workers_after_every_batch(saved, resumed, shuffle):
-    """The state is that of the batch last returned, whatever was fetched ahead (Q2, Q9); 0 is a SerialIterator."""
+    """The state is that of the batch last returned, whatever was fetched ahead; 0 is a SerialIterator."""
     whole = record(make(0, shuffle=shuffle), 7)
     for taken in range(6):
         torch.manual_seed(0)

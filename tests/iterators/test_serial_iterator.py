@@ -22,7 +22,7 @@ def in_order(size, batch_size, **kwargs):
 
 
 def test_an_epoch_of_whole_batches_is_counted_exactly():
-    """Chainer's vector for six examples in pairs (R12)."""
+    """Chainer's vector for six examples in pairs."""
     iterator = in_order(6, 2)
     assert (iterator.epoch, iterator.epoch_detail, iterator.previous_epoch_detail) == (0, 0.0, None)
     assert walk(iterator, 4) == [
@@ -34,7 +34,7 @@ def test_an_epoch_of_whole_batches_is_counted_exactly():
 
 
 def test_a_batch_that_crosses_the_end_is_completed_from_the_next_epoch():
-    """Chainer's vector for five examples in pairs: the third batch is [5, 1] at 6/5 (R12)."""
+    """Chainer's vector for five examples in pairs: the third batch is [5, 1] at 6/5."""
     assert walk(in_order(5, 2), 5) == [
         ([1, 2], 0, 2 / 5, 0.0, False),
         ([3, 4], 0, 4 / 5, 2 / 5, False),
@@ -45,7 +45,7 @@ def test_a_batch_that_crosses_the_end_is_completed_from_the_next_epoch():
 
 
 def test_a_batch_larger_than_the_dataset_spans_several_epochs():
-    """Three examples in batches of eight: epochs 2, 5, 8 (R12)."""
+    """Three examples in batches of eight: epochs 2, 5, 8."""
     iterator = in_order(3, 8)
     assert [(epoch, detail, new) for _, epoch, detail, _, new in walk(iterator, 3)] == [
         (2, 2 + 2 / 3, True),
@@ -58,7 +58,7 @@ def test_a_batch_larger_than_the_dataset_spans_several_epochs():
 @pytest.mark.parametrize(("size", "last"), [(6, [5, 6]), (5, [5])])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_without_repeat_it_ends_after_one_epoch_and_stays_ended(size, last, seed):
-    """The last batch may be short; then StopIteration again and again, and the attributes stay as they are (R12, Q11)."""
+    """The last batch may be short; then StopIteration again and again, and the attributes stay as they are."""
     iterator = in_order(size, 2, repeat=False, seed=seed)
     assert walk(iterator, 3)[-1] == (last, 1, 1.0, 4 / size, True)
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_seed_none_is_derived_from_torch_and_the_name():
 
 
 def test_a_derived_seed_is_saved_and_wins_over_none():
-    """A resumed script that gives no seed goes on with the saved one, whatever torch's seed is by then (R13, Q9)."""
+    """A resumed script that gives no seed goes on with the saved one, whatever torch's seed is by then."""
     iterator = SerialIterator(list(range(10)), 4)
     next(iterator)
     state = iterator.state_dict()
@@ -206,7 +206,7 @@ def test_a_batch_size_changed_on_resume_goes_on_at_the_same_position():
 
 @pytest.mark.parametrize("size", [6, 8])
 def test_a_dataset_of_another_size_is_refused_on_resume(size):
-    """The error names both sizes, and the iterator (Q8)."""
+    """The error names both sizes, and the iterator."""
     state = SerialIterator(list(range(7)), 2).state_dict()
     with pytest.raises(ValueError, match=f"'main' has {size} examples an epoch, the saved run had 7"):
         SerialIterator(list(range(size)), 2).load_state_dict(state)
@@ -214,7 +214,7 @@ def test_a_dataset_of_another_size_is_refused_on_resume(size):
 
 @pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
 def test_shuffling_is_a_setting_that_may_change_on_resume(shuffles):
-    """Neither direction fails for want of a saved order (Q8)."""
+    """Neither direction fails for want of a saved order."""
     iterator = SerialIterator(list(range(4)), 2, shuffle=shuffles[0], seed=1)
     next(iterator)
     resumed = SerialIterator(list(range(4)), 2, shuffle=shuffles[1], seed=1)
@@ -223,7 +223,7 @@ def test_shuffling_is_a_setting_that_may_change_on_resume(shuffles):
 
 
 def test_an_empty_dataset_ends_at_once_without_repeat():
-    """No division by its size (Q7)."""
+    """No division by its size."""
     iterator = SerialIterator([], 3, repeat=False)
     with pytest.raises(StopIteration):
         next(iterator)
@@ -231,7 +231,7 @@ def test_an_empty_dataset_ends_at_once_without_repeat():
 
 
 def test_an_empty_dataset_cannot_be_repeated():
-    """It is refused at construction (Q7)."""
+    """It is refused at construction."""
     with pytest.raises(ValueError, match="at least one example"):
         SerialIterator([], 3)
 

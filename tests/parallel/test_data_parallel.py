@@ -14,7 +14,7 @@ from chainring.parallel import DataParallel
 
 @GRID
 def test_outputs_and_gradients_are_those_of_one_device(number, rows):
-    """For 1 to 5 devices and 0 to 17 rows; gradients of the gathered outputs are summed into the module's (D5, D8, D14)."""
+    """For 1 to 5 devices and 0 to 17 rows; gradients of the gathered outputs are summed into the module's."""
     x, mask = batch(rows)
     plain, parallel = net(), DataParallel(net(), hosts(number))
     answers = [model(x, mask=mask) for model in (plain, parallel)]
@@ -26,7 +26,7 @@ def test_outputs_and_gradients_are_those_of_one_device(number, rows):
 
 @GRID
 def test_a_scalar_loss_and_what_is_reported_are_those_of_one_device(number, rows):
-    """A mean over rows stays one number, its gradient exact for parts of unequal length (D13)."""
+    """A mean over rows stays one number, its gradient exact for parts of unequal length."""
     x, t = batch(rows + 1)[0], torch.arange(rows + 1) % 4
     results = []
     for wrap in (lambda model: model, lambda model: DataParallel(model, hosts(number))):
@@ -84,7 +84,7 @@ def test_a_loss_with_a_weight_is_averaged_by_it():
 
 
 def test_a_plain_torch_optimizer_trains_it():
-    """No optimizer of its own, so nothing that a wrapper could fail to pass on (D11, D12)."""
+    """No optimizer of its own, so nothing that a wrapper could fail to pass on."""
     x, _ = batch(7)
     models = [net(), DataParallel(net(), hosts(3))]
     for model in models:
@@ -99,7 +99,7 @@ def test_a_plain_torch_optimizer_trains_it():
 
 
 def test_no_replica_is_kept():
-    """Parameters that change between two calls are used at once, on every device (D9)."""
+    """Parameters that change between two calls are used at once, on every device."""
     x, _ = batch(6)
     parallel = DataParallel(net(), hosts(3))
     parallel(x)
@@ -134,7 +134,7 @@ class Seen(nn.Module):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_data_parameters_and_buffers_of_a_part_are_on_its_device(rows):
-    """Also where there are fewer rows than devices; afterwards the module has its own again (D3, D7)."""
+    """Also where there are fewer rows than devices; afterwards the module has its own again."""
     parallel = DataParallel(Seen(), ["cpu", "meta", "meta"])
     parallel(torch.ones(rows, 2))
     assert parallel.module.devices == [{"cpu"}, {"meta"}, {"meta"}][:rows]
@@ -143,7 +143,7 @@ def test_data_parameters_and_buffers_of_a_part_are_on_its_device(rows):
 
 
 def test_outputs_are_on_the_first_device_unless_another_is_named():
-    """Where the labels are; one device is enough (D5, D6)."""
+    """Name the device of the labels; a single device may have another output device."""
     x, _ = batch(4)
     assert DataParallel(net(), ["cpu", "cpu"])(x)["y"].device.type == "cpu"
     assert DataParallel(net(), ["cpu"])(x)["y"].device.type == "cpu"
@@ -152,7 +152,7 @@ def test_outputs_are_on_the_first_device_unless_another_is_named():
 
 
 def test_arguments_reach_forward_as_they_were_passed():
-    """By position and by keyword, with defaults and what is no tensor (D15)."""
+    """By position and by keyword, with defaults and values that are not tensors."""
 
     class Echo(nn.Module):
         def forward(self, x, *rest, **options):
@@ -167,7 +167,7 @@ def test_arguments_reach_forward_as_they_were_passed():
 
 
 def test_arguments_of_unlike_length_are_refused_by_name():
-    """Also on one device, so that it is seen where there is only one (D4)."""
+    """The error is raised on one device too, so that it is found on a machine with a single one."""
     for number in (1, 2):
         with pytest.raises(ValueError, match=r"inputs\[0\] has 4, inputs\['mask'\] has 1"):
             DataParallel(net(), hosts(number))(batch(4)[0], mask=torch.ones(1, 4))

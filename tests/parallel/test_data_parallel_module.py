@@ -17,7 +17,7 @@ from chainring.training import StandardUpdater, Trainer, extensions
 
 
 def test_state_names_and_parameters_are_the_modules_own():
-    """No prefix, one copy, and either loads the other's (D10)."""
+    """No prefix, one copy, and either loads the other's."""
     plain, parallel = net(), DataParallel(net(), hosts(3))
     assert list(parallel.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in parallel.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -33,7 +33,7 @@ def test_state_names_and_parameters_are_the_modules_own():
 
 
 def test_inside_a_larger_model_it_leaves_no_trace_in_the_state():
-    """The encoder of a model may be parallel where it was saved and plain where it is loaded, and the other way (D10)."""
+    """The encoder of a model may be parallel where it was saved and plain where it is loaded, and the other way."""
     build = lambda wrap: nn.ModuleDict({"encoder": wrap(Net()), "head": nn.Linear(4, 1)})  # noqa: E731
     plain, parallel = build(lambda module: module), build(lambda module: DataParallel(module, hosts(2)))
     assert list(parallel.state_dict()) == list(plain.state_dict())

@@ -29,7 +29,7 @@ def rows_of(number):
 
 @GRID
 def test_every_row_is_in_one_part_in_order_and_no_part_is_empty(number, rows):
-    """There are min(n, rows) parts of nearly equal length, and of no rows one part without any (D1, D2, D14)."""
+    """There are min(n, rows) parts of nearly equal length, and of no rows one part without any."""
     parts = scatter(rows_of(rows), hosts(number))
     expected = np.array_split(rows_of(rows).numpy(), max(1, min(number, rows)))
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
@@ -37,7 +37,7 @@ def test_every_row_is_in_one_part_in_order_and_no_part_is_empty(number, rows):
 
 @GRID
 def test_gather_is_the_inverse_of_scatter(number, rows):
-    """Nested in every kind of container, with None and values that are no tensors (D13, D14)."""
+    """Nested in every kind of container, with None and values that are not tensors."""
     x = rows_of(rows)
     inputs = {"pair": Pair(x, [x + 1, None]), "rest": ((x.int(),), "name", 3, 0.5, {}, []), "example": Example(x, "a")}
     outputs = gather(scatter(inputs, hosts(number)), "cpu")
@@ -57,13 +57,13 @@ def test_rows_may_lie_in_another_dimension(dim):
 
 
 def test_parts_go_to_the_first_devices_when_there_are_fewer_rows():
-    """Part k is on device k, not on the last (D3)."""
+    """Part k is on device k, not on the last."""
     parts = scatter(rows_of(2), ["cpu", "meta", "meta"])
     assert [(part.device.type, len(part)) for part in parts] == [("cpu", 1), ("meta", 1)]
 
 
 def test_what_has_no_rows_goes_to_every_part():
-    """None, strings, numbers, objects and tensors without dimensions, on the part's device (D4)."""
+    """None, strings, numbers, objects and tensors without dimensions, on the part's device."""
     scalar, thing = torch.tensor(2.0), object()
     parts = scatter([rows_of(2), None, "a", 1, scalar, thing, np.ones(3)], ["cpu", "meta"])
     assert all(part[1:4] == [None, "a", 1] and part[5] is thing and len(part[6]) == 3 for part in parts)
@@ -77,7 +77,7 @@ def test_without_anything_to_divide_every_device_gets_all():
 
 
 def test_tensors_that_disagree_in_length_are_refused_by_name():
-    """Not divided into fewer parts, which lost rows (D4)."""
+    """Not divided into fewer parts, which lost rows."""
     inputs = {"x": (rows_of(4), [rows_of(4)]), "example": Example(torch.ones(1, 3), "")}
     with pytest.raises(
         ValueError, match=r"inputs\['x'\]\[0\] has 4.*inputs\['x'\]\[1\]\[0\] has 4.*inputs\['example'\]\.x has 1"
@@ -86,7 +86,7 @@ def test_tensors_that_disagree_in_length_are_refused_by_name():
 
 
 def test_gradients_flow_back_through_both():
-    """Moves that autograd records, so that the gradient arrives where the input is (D7)."""
+    """Moves that autograd records, so that the gradient arrives where the input is."""
     x = rows_of(5).requires_grad_()
     parts = scatter({"x": x}, hosts(3))
     gathered = gather([part["x"] ** 2 for part in parts], "cpu")
@@ -133,7 +133,7 @@ def test_what_torch_functions_return_keeps_its_names():
 
 
 def test_tensors_without_dimensions_are_stacked():
-    """One entry a part, as torch.nn.DataParallel has it; gradients reach each (D13)."""
+    """One entry a part, as torch.nn.DataParallel has it; gradients reach each."""
     losses = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)]
     gathered = gather(losses, "cpu")
     assert gathered.tolist() == [1.0, 2.0]
@@ -142,7 +142,7 @@ def test_tensors_without_dimensions_are_stacked():
 
 
 def test_other_values_are_one_where_all_parts_agree_and_else_a_list():
-    """Numbers and arrays too, of which nothing is lost (D13)."""
+    """Numbers and arrays too, of which nothing is lost."""
     array = np.ones(2)
     outputs = gather([(1.5, 1, "a", None, array, array), (1.5, 2, "a", None, array, array + 1)], "cpu")
     assert outputs[:4] == (1.5, [1, 2], "a", None)
@@ -163,7 +163,7 @@ def test_other_values_are_one_where_all_parts_agree_and_else_a_list():
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused(outputs, words):
-    """Equal numbers of keys are not enough; the place is named (D13)."""
+    """Equal numbers of keys are not enough; the place is named."""
     with pytest.raises(ValueError, match=words):
         gather(outputs, "cpu")
 

@@ -127,7 +127,7 @@ class TestRuns:
         assert not (tmp_path / "saved").exists()
 
     def test_loading_unpickles_nothing(self, tmp_path, monkeypatch):
-        """Neither pickle nor PyTorch's loader is reached (T41); test_hostile.py proves it by an audit hook."""
+        """Neither pickle nor PyTorch's loader is reached; test_hostile.py proves it by an audit hook."""
         trainer, *_ = resume_program.build(str(tmp_path / "out"), stop=(2, "iteration"))
         trainer.run()
         serializers.save(tmp_path / "saved", trainer)

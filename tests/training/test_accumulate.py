@@ -16,7 +16,7 @@ def pair(small, accumulate, **settings):
 
 @pytest.mark.parametrize(("small", "accumulate"), [(1, 12), (2, 2), (4, 3), (6, 2), (5, 3)])
 def test_accumulated_parts_equal_one_large_batch(small, accumulate):
-    """Not k gradients added up: the mean over all examples, over several updates with momentum (N3)."""
+    """Not k gradients added up: the mean over all examples, over several updates with momentum."""
     ours, whole = pair(small, accumulate)
     for _ in range(4):
         assert_close(observed_update(ours), observed_update(whole))
@@ -33,7 +33,7 @@ def masked_data():
 
 @pytest.mark.parametrize("as_number", [False, True])
 def test_a_token_weighted_loss_with_uneven_parts_equals_the_whole_batch(as_number):
-    """The loss returns how many tokens its mean counts, as "weight"; by examples the result would differ (N3)."""
+    """The loss returns how many tokens its mean counts, as "weight"; by examples the result would differ."""
 
     def loss_func(model, x, t, mask):
         errors = (model.predictor(x).squeeze(2) - t).square() * mask
@@ -49,7 +49,7 @@ def test_a_token_weighted_loss_with_uneven_parts_equals_the_whole_batch(as_numbe
 
 
 def test_a_loss_that_is_divided_in_place_after_the_report_does_not_change_the_log():
-    """A loss /= k inside the model, a habit from hand-written accumulation, does not reach what was reported (R11)."""
+    """A loss /= k inside the model, a habit from hand-written accumulation, does not reach what was reported."""
 
     class Dividing(Regression):
         def forward(self, x, t):
@@ -137,7 +137,7 @@ def test_a_mean_over_updates_does_not_depend_on_accumulation():
 
 
 def test_step_after_a_backward_past_the_updater_is_refused_where_parts_are_weighed():
-    """loss.backward() would count every part in full (N3)."""
+    """loss.backward() would count every part in full."""
 
     class Past(StandardUpdater):
         def update_core(self):

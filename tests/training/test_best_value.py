@@ -117,7 +117,7 @@ def test_any_kind_of_single_number_will_do(tmp_path, of):
 
 
 def test_nan_is_never_best(tmp_path):
-    """Neither first nor later, and what comes after it is compared with the best before it (T15)."""
+    """Neither first nor later, and what comes after it is compared with the best before it."""
     assert fires(tmp_path, MaxValue("score", every(1)), scores(NAN, 1, NAN, 1, 2)) == [2, 5]
     assert fires(tmp_path, MinValue("score", every(1)), scores(NAN, 2, NAN, 2, 1)) == [2, 5]
     assert fires(tmp_path, triggers.BestValueTrigger("score", lambda *_: True, every(1)), scores(1, NAN, 2)) == [1, 3]
@@ -129,7 +129,7 @@ def test_infinities_are_compared_as_numbers(tmp_path):
 
 
 def test_an_interval_without_the_key_does_not_fire_and_warns_once_with_the_keys_seen(tmp_path):
-    """Upstream it ends training with a bare KeyError (T14); a value that comes later is the first."""
+    """Upstream it ends training with a bare KeyError; a value that comes later is the first."""
     observations = [{"loss": 1, "score": 2}, {"lr": 1}, {"loss": 1}, {"lr": 2}, {"x": 1}, {}, {"score": 5}, {"score": 1}]
     with pytest.warns(UserWarning, match=r"'score' was not reported; reported were \['loss', 'lr'\]") as caught:
         assert fires(tmp_path, MaxValue("score", every(2)), observations) == [2, 8]
@@ -188,7 +188,7 @@ def test_an_epoch_on_an_updater_without_is_refused_at_the_start(tmp_path):
 
 
 def test_two_extensions_that_share_it_get_the_same_answer(tmp_path):
-    """The value counts once an iteration, and both are called (T13)."""
+    """The value counts once an iteration, and both are called."""
     shared, first, second = MaxValue("score", every(2)), Fires(), Fires()
     trainer = a_trainer(tmp_path, Reporting(scores(1, 3, 2, 2, 4, 2)), every(6))
     trainer.extend(first, trigger=shared)

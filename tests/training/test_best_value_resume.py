@@ -59,7 +59,7 @@ MAKES = {
 @pytest.mark.parametrize("interval", INTERVALS)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_saved_and_loaded_after_any_iteration_the_timeline_is_unchanged(tmp_path, make, interval):
-    """Fires, warnings and the last state are equal, at the bounds of intervals and between them (T4, T28, T29)."""
+    """Fires, warnings and the last state are equal, at the bounds of intervals and between them."""
     fired, warned, last = run(tmp_path, lambda: make("score", interval), len(VALUES))
     for k in range(len(VALUES)):
         before, warned_before, state = run(tmp_path, lambda: make("score", interval), k)

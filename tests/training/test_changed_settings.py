@@ -14,7 +14,7 @@ from chainring.training import extensions, triggers
 
 
 class TestSettingsOfAResumedRun:
-    """Q1: torch saves the learning rate with the state, so a new one in the script must be told from a decayed one."""
+    """Torch saves the learning rate with the state, so a new one in the script must be told from a decayed one."""
 
     def run(self, lr, state=None, momentum=0.9):
         model = nn.Linear(2, 1)

@@ -78,7 +78,7 @@ def compare(size, batch_size, updates, **settings):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (5, 1), (3, 2)])
 def test_parameters_follow_the_path_of_one_rank(size, batch_size, accumulate):
-    """The batch size is global; shares of unequal length are weighted (N2, N4)."""
+    """The batch size is global; shares of unequal length are weighted."""
     compare(size, batch_size, 4, accumulate=accumulate)
 
 

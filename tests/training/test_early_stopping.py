@@ -86,7 +86,7 @@ def test_a_check_compares_the_weighted_mean_of_its_interval(tmp_path):
 
 
 def test_a_check_without_the_key_neither_counts_nor_resets_and_warns_once(tmp_path):
-    """A validation less often than the check does not end training, and does not keep it going (T14)."""
+    """A validation less often than the check does not end training, and does not keep it going."""
     observations = [{"x": 3, "y": 1}, {"y": 1}, {"x": 3}, {"z": 1}, {"x": "?"}, {"x": 3}, {}, {"x": 3}]
     with pytest.warns(UserWarning, match=r"'x' was not reported; reported were \['y'\]") as caught:
         assert stopped_at(tmp_path, Early(EVERY, "x", 3, max_trigger=MAX), observations) == 8
@@ -123,7 +123,7 @@ def test_a_progress_bar_takes_its_length_from_max_trigger(tmp_path):
 
 
 def test_two_extensions_that_share_it_get_the_same_answer(tmp_path):
-    """From the check that ends its patience on, until an improvement; a value counts once an iteration (T13)."""
+    """From the check that ends its patience on, until an improvement; a value counts once an iteration."""
     shared, fired = Early(EVERY_2, "x", 1, max_trigger=None), [Fires(), Fires()]
     trainer = a_trainer(tmp_path, Reporting(of("x", [3, 3, 3, 3, 9, 9, 1, 1])), (8, "iteration"))
     for each in fired:
@@ -214,7 +214,7 @@ _Until.__name__ = "EarlyStoppingTrigger"  # so that the whole run takes over its
     ],
 )
 def test_saved_and_loaded_after_any_iteration_it_stops_where_it_would_have(tmp_path, make):
-    """With the same best value, count and half interval, and the warnings of both runs together are those of one (T4)."""
+    """With the same best value, count and half interval, and the warnings of both runs together are those of one."""
     end, warned, last = run(tmp_path, make())
     for k in range(end + 1):
         _, warned_before, state = run(tmp_path, make(), k)

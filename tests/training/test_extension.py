@@ -1,4 +1,4 @@
-"""What an extension may be, what it is called, and what it is when nothing is said (R2, R3, T37)."""
+"""Objects that may be extensions, their names, and their default settings."""
 
 import functools
 
@@ -54,7 +54,7 @@ def names(trainer):
     ],
 )
 def test_any_callable_of_one_argument_is_an_extension_with_a_name(tmp_path, extension, name):
-    """Objects, functions, bound methods, partials and callables of C run; upstream refuses methods and partials (T37)."""
+    """Objects, functions, bound methods, partials and callables of C run; upstream refuses methods and partials."""
     trainer = a_trainer(tmp_path, stop=(3, "iteration"))
     trainer.extend(extension)
     trainer.run()
@@ -63,7 +63,7 @@ def test_any_callable_of_one_argument_is_an_extension_with_a_name(tmp_path, exte
 
 @pytest.mark.parametrize("wrap", [lambda fires: fires, lambda fires: fires.__call__, functools.partial])
 def test_an_object_a_method_and_a_partial_are_called(tmp_path, wrap):
-    """Without settings, in every iteration (R3, T37)."""
+    """Without settings, in every iteration."""
     trainer, fires = a_trainer(tmp_path, stop=(3, "iteration")), Fires()
     trainer.extend(wrap(fires))
     trainer.run()
@@ -71,7 +71,7 @@ def test_an_object_a_method_and_a_partial_are_called(tmp_path, wrap):
 
 
 def test_the_name_is_the_given_one_else_the_default_else_the_functions_else_the_class(tmp_path):
-    """Each falls back on the next (R2)."""
+    """Each falls back on the next."""
     trainer, function = a_trainer(tmp_path), training.make_extension(default_name="default")(lambda trainer: None)
     for extension, name in [(function, "given"), (function, None), (a_function, None), (Fires(), None)]:
         trainer.extend(extension, name)
@@ -79,7 +79,7 @@ def test_the_name_is_the_given_one_else_the_default_else_the_functions_else_the_
 
 
 def test_the_second_of_a_name_gets_a_number(tmp_path):
-    """The second becomes name_1, the third name_2, and a number that is taken is passed over (R2)."""
+    """The second becomes name_1, the third name_2, and a number that is taken is passed over."""
     trainer = a_trainer(tmp_path)
     for name in (None, None, "Fires_2", None):
         trainer.extend(Fires(), name)
@@ -95,7 +95,7 @@ def test_three_log_reports_have_names_of_their_own(tmp_path):
 
 
 def test_one_object_registered_twice_has_two_names(tmp_path):
-    """Names live in the trainer's entries and not on the object, so each call sees its own (T37)."""
+    """Names live in the trainer's entries and not on the object, so each call sees its own."""
     trainer, seen = a_trainer(tmp_path, stop=(1, "iteration")), []
 
     class Same:
@@ -114,7 +114,7 @@ def test_one_object_registered_twice_has_two_names(tmp_path):
 
 
 def test_outside_of_extensions_no_extension_has_the_name(tmp_path):
-    """`extension_name` is None in the update and after the run (T37)."""
+    """`extension_name` is None in the update and after the run."""
     seen = []
 
     class Looking(CountingUpdater):
@@ -129,7 +129,7 @@ def test_outside_of_extensions_no_extension_has_the_name(tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"name": "training"}, {}])
 def test_the_name_training_is_refused(tmp_path, arguments):
-    """Given or the extension's own, with the remedy (R2)."""
+    """Given or the extension's own, with the remedy."""
 
     def training(trainer):
         pass
@@ -148,7 +148,7 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
 
 
 def test_an_extension_brings_its_trigger_and_priority(tmp_path):
-    """What extend is not told comes from the extension (R3)."""
+    """Arguments that extend is not given come from the extension."""
     trainer, mine, order = a_trainer(tmp_path, stop=(4, "iteration")), Named(), []
     trainer.extend(a_function)
     trainer.extend(mine)
@@ -158,7 +158,7 @@ def test_an_extension_brings_its_trigger_and_priority(tmp_path):
 
 
 def test_extend_overrides_what_an_extension_brings(tmp_path):
-    """A trigger and a priority given to extend win, a priority of 0 too (R3)."""
+    """A trigger and a priority given to extend win, a priority of 0 too."""
     trainer, mine = a_trainer(tmp_path, stop=(4, "iteration")), Named()
     trainer.extend(a_function, priority=1)
     trainer.extend(mine, trigger=(3, "iteration"), priority=0)
@@ -167,7 +167,7 @@ def test_extend_overrides_what_an_extension_brings(tmp_path):
 
 
 def test_an_extension_without_settings_runs_every_iteration_as_a_reader(tmp_path):
-    """Every iteration, priority 100, between a little more and a little less (R3)."""
+    """Every iteration, priority 100, between a little more and a little less."""
     trainer, fires = a_trainer(tmp_path, stop=(3, "iteration")), Fires()
     trainer.extend(a_function, "less", priority=99)
     trainer.extend(fires)
@@ -201,7 +201,7 @@ def test_an_extension_that_does_nothing_says_what_to_define(tmp_path):
 
 
 def test_make_extension_gives_the_function_back_with_its_settings(tmp_path):
-    """The function itself, called when its trigger fires, at its place, under its name (R3)."""
+    """The function itself, called when its trigger fires, at its place, under its name."""
     fires = Fires()
 
     def function(trainer):
@@ -216,7 +216,7 @@ def test_make_extension_gives_the_function_back_with_its_settings(tmp_path):
 
 
 def test_make_extension_without_settings_has_those_of_an_extension():
-    """Every iteration, reader, the function's name; optional methods are None (R3)."""
+    """Every iteration, reader, the function's name; optional methods are None."""
     made = training.make_extension()(lambda trainer: None)
     assert (made.trigger, made.priority, made.default_name) == ((1, "iteration"), 100, "<lambda>")
     assert (made.invoke_before_training, made.initialize, made.finalize, made.on_error) == (False, None, None, None)

@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_read_is_warned_about_and_moved_with_what_is_kno
 
 
 def test_a_name_of_any_text_takes_nothing_of_others(tmp_path):
-    """A file name that is nothing but a field of unknown form is not a claim to the whole directory (T33)."""
+    """A file name that is nothing but a field of unknown form is not a claim to the whole directory."""
     (tmp_path / "notes").write_text("mine")
     (tmp_path / "data").mkdir()
     for _ in range(3):

@@ -127,7 +127,7 @@ def test_each_of_several_steps_of_one_optimizer_uses_its_own_gradient_in_full():
 
 
 def test_an_iterator_of_ones_own_name_goes_back_too_when_an_update_fails():
-    """All iterators agree with iteration (Q6)."""
+    """All iterators agree with iteration."""
 
     class Failing(GAN):
         def update_core(self):

@@ -30,12 +30,12 @@ def assert_same_updates(ours, whole, updates=3):
 
 @pytest.mark.parametrize(("replicas", "batch_size"), [(n, size) for n in range(1, 5) for size in range(1, 2 * n + 4)])
 def test_an_update_is_that_on_the_whole_batch(replicas, batch_size):
-    """P1, P2, P3, P9: for every number of replicas and every batch size, with momentum over several updates."""
+    """For every number of replicas and every batch size, with momentum over several updates."""
     assert_same_updates(*pair(batch_size, replicas))
 
 
 def test_the_gradient_is_the_mean_over_the_batch_and_not_the_sum_over_replicas():
-    """P1: against the formula of the gradient of a mean squared error."""
+    """Against the formula of the gradient of a mean squared error."""
     updater = updater_of(4, kind=ParallelUpdater, devices=cpus(4))
     weight, bias = parameters_of(updater)
     x, t = (column[:4] for column in regression_data().tensors)
@@ -46,7 +46,7 @@ def test_the_gradient_is_the_mean_over_the_batch_and_not_the_sum_over_replicas()
 
 
 def test_every_example_counts_alike_in_parts_of_unequal_length():
-    """P2: of three examples over two replicas, the one that is alone in its part has a third of the gradient."""
+    """Of three examples over two replicas, the one that is alone in its part has a third of the gradient."""
     x, t = torch.eye(3, dtype=torch.float64), torch.ones(3, 1, dtype=torch.float64)
     updater = updater_of(3, kind=ParallelUpdater, devices=cpus(2), data=TensorDataset(x, t))
     weight, bias = parameters_of(updater)
@@ -55,7 +55,7 @@ def test_every_example_counts_alike_in_parts_of_unequal_length():
 
 
 def test_a_batch_smaller_than_the_replicas_uses_fewer():
-    """P3: the last batch of five rows in batches of four is one row, of four replicas."""
+    """The last batch of five rows in batches of four is one row, of four replicas."""
     ours, whole = pair(4, 4, data=regression_data(5), repeat=False)
     assert_same_updates(ours, whole, updates=2)
     with pytest.raises(StopIteration):
@@ -89,7 +89,7 @@ def test_replica_i_takes_every_nth_example_from_i_on():
 
 
 def test_the_reported_loss_is_that_of_the_whole_batch():
-    """P9: not that of the main model's part; and a run's mean over updates is that over all examples."""
+    """Not that of the main model's part; and a run's mean over updates is that over all examples."""
     ours, whole = pair(5, 3, data=regression_data(12), repeat=False, lr=0.0)
     means = []
     for updater in (ours, whole):
@@ -104,7 +104,7 @@ def test_the_reported_loss_is_that_of_the_whole_batch():
 @pytest.mark.parametrize("as_number", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_parts_are_weighted_by_what_the_loss_says_it_counts(replicas, as_number):
-    """P2: a mean over unpadded tokens, of which the parts have unequal numbers, also as a tensor that is not read."""
+    """A mean over unpadded tokens, of which the parts have unequal numbers, also as a tensor that is not read."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(12, 4, 3, generator=draw, dtype=torch.float64)
     mask = torch.arange(4) < torch.tensor([4, 1, 3, 4, 1, 1, 1, 2, 1, 1, 4, 1])[:, None]

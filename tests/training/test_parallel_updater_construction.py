@@ -13,7 +13,7 @@ MODEL = same_regression()
 
 @pytest.mark.parametrize("devices", [{"main": None, "b": None}, {"main": -1, "b": "cpu"}, {"main": torch.device("cpu")}])
 def test_devices_are_spelled_as_elsewhere(devices):
-    """P13: None, a negative number, a string, a torch.device."""
+    """None, a negative number, a string, a torch.device."""
     seen = []
 
     def convert(batch, device):

@@ -14,7 +14,7 @@ from chainring.training import ParallelUpdater, StandardUpdater
 
 @pytest.mark.parametrize("model", [None, "main"])
 def test_models_may_be_given_without_devices(model):
-    """P5: each stays where it is; their parameters are those of the main one."""
+    """Each stays where it is; their parameters are those of the main one."""
     ours, (other, third) = same_regression(), (Regression(), Regression())
     models = {"second": other, "main": ours, "third": third}
     updater = ParallelUpdater(rows(), sgd(ours), model and models[model], models=models)
@@ -24,7 +24,7 @@ def test_models_may_be_given_without_devices(model):
 
 
 def test_models_and_devices_may_both_be_given():
-    """P5: each model is moved to its device."""
+    """Each model is moved to its device."""
     moves = []
 
     class Moved(Regression):
@@ -63,7 +63,7 @@ def test_replicas_that_share_parameters_with_the_main_model_count_them_once(shar
 
 
 def test_an_optimizer_is_found_in_a_mapping():
-    """P6, P12: as the only one, and one for each half of the model, which all step."""
+    """As the only one, and one for each half of the model, which all step."""
     model, halves = same_regression(), same_regression()
     updater = ParallelUpdater({"main": rows()}, {"main": sgd(model)}, model, devices=TWO)
     assert updater.get_optimizer("main").param_groups[0]["params"][0] is model.predictor.weight
@@ -76,7 +76,7 @@ def test_an_optimizer_is_found_in_a_mapping():
 
 @pytest.mark.parametrize("saved_by", [{"devices": TWO}, None])
 def test_a_resumed_run_begins_with_the_main_models_parameters_everywhere(saved_by):
-    """P7: bit for bit where the run goes on as it was; and from a run on one device, whose state has the same keys."""
+    """Bit for bit where the run goes on as it was; and from a run on one device, whose state has the same keys."""
     kind = StandardUpdater if saved_by is None else ParallelUpdater
     first = updater_of(5, kind=kind, **(saved_by or {}))
     torch.manual_seed(99)
@@ -94,7 +94,7 @@ def test_a_resumed_run_begins_with_the_main_models_parameters_everywhere(saved_b
 
 
 def test_what_is_written_to_the_main_model_between_updates_reaches_the_replicas():
-    """P7: a change of parameters by hand, and a part that is put into evaluation mode."""
+    """A change of parameters by hand, and a part that is put into evaluation mode."""
 
     class Halving(Regression):
         def forward(self, x, t):
@@ -117,13 +117,13 @@ class LazyRegression(Regression):
 
 
 def test_lazy_layers_get_one_initialization():
-    """P8: that of the main model's first forward, and the random numbers of one model."""
+    """That of the main model's first forward, and the random numbers of one model."""
     ours, whole = pair(LazyRegression)
     assert_same_updates(ours, whole)
 
 
 def test_lazy_models_that_are_given_and_a_resume_into_lazy_layers():
-    """P8, P7: the shapes of the others come from the main model, also where it has them from a snapshot."""
+    """The shapes of the others come from the main model, also where it has them from a snapshot."""
     whole, resumed_whole = pair(LazyRegression)[1], pair(LazyRegression)[1]
     torch.manual_seed(4)
     models = {"main": LazyRegression(), "second": LazyRegression()}
@@ -136,7 +136,7 @@ def test_lazy_models_that_are_given_and_a_resume_into_lazy_layers():
 
 
 def test_a_lazy_batch_norm_is_replicated():
-    """P8, P11: its running statistics are those of the main model's parts, as of a model of its own on these."""
+    """Its running statistics are those of the main model's parts, as of a model of its own on these."""
 
     class Normed(LazyRegression):
         def __init__(self):
@@ -156,7 +156,7 @@ def test_a_lazy_batch_norm_is_replicated():
 
 
 def test_a_loss_func_is_handed_the_replica():
-    """P10: another model for each part, of which the main is the first, and their gradients count."""
+    """Another model for each part, of which the main is the first, and their gradients count."""
     seen = []
 
     def loss_func(model, x, t):
@@ -171,7 +171,7 @@ def test_a_loss_func_is_handed_the_replica():
 
 
 def test_every_replica_begins_with_the_buffers_of_the_main_model():
-    """P11: a vector that each forward improves, and a cache that grows with the input."""
+    """A vector that each forward improves, and a cache that grows with the input."""
 
     class Normed(nn.Module):
         def __init__(self):
@@ -215,7 +215,7 @@ def test_a_compiled_model_is_replicated():
 
 
 def test_an_update_core_of_ones_own_works_with_whole_batches_on_the_main_device():
-    """P12: it replaces the division; what it is written from is as in StandardUpdater."""
+    """It replaces the division; what it is written from is as in StandardUpdater."""
 
     class Own(ParallelUpdater):
         def update_core(self):

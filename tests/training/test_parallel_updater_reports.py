@@ -32,7 +32,7 @@ class Deep(nn.Module):
 
 
 def test_parts_of_every_replica_report_under_the_main_names():
-    """P4: no KeyError, no second/..., and the mean over the whole batch, as by one device."""
+    """No KeyError, no second/..., and the mean over the whole batch, as by one device."""
     ours, whole = pair(Deep)
     seen, expected = observed_update(ours), observed_update(whole)
     assert list(seen) == list(expected)
@@ -42,7 +42,7 @@ def test_parts_of_every_replica_report_under_the_main_names():
 
 
 def test_a_trainer_logs_the_whole_batch(tmp_path):
-    """P4, P9: the rows of LogReport are those of one device."""
+    """The rows of LogReport are those of one device."""
     logs = []
     for updater in pair(Deep):
         trainer = Trainer(updater, (6, "iteration"), str(tmp_path / type(updater).__name__))

@@ -1,4 +1,4 @@
-"""The stages of an update and the callbacks around them (NNabla's N1-N9)."""
+"""The stages of an update and the callbacks around them."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def parts(*names, part=0):
 
 
 def test_each_callback_runs_once_a_stage_in_the_order_of_the_stages():
-    """forward_on_start comes before the forward, and forward_on_finish once after it (N1)."""
+    """forward_on_start comes before the forward, and forward_on_finish once after it."""
     events = []
 
     class Noting(Regression):
@@ -36,7 +36,7 @@ def test_each_callback_runs_once_a_stage_in_the_order_of_the_stages():
 
 
 def test_forward_and_backward_callbacks_run_for_every_part_and_update_once():
-    """With accumulate=2 the update stage comes after both parts, and the context says which part it is (N8)."""
+    """With accumulate=2 the update stage comes after both parts, and the context says which part it is."""
     events = []
     updater_of(callbacks=recording(events), accumulate=2).update()
     assert events == [
@@ -48,7 +48,7 @@ def test_forward_and_backward_callbacks_run_for_every_part_and_update_once():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_comm_callbacks_run_once_an_update_and_only_with_a_communicator(accumulate):
-    """A communicator, also of one, brings the comm stage between the last backward and the update (N2)."""
+    """A communicator, also of one, brings the comm stage between the last backward and the update."""
     events = []
     updater_of(callbacks=recording(events), accumulate=accumulate, comm=Communicator()).update()
     last = accumulate - 1
@@ -57,7 +57,7 @@ def test_comm_callbacks_run_once_an_update_and_only_with_a_communicator(accumula
 
 
 def test_the_context_tells_updater_iteration_part_batch_and_loss():
-    """A callback needs no closure over the loop; the loss is there from the end of the forward on (N8)."""
+    """A callback needs no closure over the loop; the loss is there from the end of the forward on."""
     seen = []
 
     def note(context):
@@ -74,7 +74,7 @@ def test_the_context_tells_updater_iteration_part_batch_and_loss():
 
 @pytest.mark.parametrize("kind", [list, tuple, iter])
 def test_any_iterable_of_callbacks_will_do_and_keeps_its_order(kind):
-    """A tuple is not taken for one callback that cannot be called (N6)."""
+    """A tuple is not taken for one callback that cannot be called."""
     events = []
     callbacks = kind([lambda context: events.append("a"), lambda context: events.append("b")])
     updater = updater_of(callbacks=UpdateCallbacks(update_on_start=callbacks))
@@ -84,7 +84,7 @@ def test_any_iterable_of_callbacks_will_do_and_keeps_its_order(kind):
 
 
 def test_callbacks_do_not_leak_from_one_object_into_another():
-    """No default is shared (N5)."""
+    """Default arguments are not shared lists."""
     assert UpdateCallbacks(update_on_start=print).update_on_start == (print,)
     assert not UpdateCallbacks()
 
@@ -92,7 +92,7 @@ def test_callbacks_do_not_leak_from_one_object_into_another():
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("given", "shown"), [(3, "3"), ([print, "print"], "'print'")])
 def test_callbacks_of_a_wrong_kind_are_refused_by_name(stage, given, shown):
-    """The error says which argument, what is wrong in it, and what it should be (N6)."""
+    """The error says which argument, what is wrong in it, and what it should be."""
     with pytest.raises(TypeError, match=f"{stage}.*{shown}|{shown}.*{stage}") as caught:
         UpdateCallbacks(**{stage: given})
     assert "callable of one context" in str(caught.value)
@@ -100,7 +100,7 @@ def test_callbacks_of_a_wrong_kind_are_refused_by_name(stage, given, shown):
 
 @pytest.mark.parametrize("stage", [name for name in STAGES if not name.startswith("comm")])
 def test_an_error_in_a_callback_ends_the_update(stage):
-    """It is raised as it is; the iteration is not counted and the batch is returned again (N9, Q6)."""
+    """It is raised as it is; the iteration is not counted and the batch is returned again."""
     updater = updater_of(callbacks=UpdateCallbacks(**{stage: lambda context: 1 / 0}))
     with pytest.raises(ZeroDivisionError):
         updater.update()
@@ -109,7 +109,7 @@ def test_an_error_in_a_callback_ends_the_update(stage):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_update_on_start_sees_the_final_gradient(accumulate):
-    """Clipping there acts on the mean over all parts, which is what the optimizer then uses (N3)."""
+    """Clipping there acts on the mean over all parts, which is what the optimizer then uses."""
     seen = []
 
     def clip(context):
@@ -174,6 +174,6 @@ def test_callbacks_run_in_the_order_of_an_update_core_of_ones_own():
 
 
 def test_callbacks_are_given_by_name_only():
-    """A position says nothing about a stage: upstream's own example put a callback into another stage's place (N7)."""
+    """A position says nothing about a stage: upstream's own example put a callback into another stage's place."""
     with pytest.raises(TypeError):
         UpdateCallbacks(lambda context: None)

@@ -73,7 +73,7 @@ def test_a_gradient_left_over_from_outside_does_not_enter_an_update():
 
 @pytest.mark.parametrize("device", [None, -1, "cpu", torch.device("cpu")])
 def test_the_converter_gets_the_batch_and_the_device(device):
-    """None stays None, every way of naming the host is the host (R14)."""
+    """None stays None, every way of naming the host is the host."""
     seen = []
 
     def convert(batch, device):
@@ -162,7 +162,7 @@ def test_all_scalars_of_a_returned_mapping_are_reported_under_the_models_name():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_failing_update_gives_its_batches_back(accumulate):
-    """The iterator agrees with iteration, so the next update trains on the very batch that failed (Q6)."""
+    """The iterator agrees with iteration, so the next update trains on the very batch that failed."""
     batches, failing = [], [True]
 
     def loss_func(model, x, t):

@@ -1,4 +1,4 @@
-"""What comes before and after the loop, come what may (R4, T6 to T9)."""
+"""The lifecycle of a run: initialize, on_error and finalize, with and without failures."""
 
 import logging
 
@@ -80,7 +80,7 @@ def around(events):
 
 
 def test_a_run_initializes_all_and_finalizes_all_and_the_updater(tmp_path):
-    """In the order of priority, the updater last, each once (R4)."""
+    """In the order of priority, the updater last, each once."""
     trainer, events = witnessed(tmp_path)
     trainer.run()
     assert around(events) == STARTED + ENDED
@@ -89,7 +89,7 @@ def test_a_run_initializes_all_and_finalizes_all_and_the_updater(tmp_path):
 @kinds
 @pytest.mark.parametrize("where", ["update", "call", "stop"])
 def test_an_error_in_the_loop_tells_all_and_finalizes_all(tmp_path, kind, where):
-    """The update's, an extension's and the stop trigger's alike, interrupts included; that very error is raised (R4)."""
+    """The update's, an extension's and the stop trigger's alike, interrupts included; that very error is raised."""
     error = kind("first")
 
     def stop(trainer):
@@ -104,7 +104,7 @@ def test_an_error_in_the_loop_tells_all_and_finalizes_all(tmp_path, kind, where)
 
 @kinds
 def test_an_error_of_initialize_tells_those_that_have_started_and_finalizes_all(tmp_path, kind):
-    """Upstream finalizes nothing then, and worker processes stay (T8)."""
+    """Upstream finalizes nothing then, and worker processes stay."""
     error = kind("first")
     trainer, events = witnessed(tmp_path, b={"initialize": error})
     assert (raised_by(trainer), events) == (error, [*STARTED, "on_error a", *ENDED])
@@ -112,7 +112,7 @@ def test_an_error_of_initialize_tells_those_that_have_started_and_finalizes_all(
 
 @kinds
 def test_an_error_of_a_call_before_training_tells_all_and_finalizes_all(tmp_path, kind):
-    """Such a call is inside the run as any other (T8)."""
+    """Such a call is inside the run as any other."""
     error = kind("first")
     trainer, events = witnessed(tmp_path)
     trainer.extend(Witness(events, "c", {"call": error}), "c", priority=0, invoke_before_training=True)
@@ -126,7 +126,7 @@ def test_an_error_of_a_call_before_training_tells_all_and_finalizes_all(tmp_path
 @kinds
 @pytest.mark.parametrize("later", [RuntimeError, KeyboardInterrupt])
 def test_an_error_of_on_error_hides_nothing_and_stops_nothing(tmp_path, kind, later):
-    """The first error is raised with the later one as a note; every other handler and finalizer runs (T6)."""
+    """The first error is raised with the later one as a note; every other handler and finalizer runs."""
     trainer, events = witnessed(tmp_path, kind("first"), a={"on_error": later("second")})
     raised = raised_by(trainer)
     assert (type(raised), str(raised), around(events)) == (kind, "first", STARTED + TOLD + ENDED)
@@ -134,7 +134,7 @@ def test_an_error_of_on_error_hides_nothing_and_stops_nothing(tmp_path, kind, la
 
 
 def test_an_error_of_finalize_does_not_keep_the_others_from_it(tmp_path):
-    """After a good run it is raised itself; the other extensions and the updater are finalized all the same (T7)."""
+    """After a good run it is raised itself; the other extensions and the updater are finalized all the same."""
     error = RuntimeError("late")
     trainer, events = witnessed(tmp_path, a={"finalize": error})
     assert (raised_by(trainer), around(events)) == (error, STARTED + ENDED)
@@ -142,7 +142,7 @@ def test_an_error_of_finalize_does_not_keep_the_others_from_it(tmp_path):
 
 
 def test_errors_of_finalize_are_notes_of_the_first_error(tmp_path):
-    """The first is raised, whatever comes later, and the notes name each place in order (T7)."""
+    """The first is raised, whatever comes later, and the notes name each place in order."""
     late = {"finalize": RuntimeError("second")}
     trainer, events = witnessed(tmp_path, ValueError("first"), late, {"finalize": OSError("third")}, KeyError("fourth"))
     raised = raised_by(trainer)
@@ -174,7 +174,7 @@ def test_the_error_of_an_extension_says_whose_it_is(tmp_path):
 
 
 def test_the_error_is_logged_before_anything_is_finalized(tmp_path, caplog):
-    """A finalizer may take long or hang, so the message comes first (R4)."""
+    """A finalizer may take long or hang, so the message comes first."""
     trainer, _ = witnessed(tmp_path, ValueError("first"))
     seen = []
     trainer.extend(training.make_extension(finalizer=lambda: seen.extend(caplog.messages))(lambda trainer: None))
@@ -185,7 +185,7 @@ def test_the_error_is_logged_before_anything_is_finalized(tmp_path, caplog):
 
 @pytest.mark.parametrize("error", [None, ValueError("first")], ids=["after success", "after failure"])
 def test_a_trainer_runs_once(tmp_path, error):
-    """A second run raises and touches nothing, also after a failed one, where upstream goes on with what is closed (T9)."""
+    """A second run raises and touches nothing, also after a failed one, where upstream goes on with what is closed."""
     trainer, events = witnessed(tmp_path, error)
     try:
         trainer.run()

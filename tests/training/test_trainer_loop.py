@@ -1,4 +1,4 @@
-"""The order of the loop and what follows from it (R1), when it stops (T35, T36), and how long it took (R8, T10)."""
+"""The order of the loop and what follows from it, when it stops, and how long it took."""
 
 import time
 
@@ -37,7 +37,7 @@ class Snapshot(Step):
 
 
 def test_an_iteration_is_an_update_and_then_each_extension_observed_asked_and_called(tmp_path):
-    """Descending priority, ties as registered; each trigger asked exactly once; snapshots last, all asked first (R1, T2)."""
+    """Descending priority, ties as registered; each trigger asked exactly once; snapshots last, all asked first."""
     events = []
 
     class Updating(CountingUpdater):
@@ -60,7 +60,7 @@ def test_an_iteration_is_an_update_and_then_each_extension_observed_asked_and_ca
 
 
 def test_an_extension_sees_what_those_before_it_reported_in_the_iteration(tmp_path):
-    """The updater's and the earlier extensions' values, in a fresh observation each iteration (R1)."""
+    """The updater's and the earlier extensions' values, in a fresh observation each iteration."""
     seen = []
 
     class Reporting(CountingUpdater):
@@ -77,7 +77,7 @@ def test_an_extension_sees_what_those_before_it_reported_in_the_iteration(tmp_pa
 
 @pytest.mark.parametrize(("priority", "expected"), [(99, [2, 4]), (100, [2, 4]), (301, [])])
 def test_a_trigger_sees_the_values_of_the_extensions_before_it(tmp_path, priority, expected):
-    """A trigger that looks at a value fires in its iteration if the value's extension has its turn first (R1)."""
+    """A trigger that looks at a value fires in its iteration if the value's extension has its turn first."""
     trainer, fires = a_trainer(tmp_path, stop=(5, "iteration")), Fires()
     trainer.extend(lambda trainer: report({"value": trainer.updater.iteration}), trigger=(2, "iteration"))
     trainer.extend(fires, trigger=lambda trainer: "value" in trainer.observation, priority=priority)
@@ -86,7 +86,7 @@ def test_a_trigger_sees_the_values_of_the_extensions_before_it(tmp_path, priorit
 
 
 def test_the_stop_trigger_sees_the_whole_observation_of_the_iteration_before(tmp_path):
-    """What the last extension reported stops the run before the next update (R1)."""
+    """A value that the last extension reported stops the run before the next update."""
     trainer = a_trainer(tmp_path, stop=lambda trainer: trainer.observation.get("enough", False))
     trainer.extend(lambda trainer: report({"enough": trainer.updater.iteration == 3}), priority=-1000)
     trainer.run()
@@ -127,7 +127,7 @@ def test_a_run_stops_as_soon_as_the_length_is_reached(tmp_path, stop, updates):
 @pytest.mark.parametrize(("stop", "reached"), STOPS)
 @pytest.mark.parametrize("resumed_at", [1, 3, 4, 15, 20, 25])
 def test_a_run_resumed_at_or_past_its_length_does_no_update(tmp_path, stop, reached, resumed_at):
-    """Reached, not crossed: upstream goes on to the next multiple (T35). A larger length goes on to it."""
+    """Reached, not crossed: upstream goes on to the next multiple. A larger length goes on to it."""
     saved = a_trainer(tmp_path, DataUpdater(10), (resumed_at, "iteration"))
     saved.run()
     resumed = a_trainer(tmp_path, DataUpdater(10), stop)
@@ -138,7 +138,7 @@ def test_a_run_resumed_at_or_past_its_length_does_no_update(tmp_path, stop, reac
 
 @pytest.mark.parametrize("unit", ["iteration", "epoch", "second"])
 def test_a_length_of_zero_trains_nothing(tmp_path, unit):
-    """No update, no division by zero (T36)."""
+    """No update, no division by zero."""
     trainer = a_trainer(tmp_path, stop=(0, unit))
     trainer.run()
     assert trainer.updater.iteration == 0
@@ -222,7 +222,7 @@ def timed(out, clock, stop):
 
 
 def test_elapsed_time_counts_from_the_start_of_the_run_and_stands_still_after_it(tmp_path, clock):
-    """0.0 before, growing in the run, then frozen (R8, T10)."""
+    """0.0 before, growing in the run, then frozen."""
     trainer, seen = timed(tmp_path, clock, (3, "iteration"))
     clock.now += 50
     before = trainer.elapsed_time
@@ -232,12 +232,12 @@ def test_elapsed_time_counts_from_the_start_of_the_run_and_stands_still_after_it
 
 
 def test_a_trainer_can_be_saved_before_it_has_run(tmp_path):
-    """Its time is then 0.0; upstream raises (T10)."""
+    """Its time is then 0.0; upstream raises."""
     assert a_trainer(tmp_path).state_dict()["elapsed_time"] == 0.0
 
 
 def test_elapsed_time_counts_the_runs_before_a_resume(tmp_path, clock):
-    """It goes on from the saved total, and the time in between does not count (R8)."""
+    """It goes on from the saved total, and the time in between does not count."""
     saved, _ = timed(tmp_path, clock, (2, "iteration"))
     saved.run()
     clock.now += 1000

@@ -88,7 +88,7 @@ def test_extensions_that_differ_on_resume_are_named_in_a_warning(tmp_path):
 
 @pytest.mark.parametrize("below", ["", "below", "below/further"])
 def test_an_out_that_is_or_lies_below_a_file_is_refused_at_construction(tmp_path, below):
-    """The error names the file in the way and the remedy; upstream swallows it (T38)."""
+    """The error names the file in the way and the remedy; upstream swallows it."""
     (tmp_path / "file").touch()
     with pytest.raises(
         NotADirectoryError, match=rf"out must be a directory, and {re.escape(str(tmp_path))}/file.*another out"

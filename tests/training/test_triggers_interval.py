@@ -31,7 +31,7 @@ def reloaded(trigger, setting):
 
 @vectors
 def test_it_fires_at_the_first_iteration_at_or_after_each_multiple(tmp_path, per_epoch, setting, expected):
-    """A boundary between two iterations fires at the later one, several boundaries at once fire once (R5)."""
+    """A boundary between two iterations fires at the later one, several boundaries at once fire once."""
     trainer = a_trainer(tmp_path, CountingUpdater(per_epoch))
     assert answers(triggers.IntervalTrigger(*setting), trainer, 7) == pattern(expected)
 
@@ -39,7 +39,7 @@ def test_it_fires_at_the_first_iteration_at_or_after_each_multiple(tmp_path, per
 @vectors
 @pytest.mark.parametrize("saved_after", range(8))
 def test_a_fresh_trigger_with_saved_state_goes_on_as_the_first(tmp_path, per_epoch, setting, expected, saved_after):
-    """Saved and loaded after every iteration, it fires at the same iterations (R5, R6)."""
+    """Saved and loaded after every iteration, it fires at the same iterations."""
     trainer, trigger = a_trainer(tmp_path, CountingUpdater(per_epoch)), triggers.IntervalTrigger(*setting)
     given = answers(trigger, trainer, saved_after)
     given += answers(reloaded(trigger, setting), trainer, 7 - saved_after)
@@ -48,7 +48,7 @@ def test_a_fresh_trigger_with_saved_state_goes_on_as_the_first(tmp_path, per_epo
 
 @vectors
 def test_asked_sparsely_it_fires_at_the_next_question(tmp_path, per_epoch, setting, expected):
-    """Whichever iterations it is asked in, it fires if a boundary lies since the last question; also when reloaded (R5)."""
+    """Whichever iterations it is asked in, it fires if a boundary lies since the last question; also when reloaded."""
     for asked in product((False, True), repeat=7):
         trainer, trigger = a_trainer(tmp_path, CountingUpdater(per_epoch)), triggers.IntervalTrigger(*setting)
         given, wanted, missed = [], [], False
@@ -67,7 +67,7 @@ def test_asked_sparsely_it_fires_at_the_next_question(tmp_path, per_epoch, setti
 @pytest.mark.parametrize("period", [0.1, 0.2, 0.25, 0.29, 1 / 3, 0.7, 5 / 6, 1.1])
 @pytest.mark.parametrize("of_data", [False, True], ids=["counted in floats", "counted by an iterator"])
 def test_fractions_of_an_epoch_fire_at_their_exact_iterations(tmp_path, per_epoch, period, of_data):
-    """Iteration k fires if floor(k / (n * period)) grew there, in exact fractions, for several epochs (T1)."""
+    """Iteration k fires if floor(k / (n * period)) grew there, in exact fractions, for several epochs."""
     exact = Fraction(period).limit_denominator(1000)
     length = Fraction(per_epoch) * exact
     iterations = min(40 * per_epoch, 3000)
@@ -78,19 +78,19 @@ def test_fractions_of_an_epoch_fire_at_their_exact_iterations(tmp_path, per_epoc
 
 
 def test_a_tenth_of_an_epoch_of_ten_iterations_fires_at_every_one(tmp_path):
-    """The upstream floats fire at 1, 2, 4, 6, 7, 8, 10, 11, 13; here none is late or lost (T1)."""
+    """The upstream floats fire at 1, 2, 4, 6, 7, 8, 10, 11, 13; here none is late or lost."""
     assert all(answers(triggers.IntervalTrigger(0.1, "epoch"), a_trainer(tmp_path, DataUpdater(10)), 1000))
 
 
 @pytest.mark.parametrize("setting", [(2, "iteration"), (1, "epoch"), (0.1, "epoch")])
 def test_it_never_fires_before_the_first_update(tmp_path, setting):
-    """At iteration 0 nothing has been crossed (R5)."""
+    """At iteration 0 nothing has been crossed."""
     assert triggers.IntervalTrigger(*setting)(a_trainer(tmp_path)) is False
 
 
 @vectors
 def test_asked_again_in_the_same_iteration_it_repeats_its_answer(tmp_path, per_epoch, setting, expected):
-    """The second question of an iteration gets the first one's answer, also after a reload in between (T13)."""
+    """The second question of an iteration gets the first one's answer, also after a reload in between."""
     trainer, trigger = a_trainer(tmp_path, CountingUpdater(per_epoch)), triggers.IntervalTrigger(*setting)
     for wanted in pattern(expected):
         trainer.updater.update()
@@ -110,7 +110,7 @@ def test_asked_again_after_a_reload_it_repeats_its_answer(tmp_path, per_epoch, s
 
 
 def test_one_trigger_object_serves_two_extensions(tmp_path):
-    """Both extensions are called at every multiple, where upstream only the first ever is (T13)."""
+    """Both extensions are called at every multiple, where upstream only the first ever is."""
     trainer, first, second = a_trainer(tmp_path, stop=(7, "iteration")), Fires(), Fires()
     shared = triggers.IntervalTrigger(3, "iteration")
     trainer.extend(first, "first", trigger=shared)
@@ -140,7 +140,7 @@ def test_a_reused_trigger_without_saved_state_starts_where_the_resumed_run_is(tm
 @pytest.mark.parametrize("extend_first", [True, False], ids=["extend, load", "load, extend"])
 @pytest.mark.parametrize("saved_after", range(13))
 def test_a_resumed_run_fires_where_the_uninterrupted_one_does(tmp_path, setting, extend_first, saved_after):
-    """Stopped after every iteration, at and off a boundary, whichever of load and extend comes first (R6)."""
+    """Stopped after every iteration, at and off a boundary, whichever of load and extend comes first."""
     whole = fires_in_run(tmp_path, setting, 12, DataUpdater(7, 2))
     saved, before = a_trainer(tmp_path, DataUpdater(7, 2), (saved_after, "iteration")), Fires()
     saved.extend(before, trigger=setting)

@@ -85,12 +85,12 @@ def test_a_schedule_asked_sparsely_fires_at_the_next_question(tmp_path, per_epoc
     "points", [(4, 2), [4, 2], {2, 4}, range(2, 5, 2), np.array([2, 4]), (p for p in (2, 4)), {2: "a", 4: "b"}]
 )
 def test_points_are_any_iterable(tmp_path, points):
-    """Tuples, arrays and generators do, in any order; upstream wraps what is no list as one point (T12)."""
+    """Tuples, arrays and generators are accepted, in any order; Chainer takes anything but a list for one point."""
     assert fires_in_run(tmp_path, triggers.ManualScheduleTrigger(points, "iteration"), 6) == [2, 4]
 
 
 def test_fractional_points_fire_at_their_exact_iterations(tmp_path):
-    """0.29 of an epoch of 100 iterations is iteration 29, where floats are one off (T1)."""
+    """0.29 of an epoch of 100 iterations is iteration 29, where floats are one off."""
     points = [k / 100 for k in range(1, 300)]
     fired = fires_in_run(tmp_path, triggers.ManualScheduleTrigger(points, "epoch"), 300, DataUpdater(100))
     assert fired == list(range(1, 300))
@@ -152,7 +152,7 @@ def test_once_saved_before_it_fired_fires_after_the_load(tmp_path):
     ids=["once", "schedule"],
 )
 def test_an_object_shared_or_reused_fires_for_everyone(tmp_path, make):
-    """Two extensions of one trainer, then a second trainer: each sees what a trigger of its own would tell (T13)."""
+    """Two extensions of one trainer, then a second trainer: each sees what a trigger of its own would tell."""
     own, shared, first, second = fires_in_run(tmp_path, make(), 4), make(), Fires(), Fires()
     trainer = a_trainer(tmp_path, stop=(4, "iteration"))
     trainer.extend(first, trigger=shared)
@@ -162,7 +162,7 @@ def test_an_object_shared_or_reused_fires_for_everyone(tmp_path, make):
 
 
 def test_a_trigger_that_also_stops_the_run_fires_before_it_does(tmp_path):
-    """One schedule for an extension and as stop trigger: the extension runs at the point, and then the run ends (T13)."""
+    """One schedule for an extension and as stop trigger: the extension runs at the point, and then the run ends."""
     trigger = triggers.ManualScheduleTrigger([3], "iteration")
     trainer, fires = a_trainer(tmp_path, stop=trigger), Fires()
     trainer.extend(fires, trigger=trigger)
@@ -196,7 +196,7 @@ def test_a_fresh_time_trigger_with_saved_state_goes_on_as_the_first(tmp_path, cl
 
 
 def test_after_a_long_pause_time_fires_once(tmp_path, clock):
-    """5.5 s of silence with a period of 1 s give one fire, not five in a row, and the next at 6 s (T11)."""
+    """5.5 s of silence with a period of 1 s give one fire, not five in a row, and the next at 6 s."""
     trainer, trigger, given = a_trainer(tmp_path), triggers.TimeTrigger(1), []
     for seconds in (5.5, 5.6, 5.7, 5.99, 6.0, 6.1):
         clock.now = 100.0 + seconds
@@ -206,7 +206,7 @@ def test_after_a_long_pause_time_fires_once(tmp_path, clock):
 
 @pytest.mark.parametrize("period", [0.1, 0.7, 1.1])
 def test_at_a_point_of_the_grid_time_fires_once(tmp_path, clock, period):
-    """A clock that stands on k * period fires once, whatever k * period / period rounds to (T11)."""
+    """A clock that stands on k * period fires once, whatever k * period / period rounds to."""
     clock.now = 0.0
     trainer, trigger = a_trainer(tmp_path), triggers.TimeTrigger(period)
     given = []
@@ -243,7 +243,7 @@ def run_by_the_clock(out, clock, trigger, iterations=4, state=None):
 
 
 def test_time_counts_from_the_start_of_each_run(tmp_path, clock):
-    """Neither construction long before the run nor an earlier trainer shifts the grid of a shared object (T13)."""
+    """Neither construction long before the run nor an earlier trainer shifts the grid of a shared object."""
     trigger = triggers.TimeTrigger(1)
     clock.now += 1000
     first, _ = run_by_the_clock(tmp_path, clock, trigger)

@@ -47,7 +47,7 @@ def test_an_updater_needs_no_constructor_of_its_base():
 
 
 def test_iteration_inside_update_core_is_the_number_of_completed_updates():
-    """The count goes up after update_core (R14)."""
+    """The count goes up after update_core."""
     updater = Counting()
     for _ in range(3):
         updater.update()

@@ -154,7 +154,7 @@ def test_of_a_graph_too_deep_for_the_stack_the_part_next_to_the_root_is_drawn(tm
 
 
 def test_the_graph_is_gone_after_the_iteration_that_drew_it(tmp_path):
-    """And later iterations keep none; a reader after it in the same iteration no longer finds it (T42)."""
+    """And later iterations keep none; a reader after it in the same iteration no longer finds it."""
     model, seen = Marked(), []
     before = training.make_extension(priority=150)(lambda _: seen.append(alive(model)[-1]))
     after = training.make_extension(priority=50)(lambda _: seen.append(alive(model)[-1]))
@@ -168,7 +168,7 @@ def test_the_graph_is_gone_after_the_iteration_that_drew_it(tmp_path):
 
 @pytest.mark.parametrize("where", ["in the model", "in an extension", "in a rehearsal"])
 def test_the_graph_is_let_go_of_when_the_iteration_fails(tmp_path, where):
-    """Wherever it fails; nothing is left watching (T42)."""
+    """Wherever it fails; nothing is left watching."""
     model = Marked(fails_at=None if where == "in an extension" else 1)
     trainer = training.Trainer(updater_of(model=model), (3, "iteration"), tmp_path, extensions=[dump_graph("main/loss")])
 
@@ -207,7 +207,7 @@ def test_a_rehearsal_leaves_the_drawing_to_the_run(tmp_path):
 
 
 def test_a_resumed_run_does_not_draw_again_and_keeps_no_graph(tmp_path):
-    """Nor does it touch the file of the earlier part (T42)."""
+    """Nor does it touch the file of the earlier part."""
     first = run(updater_of(), 2, tmp_path / "a", dump_graph("main/loss"))
     watching = []
     look = training.make_extension(initializer=lambda trainer: watching.append(trainer.reporter.watchers))(lambda _: None)

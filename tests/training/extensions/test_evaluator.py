@@ -67,13 +67,13 @@ def reported(tmp_path, *evaluators):
 
 
 def test_keys_begin_with_validation_and_the_second_evaluator_s_with_validation_1(tmp_path):
-    """The prefix is the name in the trainer; what was reported is there for readers of the same iteration (R10)."""
+    """The prefix is the name in the trainer; what was reported is there for readers of the same iteration."""
     seen = reported(tmp_path, Evaluator(once(values(1, 3)), Mean()), Evaluator(once(values(5, 7)), Mean()))
     assert seen == [{"validation/main/loss": 2.0, "validation_1/main/loss": 6.0}]
 
 
 def test_one_evaluator_registered_twice_reports_under_both_names(tmp_path):
-    """The name lives in the trainer's entry and not on the object (T37)."""
+    """The name lives in the trainer's entry and not on the object."""
     evaluator = Evaluator(once(values(1, 3)), Mean())
     assert reported(tmp_path, evaluator, evaluator) == [{"validation/main/loss": 2.0, "validation_1/main/loss": 2.0}]
 
@@ -136,7 +136,7 @@ def test_generators_are_untouched_even_when_the_model_draws(source):
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 7, 100])
 def test_means_do_not_depend_on_the_batch_size(batch_size):
-    """Batches are weighted by their examples: a short last batch counts for what it holds (T25)."""
+    """Batches are weighted by their examples: a short last batch counts for what it holds."""
     data = values(0, 0, 9, 2, 4, 8, 16)
     result = Evaluator(once(data, batch_size), Mean()).evaluate()
     assert result["main/loss"] == pytest.approx(np.mean(data), rel=1e-6)
@@ -163,7 +163,7 @@ def test_a_loader_is_accepted_where_an_iterator_is(collate):
 
 
 def test_a_repeating_iterator_is_refused():
-    """It would never end; the error names the iterator and the remedy (T26, T27)."""
+    """It would never end; the error names the iterator and the remedy."""
     with pytest.raises(ValueError, match=r"'main' \(SerialIterator\) repeats .*repeat=False"):
         Evaluator(iterators.SerialIterator(values(1, 2), 1), Mean())
 

@@ -75,7 +75,7 @@ def test_files_and_rows_after_stop_and_resume_equal_those_of_the_uninterrupted_r
 
 
 def test_a_snapshot_from_before_a_log_was_added_is_resumed_with_a_warning(tmp_path):
-    """The log begins at that iteration (T18)."""
+    """The log begins at that iteration."""
     run(tmp_path, 3)
     log = LogReport(trigger=(1, "iteration"))
     with pytest.warns(UserWarning, match=r"only here \['LogReport'\]"):
@@ -100,7 +100,7 @@ def test_the_rows_of_a_log_under_another_name_in_the_trainer_are_set_aside_and_n
 
 
 def test_a_snapshot_beside_the_log_does_not_grow_with_its_rows(tmp_path):
-    """It has the name, length and checksum of the file, whose rows are long (T19)."""
+    """It has the name, length and checksum of the file, whose rows are long."""
     log = LogReport(trigger=(1, "iteration"), postprocess=lambda row: row.update(text="x" * 10_000))
     run(tmp_path, 8, log)
     sizes = [
@@ -111,7 +111,7 @@ def test_a_snapshot_beside_the_log_does_not_grow_with_its_rows(tmp_path):
 
 
 def test_the_bytes_that_are_written_grow_with_the_rows_and_not_with_their_square(tmp_path, monkeypatch):
-    """Counted: each row once in the file of lines, which is never replaced, and the array no more when it is large (T19)."""
+    """Counted: each row once in the file of lines, which is never replaced, and the array no more when it is large."""
     inodes, replaced, replace = set(), [], os.replace
 
     def recorded(source, target):

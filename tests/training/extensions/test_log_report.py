@@ -43,7 +43,7 @@ def rows_of(tmp_path, observations, every=2, **settings):
 
 
 def test_a_row_is_the_means_of_its_interval_then_epoch_iteration_and_time(tmp_path):
-    """Each interval by itself, keys in the order in which they were first seen (R9)."""
+    """Each interval by itself, keys in the order in which they were first seen."""
     log = LogReport(trigger=(2, "iteration"))
     run(Counting([{"b": 1, "a": 2}, {"b": 3, "a": 4}, {"b": 10, "a": 0}, {"b": 0, "a": 0}], 4), 4, tmp_path, log)
     assert [list(row) for row in log.log] == [["b", "a", "epoch", "iteration", "elapsed_time"]] * 2
@@ -150,7 +150,7 @@ def test_no_other_file_is_left_behind(tmp_path):
 
 
 def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
-    """A bare NaN is no JSON (T20); in memory they stay floats."""
+    """JSON has no bare NaN, so the file has null; in memory the values stay floats."""
     rows = rows_of(tmp_path, losses(math.nan, math.inf, -math.inf), every=1)
     assert [row["loss"] for row in array(tmp_path / "log")] == ["NaN", "Infinity", "-Infinity"]
     assert [row["loss"] for row in lines(tmp_path / "log.jsonl")] == ["NaN", "Infinity", "-Infinity"]
@@ -158,7 +158,7 @@ def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
 
 
 def test_filename_none_writes_no_file(tmp_path):
-    """And the rows are kept all the same (T17)."""
+    """filename=None writes no file, and the rows are kept in memory all the same."""
     assert len(rows_of(tmp_path, losses(1, 2), filename=None)) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "run.json"]
 
@@ -210,7 +210,7 @@ def test_a_fresh_run_does_not_keep_the_rows_of_an_earlier_one(tmp_path):
 
 
 def test_a_call_before_training_gives_a_row_of_iteration_0(tmp_path):
-    """With what extensions before it reported (R9); a resumed run does not repeat it."""
+    """With what extensions before it reported; a resumed run does not repeat it."""
 
     def before(trainer):
         trainer.reporter.report({"score": 0.5})
@@ -230,7 +230,7 @@ def test_a_call_before_training_gives_a_row_of_iteration_0(tmp_path):
 
 
 def test_strings_and_arrays_in_the_observation_are_passed_over(tmp_path):
-    """They stay in the observation and do not stop the training (T21)."""
+    """They stay in the observation and do not stop the training."""
     seen = []
     row = {"loss": 1.0, "name": "abc", "all": np.arange(3), "vector": torch.ones(2), "nothing": None}
     log = LogReport(trigger=(1, "iteration"))

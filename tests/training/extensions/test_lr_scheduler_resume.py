@@ -107,7 +107,7 @@ def test_the_mean_and_the_warning_of_an_interval_that_is_cut_are_those_of_the_wh
 @pytest.mark.parametrize("made", ["before", "after", "last"])
 @pytest.mark.parametrize("name", ["LambdaLR", "StepLR", "ExponentialLR", "PolynomialLR", "SequentialLR", "ChainedScheduler"])
 def test_a_new_learning_rate_of_the_optimizer_holds_in_the_schedule(tmp_path, capsys, name, made, way):
-    """The schedule goes on as far along as it was, on the new rate (Q1)."""
+    """The schedule goes on as far along as it was, on the new rate."""
     make = next(iter(CASES[name].values()))
     before, after = (builder(make, made=made, lr=lr) for lr in (0.1, 0.5))
     expected = resumed(tmp_path / "whole", STOP, None, after, way)[0]

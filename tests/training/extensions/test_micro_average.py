@@ -45,7 +45,7 @@ def test_tensors_are_summed_where_they_lie(tmp_path):
 
 
 def test_an_iteration_with_one_of_the_two_does_not_count(tmp_path):
-    """Nor one with what is no single number; the interval ends all the same (T28)."""
+    """Nor one whose value is not a single number; the interval ends all the same."""
     seen = [{"right": 1, "words": 2}, {"right": 1}, {"right": "many", "words": 3}, {"right": 3, "words": 3}]
     assert rows(tmp_path, seen) == {2: 0.5, 4: 1.0}
 
@@ -91,7 +91,7 @@ SEEN = [
 @pytest.mark.parametrize("trigger", [(1, "iteration"), (2, "iteration"), (3, "iteration"), (0.5, "epoch")])
 @pytest.mark.parametrize("way", ["extend, load", "load, extend", "file"])
 def test_cut_after_any_iteration_the_results_and_warnings_are_those_of_the_whole(tmp_path, trigger, way):
-    """T28: its trigger and its sums are saved, also in the middle of an interval."""
+    """Its trigger and its sums are saved, also in the middle of an interval."""
 
     def part(stop, saved=None):
         found, trainer = {}, trainer_of(Counting(SEEN, epoch_length=5), stop, tmp_path)

@@ -28,7 +28,7 @@ def test_the_rate_in_a_row_is_that_of_the_last_update(tmp_path):
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_the_rate_is_there_before_the_first_update(tmp_path, kind):
-    """T43: also of Adam."""
+    """Also of optimizers that have no state before their first step."""
     trainer = trainer_of(tmp_path, 1, optimizer=lambda model: kind(model.parameters(), lr=0.25))
     rows = []
     trainer.extend(observe_lr(), invoke_before_training=True)

@@ -156,7 +156,7 @@ def test_no_value_is_read_from_its_device_before_the_trigger_fires():
 
 @pytest.mark.parametrize("way", ["load", "extend", "file"])
 def test_cut_in_two_after_any_iteration_it_reports_the_same(tmp_path, way):
-    """Half intervals are saved, and the interval of its trigger (T29)."""
+    """Half intervals are saved, and the interval of its trigger."""
     key = "main/predictor/weight/grad/mean"
 
     def make():

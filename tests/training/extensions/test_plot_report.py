@@ -156,7 +156,7 @@ def test_no_value_is_read_from_its_device_before_the_trigger_fires(tmp_path):
 
 @pytest.mark.parametrize("way", ["load", "extend", "file"])
 def test_cut_in_two_after_any_iteration_all_points_are_there(tmp_path, way):
-    """Those before the resume, half intervals, and what has been warned of (T29)."""
+    """Those before the resume, half intervals, and what has been warned of."""
     observations = [{"a/b": 1}, {"a/b": math.nan}, {"a/b": 2.5, "c": 1}, {}, {"a/b": -math.inf}, {"a/b": 3}, {"c": 2}]
 
     def make():

@@ -28,13 +28,13 @@ def printed(tmp_path, observations, *, every=1, **settings):
 
 
 def test_the_table_is_a_header_and_a_row_for_each_row_of_the_log(tmp_path):
-    """The header comes once; a row comes when it is new, and no other iteration prints (R16)."""
+    """The header comes once; a row comes when it is new, and no other iteration prints."""
     table = printed(tmp_path, losses(1, 2, 3, 4), every=2, entries=["iteration", "main/loss"])
     assert table == ["iteration   main/loss", "2           1.5", "4           3.5"]
 
 
 def test_columns_are_as_wide_as_their_names_and_at_least_10(tmp_path):
-    """Two spaces apart, six digits, aligned on the left (R16)."""
+    """Two spaces apart, six digits, aligned on the left."""
     row = {"main/loss": 1 / 3, "validation/main/loss": 1e-7, "n": 12345678}
     table = printed(tmp_path, [row], entries=["n", "validation/main/loss", "main/loss"])
     assert table == ["n           validation/main/loss  main/loss", "1.23457e+07  1e-07                 0.333333"]
@@ -116,7 +116,7 @@ def test_a_resumed_run_prints_the_restored_rows_first(tmp_path):
 
 
 def test_out_none_is_the_stdout_of_the_moment(tmp_path, capsys):
-    """It is looked up when a row is printed, so redirect_stdout and capsys see it (T39)."""
+    """It is looked up when a row is printed, so redirect_stdout and capsys see it."""
     report = PrintReport(["main/loss"])
     trainer = trainer_of(Counting(losses(1)), 1, tmp_path, LogReport(trigger=(1, "iteration")), report)
     with contextlib.redirect_stdout(io.StringIO()) as redirected:

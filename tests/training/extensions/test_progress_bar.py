@@ -71,7 +71,7 @@ def test_in_epochs_it_counts_epochs_and_names_the_iteration(clock, tmp_path):
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_it_is_refreshed_every_update_interval_iterations(clock, tmp_path, stream):
-    """Multiples of the interval, and the end (T16: the argument is honoured)."""
+    """The bar is drawn at multiples of update_interval, and at the end."""
     out = stream()
     clock.step = 1.0
     run(clock.updater(), 7, tmp_path, ProgressBar(update_interval=2, out=out))
@@ -111,7 +111,7 @@ def test_a_resumed_run_begins_where_it_stands(clock, tmp_path):
 @pytest.mark.parametrize("stop", [None, lambda trainer: trainer.updater.iteration >= 3, (5, "second")])
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_without_a_known_length_there_is_no_total(clock, tmp_path, stop, stream):
-    """No bar and no percentage, but what is done and how fast (T16: it was an AttributeError)."""
+    """No bar and no percentage, but the iterations done and their speed; Chainer raises an AttributeError."""
     out = stream()
     clock.step = 2.0
     Trainer(clock.updater(ends_after=3), stop, tmp_path, [ProgressBar(update_interval=1, out=out)]).run()
@@ -121,7 +121,7 @@ def test_without_a_known_length_there_is_no_total(clock, tmp_path, stop, stream)
 
 
 def test_training_length_takes_the_place_of_the_stop_trigger_s(clock, tmp_path):
-    """The argument is honoured (T16)."""
+    """The given length is the total."""
     out = io.StringIO()
     clock.step = 1.0
     run(clock.updater(epoch_length=2), 4, tmp_path, ProgressBar((8, "epoch"), update_interval=1, out=out))
@@ -145,7 +145,7 @@ def test_past_its_length_the_bar_is_full_and_the_text_says_where_it_is(clock, tm
 @pytest.mark.parametrize("length", [1, 7, 50])
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_bar_length_is_the_number_of_characters_of_the_bar(clock, tmp_path, length, stream):
-    """Where there is room for it (T16: the argument is honoured)."""
+    """It holds where the terminal is wide enough."""
     out = stream()
     clock.step = 1.0
     run(clock.updater(), 2, tmp_path, ProgressBar(update_interval=1, bar_length=length, out=out))
@@ -210,7 +210,7 @@ def test_no_thread_watches_over_the_bar_or_is_left_behind(tmp_path, stream):
 
 
 def test_out_none_is_the_stdout_of_the_moment(tmp_path):
-    """That of the start of the run, not of the import (T39)."""
+    """sys.stdout is looked up when the run starts, not when the module is imported."""
     trainer = trainer_of(Counting(), 3, tmp_path, ProgressBar())
     with contextlib.redirect_stdout(io.StringIO()) as redirected:
         trainer.run()

@@ -48,7 +48,7 @@ IDS = [f"{type(shift).__name__}-{number}" for number, (shift, _) in enumerate(TA
 
 @pytest.mark.parametrize(("shift", "values"), TABLE, ids=IDS)
 def test_the_value_follows_from_the_number_of_calls(tmp_path, shift, values):
-    """The first update is made with the initial value, the next with that of one call (R18)."""
+    """The first update is made with the initial value, the next with that of one call."""
     assert run(tmp_path, len(values) - 1, shift, split=True) == pytest.approx(values)
 
 

@@ -53,7 +53,7 @@ def builder(make, **settings):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_cut_after_any_iteration_every_update_has_the_same_settings(tmp_path, said, make, way):
-    """Before the first, at the bounds of epochs and between them; with state in memory and on the disk (T3, T5, Q1)."""
+    """Before the first, at the bounds of epochs and between them; with state in memory and on the disk."""
     build = builder(make, split=True)
     expected = resumed(tmp_path, STOP, None, build, way)
     assert len({str(settings) for settings in expected[0]}) > 1
@@ -76,7 +76,7 @@ def test_a_rate_that_is_a_tensor_is_resumed_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rate_that_the_script_constructs_otherwise_is_what_the_shift_begins_with(tmp_path, capsys, way):
-    """Q1: it is a changed setting and printed; how often the shift was called is not, and comes from the saved run."""
+    """It is a changed setting and printed; how often the shift was called is not, and comes from the saved run."""
 
     def make():
         return [(ExponentialShift("lr", 0.5), None)]
@@ -135,7 +135,7 @@ def test_its_own_state_is_enough_where_the_optimizer_has_none(tmp_path):
 
 
 def test_the_snapshot_that_a_run_loads_by_itself_comes_before_the_shift_begins(tmp_path):
-    """T3: after an autoload the rate is that of the saved run, from the first update on."""
+    """After an autoload the rate is that of the saved run, from the first update on."""
 
     def part(stop):
         trainer = trainer_of(tmp_path, stop, ExponentialShift("lr", 0.5), snapshot(autoload=True), lr=1.0)

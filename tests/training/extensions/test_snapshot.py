@@ -34,7 +34,7 @@ def test_two_in_a_trainer_have_names_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("resumed_from", ["a_3", "b_3", "b_2"])
 def test_from_either_of_two_snapshots_of_an_iteration_the_run_fires_as_the_uninterrupted_one(tmp_path, resumed_from):
-    """Both triggers were asked before the first was taken, so both hold the same state (T2)."""
+    """Both triggers were asked before the first was taken, so both hold the same state."""
 
     def both(out, seed=0):
         a, b = snapshot("a_{.updater.iteration}"), snapshot("b_{.updater.iteration}")
@@ -191,7 +191,7 @@ def test_snapshot_object_of_anything_else_is_a_directory(tmp_path):
 
 
 def test_the_state_before_the_first_run_can_be_saved(tmp_path):
-    """By save, and by a snapshot that is called by hand, before there is an out (T10)."""
+    """By save, and by a snapshot that is called by hand, before there is an out."""
     out, witness = tmp_path / "result", Witness()
     trainer = trainer_of(out, 3, (snapshot("end"), only()), (witness, EVERY))
     trainer.get_extension("snapshot")(trainer)

@@ -195,7 +195,7 @@ class Notes(training.Extension):
 
 @pytest.mark.parametrize("how", ["autoload", "load, extend", "extend, load"])
 def test_an_extension_is_initialized_with_the_restored_state(tmp_path, whole, how):
-    """Whatever its priority, and whatever the order of load and extend (T3)."""
+    """Whatever its priority, and whatever the order of load and extend."""
     notes = [Notes(), Notes(-500), Notes(1000)]
     run(tmp_path, 3, (snapshot(autoload=True), EVERY), Notes(), Notes(), Notes())
     trainer = trainer_of(tmp_path, 4, seed=5)

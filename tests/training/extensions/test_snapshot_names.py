@@ -28,7 +28,7 @@ def make_foreign(out):
 
 @pytest.mark.parametrize("filename", [AUTO, "{.updater.iteration}", "{0.updater.iteration}_{0.updater.epoch}"])
 def test_foreign_files_of_like_names_are_neither_removed_nor_loaded(tmp_path, filename):
-    """Retention and autoload keep to the names and manifests of their own series, whatever these begin with (T33)."""
+    """Retention and autoload keep to the names and manifests of their own series, whatever these begin with."""
     out = tmp_path / "result"
     foreign = make_foreign(out)
     run(out, 3, (snapshot(filename, n_retains=1, autoload=True), EVERY))
@@ -81,7 +81,7 @@ def test_snapshots_of_other_series_are_neither_removed_nor_loaded(tmp_path):
 
 
 def test_the_newest_is_that_of_the_highest_iteration_and_not_of_the_latest_time(tmp_path):
-    """A copied or touched snapshot is no newer for it, for autoload as for retention (T33)."""
+    """A copied or touched snapshot is no newer for it, for autoload as for retention."""
     run(tmp_path, 12, (snapshot(), EVERY))
     for k in range(1, 13):
         os.utime(tmp_path / f"snapshot_iter_{k}", (k, 10**9 - 1000 * k))
@@ -264,7 +264,7 @@ class Breaks(training.StandardUpdater):
 
 
 def test_the_snapshot_of_a_failure_leaves_the_good_one_of_its_iteration_alone(tmp_path):
-    """It has a name of its own and is never loaded by itself, however often the run fails there (T34)."""
+    """It has a name of its own and is never loaded by itself, however often the run fails there."""
     whole, first, healed = Witness(), Witness(), Witness()
     run(tmp_path / "whole", 6, (snapshot(autoload=True), EVERY), whole)
     out = tmp_path / "result"

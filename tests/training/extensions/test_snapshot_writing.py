@@ -23,7 +23,7 @@ def _no_thread_is_left():
 
 
 def test_a_snapshot_holds_the_state_of_its_iteration_however_late_it_is_written(tmp_path, monkeypatch):
-    """Its first byte is written two updates later; parameters, moments, buffers, generators are those of then (T44)."""
+    """Its first byte is written two updates later; parameters, moments, buffers, generators are those of then."""
     gate, witness, lain = Gate(monkeypatch), Witness(), []
 
     def open_gate():
