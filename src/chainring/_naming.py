@@ -1,33 +1,36 @@
-"""How the parts of a model are called in reports and in saved state: ``main``, ``main/predictor``, ``main/predictor/l1``."""
+"""Names of submodules in reports and in saved state: ``main``, ``main/predictor``, ``main/predictor/l1``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _STATELESS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
-"""Wrappers that have no state of their own, and the attribute in which each holds the model."""
+"""Wrapper classes that have no state of their own, and the attribute that holds the model."""
 _WRAPPERS = {**_STATELESS, "AveragedModel": "module"}
 
 
 def unwrap(model: Any) -> Any:
-    """The module inside the wrappers of ``torch.compile`` and DDP; anything else is returned as it is.
+    """Return the module inside the wrappers of ``torch.compile`` and DDP; any other object is returned as it is.
 
-    A wrapper changes how a model runs, not what its parts are called, so its prefix must not reach a name.
+    A wrapper changes how a model runs, not the names of its submodules, so its prefix must not reach a name.
     """
-    while (inner := _inner_of(model, _STATELESS)) is not None:
-        model = getattr(model, inner)
+    while (attribute := _wrapped_attribute(model, _STATELESS)) is not None:
+        model = getattr(model, attribute)
     return model
 
 
-def _inner_of(module: Any, wrappers: dict[str, str]) -> str | None:
-    return next((wrappers[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in wrappers), None)
-
-
-def name_cleaner(model: Any) -> Callable[[str], str]:
-    """A function from the dotted name of a part, parameter or buffer of ``model`` to its name without wrappers."""
-    found = [(path, inner) for path, part in model.named_modules() if (inner := _inner_of(part, _WRAPPERS)) is not None]
-    prefixes = [(f"{path}.{inner}" if path else inner, path) for path, inner in reversed(found)]  # the inmost first
+def name_cleaner(model: nn.Module) -> Callable[[str], str]:
+    """Return a function from the dotted name of a submodule, parameter or buffer to its name without wrappers."""
+    wrapped = [
+        (path, attribute)
+        for path, module in model.named_modules()
+        if (attribute := _wrapped_attribute(module, _WRAPPERS)) is not None
+    ]
+    prefixes = [(f"{path}.{attribute}".removeprefix("."), path) for path, attribute in reversed(wrapped)]  # innermost first
 
     def clean(name: str) -> str:
         for prefix, path in prefixes:
@@ -38,9 +41,12 @@ def name_cleaner(model: Any) -> Callable[[str], str]:
     return clean
 
 
-def named_submodules(name: str, model: Any) -> Iterator[tuple[str, Any]]:
-    """Every submodule of ``model`` with its name under ``name``, the model itself first; dots become slashes."""
+def named_submodules(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every submodule of ``model`` with its path below ``name``, the model itself first; dots become slashes."""
     clean = name_cleaner(model)
     for path, module in model.named_modules():
-        shown = clean(path).replace(".", "/")
-        yield (f"{name}/{shown}" if shown else name), module
+        yield f"{name}/{clean(path).replace('.', '/')}".removesuffix("/"), module
+
+
+def _wrapped_attribute(module: object, wrappers: dict[str, str]) -> str | None:
+    return next((wrappers[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in wrappers), None)

@@ -1,7 +1,7 @@
-"""How far training is, exactly: intervals and limits are answered in integers and fractions, never by dividing floats.
+"""Training progress as exact fractions: intervals and limits never depend on dividing floats.
 
 A period such as ``0.1`` means the fraction one tenth, so ``(0.1, "epoch")`` with ten iterations an epoch fires at
-every one of them, for ever. Epochs are counted as ``(epoch, position, size)`` where the data can say so.
+every one of them, for ever. Epochs are counted as ``(epoch, position, size)`` if the iterator knows them.
 """
 
 from __future__ import annotations
@@ -17,53 +17,11 @@ if TYPE_CHECKING:
 UNITS = ("iteration", "epoch")
 
 
-def to_fraction(value: float | Rational) -> Fraction:
-    """The simplest fraction that rounds to ``value``: ``0.1`` is 1/10, ``5 / 6`` is five sixths.
-
-    Raises:
-        ValueError: ``value`` is NaN or infinite.
-        TypeError: ``value`` is not a real number.
-    """
-    if isinstance(value, Rational):
-        return Fraction(int(value.numerator), int(value.denominator))
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a finite number is needed, got {number}")
-    if number.is_integer():
-        return Fraction(int(number))
-    if number < 0:
-        return -to_fraction(-number)
-    # Every real between the two midpoints rounds to this float; the midpoints are taken in 1/2 ulp exactly.
-    below = (Fraction(math.nextafter(number, 0.0)) + Fraction(number)) / 2
-    above = (Fraction(number) + Fraction(math.nextafter(number, math.inf))) / 2
-    return _simplest_between(below, above)
-
-
-def _simplest_between(low: Fraction, high: Fraction) -> Fraction:
-    """The fraction with the smallest denominator in ``[low, high]`` (the Stern-Brocot tree, walked by floors)."""
-    floor = math.floor(low)
-    if floor == low:
-        return Fraction(floor)
-    if floor < math.floor(high):
-        return Fraction(floor + 1)
-    return floor + 1 / _simplest_between(1 / (high - floor), 1 / (low - floor))
-
-
-def find_main_iterator(updater: Updater) -> Any:
-    """The iterator that epochs are counted by, or ``None`` where an updater has none."""
-    try:
-        return updater.get_iterator("main")
-    except (KeyError, AttributeError, NotImplementedError):
-        return None
-
-
 def count_epochs(updater: Updater) -> Fraction:
-    """Epochs completed so far, as a fraction.
+    """Return the epochs completed so far, as a fraction.
 
-    Comes from the main iterator's integers where it has them and they agree with ``updater.epoch_detail``; an updater
-    that counts its own epochs is taken at its word, as the simplest fraction that rounds to its ``epoch_detail``.
+    It comes from the main iterator's integers if they agree with ``updater.epoch_detail``; otherwise the updater counts
+    its own epochs, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
     """
     detail = updater.epoch_detail
     progress = getattr(find_main_iterator(updater), "progress", None)
@@ -75,7 +33,7 @@ def count_epochs(updater: Updater) -> Fraction:
 
 
 def check_epoch_period(updater: Updater, period: Fraction) -> None:
-    """Refuses an epoch period on an updater that cannot say how far its epoch is.
+    """Refuse a period in epochs if the updater cannot tell its progress through an epoch.
 
     Raises:
         ValueError: the updater has no main iterator and counts no epochs itself; or the period is a fraction of an
@@ -92,3 +50,45 @@ def check_epoch_period(updater: Updater, period: Fraction) -> None:
             f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the loader has none. "
             'Give LoaderIterator(loader, epoch_length=...), or use whole epochs or "iteration"'
         )
+
+
+def find_main_iterator(updater: Updater) -> Any:
+    """Return the iterator by which epochs are counted, or ``None`` if the updater has none."""
+    try:
+        return updater.get_iterator("main")
+    except (KeyError, AttributeError, NotImplementedError):
+        return None
+
+
+def to_fraction(value: float | Rational) -> Fraction:
+    """Return the simplest fraction that rounds to ``value``: ``0.1`` is 1/10, ``5 / 6`` is five sixths.
+
+    Raises:
+        ValueError: ``value`` is NaN or infinite.
+        TypeError: ``value`` is not a real number.
+    """
+    if isinstance(value, Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
+    real = float(value)
+    if not math.isfinite(real):
+        raise ValueError(f"a finite number is needed, got {real}")
+    if real.is_integer():
+        return Fraction(int(real))
+    if real < 0:
+        return -to_fraction(-real)
+    # Every real between the two midpoints rounds to this float; the midpoints are taken in 1/2 ulp exactly.
+    lower = (Fraction(math.nextafter(real, 0.0)) + Fraction(real)) / 2
+    upper = (Fraction(real) + Fraction(math.nextafter(real, math.inf))) / 2
+    return _simplest_between(lower, upper)
+
+
+def _simplest_between(low: Fraction, high: Fraction) -> Fraction:
+    """Return the fraction with the smallest denominator in ``[low, high]`` (the Stern-Brocot tree, walked by floors)."""
+    floor = math.floor(low)
+    if floor == low:
+        return Fraction(floor)
+    if floor < math.floor(high):
+        return Fraction(floor + 1)
+    return floor + 1 / _simplest_between(1 / (high - floor), 1 / (low - floor))

@@ -1,4 +1,4 @@
-"""Every random generator of this process: Python's, NumPy's, torch's and the accelerator's."""
+"""Random numbers: the order of an epoch, and the global generators of Python, NumPy, torch and the accelerator."""
 
 from __future__ import annotations
 
@@ -17,53 +17,45 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 _ROUNDS = 8
-_MOST_LOOKED_UP = 2**18
-"""A permutation of so many values is computed whole; a larger one would take much memory to save little time."""
-
-
-def stable_hash(*parts: int | str) -> int:
-    """63 bits that depend on every part and are the same in every process and on every machine."""
-    text = "\x1f".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
-
-def stable_hashes(*parts: int | str) -> Callable[[int], int]:
-    """A function of one more part, which gives ``stable_hash(*parts, last)`` in half of its time."""
-    begun = hashlib.blake2b("".join(f"{part}\x1f" for part in parts).encode(), digest_size=8)
-
-    def hash_of(last: int) -> int:
-        whole = begun.copy()
-        whole.update(b"%d" % last)
-        return int.from_bytes(whole.digest(), "little") >> 1
-
-    return hash_of
+_MAX_TABLE_SIZE = 2**18
+"""A permutation of so many values is computed whole; a larger table would take much memory and save little time."""
 
 
 def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | None = None) -> Indices:
-    """The indices at positions ``start`` to ``stop`` of the shuffled order of one epoch.
+    """Return the indices at positions ``start`` to ``stop`` of the shuffled order of one epoch.
 
     Args:
         seed: any integer.
-        epoch: which epoch; each has an order of its own.
+        epoch: each epoch has its own order.
         size: the number of examples.
-        start: the first position wanted.
-        stop: one past the last position wanted, by default ``size``.
+        start: the first position.
+        stop: one past the last position, by default ``size``.
 
     Returns:
         An int64 array of ``stop - start`` indices. Over the whole epoch every index below ``size`` comes exactly once.
+
+    Raises:
+        ValueError: the positions do not satisfy ``0 <= start <= stop <= size``.
+
+    Example::
+
+        epoch_order(seed=0, epoch=0, size=10)  # array([7, 2, 9, 4, 3, 1, 0, 5, 6, 8])
     """
+    # FROZEN: a saved run has a position in this order and no indices. Another result would break every resumed run.
     stop = size if stop is None else stop
     if not 0 <= start <= stop <= size:
         raise ValueError(f"positions must satisfy 0 <= start <= stop <= size, got {start}, {stop}, {size}")
     bits = max(2, (size - 1).bit_length())
     dtype = np.uint32 if bits <= 32 else np.uint64
-    permuted: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
-    if 1 << bits <= min(2 * (stop - start), _MOST_LOOKED_UP):  # of a whole epoch: the many steps of the walk are looked up
-        permuted = permuted(np.arange(1 << bits, dtype=dtype)).take
-    values = permuted(np.arange(start, stop, dtype=dtype))
+    permute: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
+    if 1 << bits <= min(2 * (stop - start), _MAX_TABLE_SIZE):
+        permute = permute(
+            np.arange(1 << bits, dtype=dtype)
+        ).take  # hot path: "Chainring, as written" of benchmarks/epochs.py
+    values = permute(np.arange(start, stop, dtype=dtype))
     outside = np.flatnonzero(values >= size)
     while outside.size:  # cycle walking: the walk is inside the permutation, so it comes back below size
-        values[outside] = permuted(values[outside])
+        values[outside] = permute(values[outside])
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
 
@@ -74,22 +66,22 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _feistel(values: NDArray[np.unsignedinteger], bits: int, keys: list[int]) -> NDArray[np.unsignedinteger]:
-    """One pass over ``bits`` bits; each round changes one half by a hash of the other, which can be undone."""
-    kind = values.dtype.type
+    """Permute integers of ``bits`` bits: each round changes one half by a hash of the other, which can be undone."""
+    dtype = values.dtype.type
     low_bits = bits // 2
-    low_mask, high_mask = kind((1 << low_bits) - 1), kind((1 << (bits - low_bits)) - 1)
-    low, high = values & low_mask, values >> kind(low_bits)
-    for number, key in enumerate(keys):
-        if number % 2:
+    low_mask, high_mask = dtype((1 << low_bits) - 1), dtype((1 << (bits - low_bits)) - 1)
+    low, high = values & low_mask, values >> dtype(low_bits)
+    for i, key in enumerate(keys):
+        if i % 2:
             high ^= _mix(low, key) & high_mask
         else:
             low ^= _mix(high, key) & low_mask
-    joined: NDArray[np.unsignedinteger] = (high << kind(low_bits)) | low
+    joined: NDArray[np.unsignedinteger] = (high << dtype(low_bits)) | low
     return joined
 
 
 def _mix(values: NDArray[np.unsignedinteger], key: int) -> NDArray[np.unsignedinteger]:
-    """A 32-bit integer hash (the multipliers of Wellons' "lowbias32"); halves of up to 32 bits fit."""
+    """Hash to 32 bits (the multipliers of Wellons' "lowbias32"); halves of up to 32 bits fit."""
     mixed = values.astype(np.uint32)
     mixed ^= np.uint32(key)
     mixed ^= mixed >> np.uint32(16)
@@ -100,14 +92,31 @@ def _mix(values: NDArray[np.unsignedinteger], key: int) -> NDArray[np.unsignedin
     return mixed.astype(values.dtype, copy=False)
 
 
-def deterministic(seed: int) -> None:
-    """Makes a run repeatable: seeds every generator, and asks an accelerator for deterministic kernels.
+def stable_hash(*keys: int | str) -> int:
+    """Return 63 bits that depend on every key and are the same in every process and on every machine."""
+    return _to_int(hashlib.blake2b("\x1f".join(map(str, keys)).encode(), digest_size=8).digest())
 
-    Call it first, before models are made and before the accelerator is used. The CPU's kernels are deterministic as
-    they are. Some accelerator kernels then take longer, and an operation that has no deterministic kernel raises.
+
+def _to_int(digest: bytes) -> int:
+    return int.from_bytes(digest, "little") >> 1
+
+
+def deterministic(seed: int) -> None:
+    """Make a run repeatable: seed every generator, and ask an accelerator for deterministic kernels.
+
+    Call it first, before models are made and before the accelerator is used. The CPU's kernels are deterministic by
+    default. Some accelerator kernels become slower, and an operation that has no deterministic kernel raises.
 
     Args:
         seed: an integer from 0 to 2**63 - 1; NumPy's global generator gets its lowest 32 bits.
+
+    Raises:
+        ValueError: ``seed`` is not such an integer.
+
+    Example::
+
+        chainring.deterministic(0)
+        model = Classifier(MLP(50, 10))  # the same parameters in every run
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"a seed is an integer from 0 to 2**63 - 1, got {seed!r}")
@@ -120,8 +129,44 @@ def deterministic(seed: int) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def nondeterminism_reason() -> str | None:
+    """Return why a run that is resumed from here would not be bit-exact, or ``None`` if it would."""
+    if _accelerator() is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    return "made on an accelerator without chainring.deterministic(seed), which asks for deterministic kernels"
+
+
+def seed_all(*keys: int | str) -> None:
+    """Seed every generator, the accelerator's too, from a hash of ``keys``."""
+    seed_host(*keys)
+    torch.manual_seed(stable_hash(*keys))
+
+
+def seed_host(*keys: int | str) -> None:
+    """Seed the generators of Python, NumPy and torch on the CPU from a hash of ``keys``."""
+    _seed_host(stable_hash(*keys))
+
+
+def example_seeder(seed: int, epoch: int) -> Callable[[int], None]:
+    """Return a function of an example's index that does the same as ``seed_host(seed, epoch, index)``."""
+    prefix = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f".encode(), digest_size=8)
+
+    def seed_example(index: int) -> None:  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
+        whole = prefix.copy()
+        whole.update(b"%d" % index)
+        _seed_host(_to_int(whole.digest()))
+
+    return seed_example
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits accelerators, a hundred times slower
+
+
 def get_rng_state() -> dict[str, Any]:
-    """The state of every generator, in plain values and tensors."""
+    """Return the state of every generator, in plain values and tensors."""
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     words = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -138,7 +183,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what `get_state` returned; an accelerator that was not there then is left alone."""
+    """Restore what `get_rng_state` returned; an accelerator that has no state in it is left alone."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = state["numpy"]
@@ -150,24 +195,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
         device.set_rng_state(state["accelerator"])
 
 
-def nondeterminism_reason() -> str | None:
-    """Why a run that is continued from here would not be bit for bit the run that goes on, or ``None``."""
-    if _accelerator() is None or torch.are_deterministic_algorithms_enabled():
-        return None
-    return "made on an accelerator without chainring.deterministic(seed), which asks for deterministic kernels"
-
-
-def _accelerator() -> Any:
-    """The module of the accelerator in use (``torch.cuda``, say), or ``None``. One that was never used is not started."""
-    if not torch.accelerator.is_available():
-        return None
-    device = torch.get_device_module(torch.accelerator.current_accelerator())
-    return device if getattr(device, "is_initialized", lambda: True)() else None
-
-
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """What is drawn inside does not show outside: every generator is put back afterwards."""
+    """Restore every generator at the end of the block."""
     device = _accelerator()
     state = None if device is None else device.get_rng_state()
     with preserve_host_rng():
@@ -180,7 +210,7 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def preserve_host_rng() -> Iterator[None]:
-    """`preserve_rng` for the three generators of the host, for code that runs there: datasets and loaders."""
+    """Restore the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
     try:
         yield
@@ -190,24 +220,9 @@ def preserve_host_rng() -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def seed_all(*parts: int | str) -> None:
-    """Seeds every generator from a hash of ``parts``, that of the accelerator too."""
-    seed_host(*parts)
-    torch.manual_seed(stable_hash(*parts))
-
-
-def seed_host(*parts: int | str) -> None:
-    """Seeds the three generators of the host from a hash of ``parts``."""
-    _seed_host(stable_hash(*parts))
-
-
-def example_seeder(*parts: int | str) -> Callable[[int], None]:
-    """A function of one more part, which does what ``seed_host(*parts, last)`` does: for many examples of an epoch."""
-    hash_of = stable_hashes(*parts)
-    return lambda last: _seed_host(hash_of(last))
-
-
-def _seed_host(key: int) -> None:
-    random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(key)  # torch.manual_seed also visits accelerators, a hundred times slower
+def _accelerator() -> Any:
+    """Return the module of the accelerator in use, such as ``torch.cuda``, or ``None``; an unused one is not started."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.get_device_module(torch.accelerator.current_accelerator())
+    return device if getattr(device, "is_initialized", lambda: True)() else None
