@@ -127,7 +127,7 @@ class TestPadding:
     @pytest.mark.parametrize("padding", [(0,), {"x": 0}])
     def test_a_padding_of_another_structure_is_refused(self, padding):
         """One number, or one for each part."""
-        with pytest.raises(ValueError, match="padding must be one number or one for each part of example"):
+        with pytest.raises(ValueError, match="padding must be one number or one for each item of example"):
             concat_examples([(1, 2)], padding=padding)
 
     def test_parts_of_a_padding_for_examples_without_parts_are_refused(self):
@@ -149,7 +149,7 @@ class TestPadding:
         ([(1, 2), [1, 2]], "example 1 is list"),
         ([{"x": 1}, {"x": 1, "y": 2}], r"keys \['x'\].*example 1 is a mapping with the keys \['x', 'y'\]"),
         ([{"x": 1}, {}], "example 1 is a mapping with the keys"),
-        ([(1, np.ones(2)), (1, np.ones(3))], r"part 1 of example 0 is of shape \(2,\).*example 1 is of shape \(3,\)"),
+        ([(1, np.ones(2)), (1, np.ones(3))], r"item 1 of example 0 is of shape \(2,\).*example 1 is of shape \(3,\)"),
         ([{"x": [1]}, {"x": [1, 2]}], "'x' of example 0.*example 1.*pass padding="),
         ([1, 2, np.ones(2)], r"example 0 is a number.*example 2 is of shape \(2,\)"),
         ([1, (1,)], "example 1 is a tuple of 1"),
@@ -168,7 +168,7 @@ def test_differing_structures_are_refused_by_position(batch, message):
     ("batch", "message"),
     [
         (["cat", "dog"], "example 0 is str 'cat'"),
-        ([(1, "cat")], "part 1 of example 0 is str 'cat'"),
+        ([(1, "cat")], "item 1 of example 0 is str 'cat'"),
         ([np.ones(1), "cat"], "example 1 is str"),
         ([["a", "b"]], "example 0 is list"),
         ([None], "NoneType"),
