@@ -1,4 +1,4 @@
-"""Where log rows go besides the log."""
+"""Writers: the places that log rows go to besides the log."""
 
 from chainring.writers.base import Record, Run, Writer
 from chainring.writers.csv import CsvWriter

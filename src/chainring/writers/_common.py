@@ -1,4 +1,4 @@
-"""Where a writer finds what it writes with, and where it writes."""
+"""Shared by the writers: optional packages, file names, rows of another run, and the ids under which services know a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chainring._files import replace
+from chainring._files import numbered, replace
+from chainring._messages import info
 
 
-def optional(module: str, extra: str, writer: str) -> Any:
-    """Imports a package that not everybody has installed.
+def import_optional(module: str, extra: str, writer: str) -> Any:
+    """Import a package that is an optional dependency.
 
     Raises:
-        ImportError: it cannot be imported; the error names the extra that brings it.
+        ImportError: it cannot be imported; the error names the extra that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -27,37 +28,45 @@ def optional(module: str, extra: str, writer: str) -> Any:
         ) from error
 
 
-def checked_name(what: str, name: Any) -> str:
-    """A name in the run's ``out``, or an absolute path.
+def check_path(argument: str, path: str | os.PathLike[str]) -> str:
+    """Return a path in the run's ``out``, or an absolute path, as a string.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a path, or empty.
     """
-    if not isinstance(name, (str, os.PathLike)) or not os.fspath(name):
-        raise TypeError(f"{what} is a name in the run's out, or an absolute path; got {name!r}")
-    return str(os.fspath(name))
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise TypeError(f"{argument} is a name in the run's out, or an absolute path; got {path!r}")
+    return str(os.fspath(path))
 
 
-def template(name: str) -> str:
-    """A name as `Extension.writes` has it, where braces are fields."""
+def escape_fields(name: str) -> str:
+    """Return a name for `Writer.writes`, where braces are fields."""
     return name.replace("{", "{{").replace("}", "}}")
 
 
-def remember(path: Path, facts: Mapping[str, Any]) -> None:
-    """Keeps in the run's ``out`` under which id a service knows the run."""
+def set_aside(path: Path) -> None:
+    """Move a file with rows of another run to ``abandoned/<n>`` beside it, and say so."""
+    if path.exists() and path.stat().st_size:
+        destination = numbered(path.parent / "abandoned") / path.name
+        os.rename(path, destination)
+        info(f"{path} holds rows that this run does not continue: moved to {destination}")
+
+
+def save_service_run(path: Path, description: Mapping[str, Any]) -> None:
+    """Save the id under which a service knows the run, so that a resumed run goes on under the same id."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, (json.dumps(facts) + "\n").encode())
+    replace(path, (json.dumps(description) + "\n").encode())
 
 
-def remembered(path: Path) -> dict[str, Any]:
-    """What `remember` kept; empty where there is nothing that can be read."""
+def load_service_run(path: Path) -> dict[str, Any]:
+    """Return what `save_service_run` saved; empty if there is nothing that can be read."""
     try:
-        facts = json.loads(path.read_bytes())
+        description = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        facts = error
-    if not isinstance(facts, dict):
-        warnings.warn(f"{path} is passed over and written anew, because it is not what was written: {facts}", stacklevel=2)
+        description = error
+    if not isinstance(description, dict):
+        warnings.warn(f"{path} does not hold the id of a run, and will be replaced: {description}", stacklevel=2)
         return {}
-    return facts
+    return description

@@ -1,4 +1,4 @@
-"""Where log rows go besides the log: an interface of two methods."""
+"""Writers: an interface of two methods for the places that log rows go to, and the records that they are given."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+COUNTERS = ("epoch", "iteration", "elapsed_time")
+"""The keys of a row that are not means of reported values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One row of a log.
+
+    Example::
+
+        record = Record(epoch=1, iteration=500, elapsed_time=2.5, values={"main/loss": 0.3})
+        record.values["main/loss"]
 
     Attributes:
         epoch: epochs completed.
@@ -30,10 +38,15 @@ class Record:
 class Run:
     """The run whose rows a writer is about to be given.
 
+    Example::
+
+        CsvWriter().begin(Run(Path("result"), config={"lr": 0.1}))
+
     Attributes:
-        out: the directory of the run. A relative name of a file lies there.
+        out: the directory of the run. A relative file name is resolved there.
         config: the settings of the run.
-        iteration: updates completed; rows of later iterations that lie there are of a part that this run does not continue.
+        iteration: updates completed. Rows of later iterations that are there already belong to updates that this run does
+            not continue.
         records: the rows so far, where the run continues an earlier one.
     """
 
@@ -46,6 +59,14 @@ class Run:
 class Writer:
     """Takes the rows of a `LogReport`, one by one. Write `write`; everything else is optional.
 
+    Example::
+
+        class Printer(Writer):
+            def write(self, record):
+                print(record.iteration, dict(record.values))
+
+        extensions.LogReport(writers=[Printer()])
+
     Attributes:
         writes: the names of the files that it writes into the run's directory, as in `Extension.writes`.
     """
@@ -53,17 +74,32 @@ class Writer:
     writes: Sequence[str] = ()
 
     def begin(self, run: Run) -> None:
-        """Called before the first row, and again after `close` where the same run goes back to a snapshot."""
+        """Prepare for the first row; called again after `close` if the same run goes back to a snapshot."""
 
     def write(self, record: Record) -> None:
-        """Writes one row."""
+        """Write one row.
+
+        Raises:
+            NotImplementedError: a subclass has not defined it.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define write(record)")
 
     def close(self) -> None:
-        """Called once, when the run ends."""
+        """Release what is open; called once, when the run ends."""
+
+
+def record_of(row: Mapping[str, Any]) -> Record:
+    """Return the record of a row of the log; a counter that a ``postprocess`` has removed is 0."""
+    values = {key: value for key, value in row.items() if key not in COUNTERS}
+    return Record(row.get("epoch", 0), row.get("iteration", 0), row.get("elapsed_time", 0.0), values)
+
+
+def counters_of(record: Record) -> dict[str, float]:
+    """Return epoch, iteration and elapsed time by key."""
+    return {key: getattr(record, key) for key in COUNTERS}
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a row by key, epoch and time among them, for where a row can hold nothing else."""
-    row = {**record.values, "epoch": record.epoch, "elapsed_time": record.elapsed_time}
-    return {key: float(value) for key, value in row.items() if isinstance(value, Real)}
+    """Return the numbers of a row by key, epoch and time included, for services that take nothing but numbers."""
+    row = {**record.values, **counters_of(record)}
+    return {key: float(value) for key, value in row.items() if isinstance(value, Real) and key != "iteration"}

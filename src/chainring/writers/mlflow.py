@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from chainring.writers._common import optional, remember, remembered
+from chainring.writers._common import import_optional, load_service_run, save_service_run
 from chainring.writers.base import Record, Run, Writer, scalars
 
 _FILE = "mlflow_run.json"
-_METRICS, _PARAMS = 1000, 100  # that one request may hold
+_METRICS, _PARAMS = 1000, 100  # the most in one request
 
 
 class MlflowWriter(Writer):
@@ -19,14 +19,19 @@ class MlflowWriter(Writer):
 
     The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id. Each row arrives at least
     once: a resumed run sends the earlier rows that MLflow lacks, and a row that is computed again is sent again, at the
-    same step. The config becomes the parameters; MLflow lets none of these change, so those of the first start stay. Its
+    same step. The config becomes the parameters; MLflow does not let them change, so those of the first start stay. Its
     databases hold infinity as the largest double. A run that the script has begun with ``mlflow.start_run`` is another one
     and is left alone.
 
+    Example::
+
+        writer = MlflowWriter("sqlite:///mlflow.db", experiment="digits")
+        trainer.extend(extensions.LogReport(writers=[writer]))
+
     Args:
-        tracking_uri: where the runs are, such as ``"sqlite:////home/me/mlflow.db"`` or ``"https://host"``; by default where
-            MLflow has them, see ``mlflow.get_tracking_uri``.
-        experiment: its name; it is made if there is none. By default the one that ``MLFLOW_EXPERIMENT_NAME`` or
+        tracking_uri: of the runs, such as ``"sqlite:////home/me/mlflow.db"`` or ``"https://host"``; by default that of
+            ``mlflow.get_tracking_uri``.
+        experiment: its name; it is created if it does not exist. By default the one that ``MLFLOW_EXPERIMENT_NAME`` or
             ``MLFLOW_EXPERIMENT_ID`` names, or else MLflow's default.
 
     Raises:
@@ -36,7 +41,7 @@ class MlflowWriter(Writer):
     writes: Sequence[str] = (_FILE,)
 
     def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
-        self._mlflow = optional("mlflow", "mlflow", "MlflowWriter")
+        self._mlflow = import_optional("mlflow", "mlflow", "MlflowWriter")
         self._tracking_uri = tracking_uri
         self._experiment = experiment
         self._client: Any = None
@@ -44,19 +49,18 @@ class MlflowWriter(Writer):
 
     def begin(self, run: Run) -> None:
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
-        place = {"tracking_uri": self._client.tracking_uri, "experiment": self._experiment}
-        known = remembered(run.out / _FILE)
-        continues = known.get("run_id") is not None and place.items() <= known.items()
-        if continues:
-            self._run_id = known["run_id"]
+        service = {"tracking_uri": self._client.tracking_uri, "experiment": self._experiment}
+        saved = load_service_run(run.out / _FILE)
+        if saved.get("run_id") is not None and service.items() <= saved.items():
+            self._run_id = saved["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
         else:
             self._create()
-            remember(run.out / _FILE, {"run_id": self._run_id, **place})
+            save_service_run(run.out / _FILE, {"run_id": self._run_id, **service})
         self._add_params(run)
-        there = {metric.step for metric in self._client.get_metric_history(self._run_id, "elapsed_time")}
+        sent = {metric.step for metric in self._client.get_metric_history(self._run_id, "elapsed_time")}
         for record in run.records:
-            if record.iteration not in there:
+            if record.iteration not in sent:
                 self.write(record)
 
     def write(self, record: Record) -> None:
@@ -76,15 +80,15 @@ class MlflowWriter(Writer):
     def _create(self) -> None:
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if name is None:
-            number = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is MLflow's default experiment
+            experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is MLflow's default experiment
         else:
-            found = self._client.get_experiment_by_name(name)
-            number = self._client.create_experiment(name) if found is None else found.experiment_id
-        self._run_id = self._client.create_run(number).info.run_id
+            experiment = self._client.get_experiment_by_name(name)
+            experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self._run_id = self._client.create_run(experiment_id).info.run_id
 
     def _add_params(self, run: Run) -> None:
-        there = self._client.get_run(self._run_id).data.params
+        known = self._client.get_run(self._run_id).data.params
         param = self._mlflow.entities.Param
-        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in there]
+        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in known]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])

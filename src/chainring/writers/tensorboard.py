@@ -9,31 +9,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from chainring.writers._common import checked_name, optional, template
+from chainring.writers._common import check_path, escape_fields, import_optional
 from chainring.writers.base import Record, Run, Writer, scalars
 
-_PREFIX = "events.out.tfevents."  # by which TensorBoard knows its files
+_PREFIX = "events.out.tfevents."  # TensorBoard recognises its files by it
 
 
 class TensorBoardWriter(Writer):
-    """Writes each row at once into an event file: look at it with ``tensorboard --logdir result``.
+    """Writes each row at once into an event file, for ``tensorboard --logdir result``.
 
     Each number of a row, its epoch and its elapsed time too, is a scalar of its key at the step of its iteration, in single
     precision, as TensorBoard has them. The run's config is shown under HPARAMS. A run that is resumed writes a further file,
     which tells TensorBoard to forget what earlier ones hold of later iterations: its reader finds each row exactly once.
 
+    Example::
+
+        trainer.extend(extensions.LogReport(writers=[TensorBoardWriter()]))
+
     Args:
         directory: of the event files, in the run's ``out``, or an absolute path.
 
     Raises:
-        TypeError: the directory is no path.
+        TypeError: the directory is not a path.
         ImportError: tensorboard is not installed.
     """
 
     def __init__(self, directory: str = "tensorboard") -> None:
-        optional("tensorboard", "tensorboard", "TensorBoardWriter")
-        self._directory = checked_name("directory", directory)
-        self.writes = (template((Path(self._directory) / _PREFIX).as_posix()) + "{}",)
+        import_optional("tensorboard", "tensorboard", "TensorBoardWriter")
+        self._directory = check_path("directory", directory)
+        self.writes = (escape_fields((Path(self._directory) / _PREFIX).as_posix()) + "{}",)
         self._file: BinaryIO | None = None
         self._records: Any = None
 
@@ -50,7 +54,7 @@ class TensorBoardWriter(Writer):
         self._add(file_version="brain.Event:2")
         self._add(step=run.iteration + 1, session_log=SessionLog(status=SessionLog.START))  # later steps are forgotten
         if run.config:
-            self._add(summary=hparams_pb({str(key): _shown(value) for key, value in run.config.items()}))
+            self._add(summary=hparams_pb({str(key): _hparam(value) for key, value in run.config.items()}))
         for record in () if earlier else run.records:
             self.write(record)
 
@@ -75,12 +79,12 @@ class TensorBoardWriter(Writer):
 
 
 def _next_name(earlier: Sequence[str]) -> str:
-    """A name that comes after the earlier ones, because TensorBoard reads files in the order of their names."""
+    """Return a name that sorts after the earlier ones, because TensorBoard reads files in the order of their names."""
     last = earlier[-1][len(_PREFIX) :].partition(".")[0] if earlier else ""
     seconds = max(int(time.time()), int(last) + 1 if last.isdecimal() else 0)
     return f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
-def _shown(value: Any) -> Any:
-    """As TensorBoard has the value of a setting: a number, a truth value or a text."""
+def _hparam(value: Any) -> Any:
+    """Return the value of a setting as TensorBoard takes it: a number, a bool or a string."""
     return value if isinstance(value, (bool, int, float, str)) else str(value)

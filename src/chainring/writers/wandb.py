@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chainring.writers._common import optional, remember, remembered
-from chainring.writers.base import Record, Run, Writer
+from chainring.writers._common import import_optional, load_service_run, save_service_run
+from chainring.writers.base import Record, Run, Writer, counters_of
 
 _FILE = "wandb_run.json"
 
@@ -21,11 +21,15 @@ class WandbWriter(Writer):
     left open.
 
     W&B writes its own files into ``out/wandb``. ``WandbWriter(mode="offline")`` or ``WANDB_MODE=offline`` needs no network
-    and asks nothing; each start has a folder there, with all rows so far, which ``wandb sync`` sends later. Online, where
-    nobody is logged in, W&B asks or fails as ``wandb.init`` does.
+    and does not prompt; each start has a folder there, with all rows so far, which ``wandb sync`` sends later. Online,
+    without a login, W&B prompts or fails as ``wandb.init`` does.
+
+    Example::
+
+        trainer.extend(extensions.LogReport(writers=[WandbWriter(project="digits")]))
 
     Args:
-        **init: arguments of ``wandb.init``, such as ``project="digits"``; they come first.
+        **init: arguments of ``wandb.init``, such as ``project="digits"``; they take precedence.
 
     Raises:
         ImportError: wandb is not installed.
@@ -34,17 +38,17 @@ class WandbWriter(Writer):
     writes: Sequence[str] = (_FILE,)
 
     def __init__(self, **init: Any) -> None:
-        self._wandb = optional("wandb", "wandb", "WandbWriter")
+        self._wandb = import_optional("wandb", "wandb", "WandbWriter")
         self._init = init
         self._run: Any = None
         self._owns = False
 
     def begin(self, run: Run) -> None:
-        known = remembered(run.out / _FILE).get("id")
-        continues = {} if known is None else {"id": known, "resume": "allow"}
-        self._open({"dir": str(run.out), "config": dict(run.config), **continues, **self._init})
+        run_id = load_service_run(run.out / _FILE).get("id")
+        resume = {} if run_id is None else {"id": run_id, "resume": "allow"}
+        self._open({"dir": str(run.out), "config": dict(run.config), **resume, **self._init})
         if self._owns:
-            remember(run.out / _FILE, {"id": self._run.id})
+            save_service_run(run.out / _FILE, {"id": self._run.id})
         for record in run.records:
             if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet
                 self.write(record)
@@ -52,9 +56,8 @@ class WandbWriter(Writer):
     def write(self, record: Record) -> None:
         if self._run is None:
             self._open(self._init)
-        own = {"epoch": record.epoch, "iteration": record.iteration, "elapsed_time": record.elapsed_time}
         step = record.iteration if record.iteration >= self._run.step else None
-        self._run.log({**record.values, **own}, step=step, commit=True)
+        self._run.log({**record.values, **counters_of(record)}, step=step, commit=True)
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         self._owns = self._wandb.run is None

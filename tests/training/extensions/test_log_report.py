@@ -150,7 +150,7 @@ def test_no_other_file_is_left_behind(tmp_path):
 
 
 def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
-    """JSON has no bare NaN, so the file has null; in memory the values stay floats."""
+    """A bare NaN is no JSON; in memory they stay floats."""
     rows = rows_of(tmp_path, losses(math.nan, math.inf, -math.inf), every=1)
     assert [row["loss"] for row in array(tmp_path / "log")] == ["NaN", "Infinity", "-Infinity"]
     assert [row["loss"] for row in lines(tmp_path / "log.jsonl")] == ["NaN", "Infinity", "-Infinity"]
@@ -158,7 +158,7 @@ def test_nan_and_infinities_are_strings_in_the_files(tmp_path):
 
 
 def test_filename_none_writes_no_file(tmp_path):
-    """filename=None writes no file, and the rows are kept in memory all the same."""
+    """And the rows are kept all the same."""
     assert len(rows_of(tmp_path, losses(1, 2), filename=None)) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "run.json"]
 

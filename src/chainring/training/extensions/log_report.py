@@ -1,140 +1,31 @@
-"""LogReport: the means of what was reported, a row an interval."""
+"""LogReport: the means of reported values, one row for each interval."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring._files import numbered, plain, replace, restored
-from chainring._messages import info
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
-from chainring.writers.base import Record, Run
+from chainring.writers._common import set_aside
+from chainring.writers._log_file import LogFile, read_rows
+from chainring.writers.base import Record, Run, record_of
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 
-_OFTEN = 1_000_000  # bytes up to which the array is replaced after each row
-_SELDOM = 30.0  # seconds between two replacements beyond that
+class RecordWriter(Protocol):
+    """What the rows are given to: a `Writer`, or any object with its two methods."""
 
+    def write(self, record: Record, /) -> None: ...
 
-class LogFile:
-    """Writes the rows of a log so that both files are valid whenever they are opened.
-
-    The array is replaced by a rename, after each row while it is small and every 30 s when it is not.
-
-    Args:
-        path: of the array; the lines go to the same with ``.jsonl``.
-
-    Attributes:
-        lines: the file of the lines.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._array = path
-        self.lines = path.with_name(path.name + ".jsonl")
-        self._texts: list[str] = []
-        self._size = 0
-        self._crc = 0
-        self._replaced_at = -math.inf
-        self._stale = False
-
-    def open(self, rows: Sequence[Mapping[str, Any]], keep: bool = False) -> None:
-        """Begins with the rows of the run that is continued: what its file holds beyond them is cut off.
-
-        A file that does not begin with them, or that is to be kept, is moved to ``abandoned/<n>`` beside it.
-        """
-        self._texts = [_line(row) for row in rows]
-        text = "".join(self._texts).encode()
-        self.lines.parent.mkdir(parents=True, exist_ok=True)
-        if keep or not self._begins_with(text):
-            self._set_aside()
-            replace(self.lines, text)
-        os.truncate(self.lines, len(text))
-        self._size, self._crc = len(text), zlib.crc32(text)
-        self.replace_array()
-
-    def _begins_with(self, text: bytes) -> bool:
-        try:
-            with open(self.lines, "rb") as file:
-                return file.read(len(text)) == text
-        except FileNotFoundError:
-            return False
-
-    def _set_aside(self) -> None:
-        if self.lines.exists() and self.lines.stat().st_size:
-            place = numbered(self.lines.parent / "abandoned") / self.lines.name
-            os.rename(self.lines, place)
-            info(f"{self.lines} holds rows that this run does not continue: moved to {place}")
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row to the lines at once, and to the array when it is due."""
-        line = _line(row)
-        with open(self.lines, "ab") as file:
-            file.write(line.encode())
-        self._texts.append(line)
-        self._size += len(line.encode())
-        self._crc = zlib.crc32(line.encode(), self._crc)
-        self._stale = True
-        if self._size <= _OFTEN or time.monotonic() - self._replaced_at >= _SELDOM:
-            self.replace_array()
-
-    def replace_array(self) -> None:
-        """Brings the array up to date."""
-        body = ",\n".join(text.rstrip("\n") for text in self._texts)
-        replace(self._array, f"[\n{body}\n]\n".encode() if body else b"[]\n")
-        self._replaced_at, self._stale = time.monotonic(), False
-
-    def flush(self) -> None:
-        """Brings the array up to date if it is not."""
-        if self._stale:
-            self.replace_array()
-
-    @property
-    def checksum(self) -> list[Any]:
-        """The name of the lines' file, its length in bytes, and its CRC-32."""
-        return [self.lines.name, self._size, self._crc]
-
-
-def key_list(name: str, keys: Any) -> list[str]:
-    """The keys of a log's columns.
-
-    Raises:
-        TypeError: they are no iterable of strings, or a single string.
-    """
-    if isinstance(keys, str):
-        raise TypeError(f"{name} is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
-    listed = list(keys) if isinstance(keys, Iterable) else None
-    if listed is None or not all(isinstance(key, str) for key in listed):
-        raise TypeError(f'{name} is an iterable of keys, such as ["epoch", "main/loss"]; got {keys!r}')
-    return listed
-
-
-def read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:
-    """The rows in the first ``size`` bytes of a file of lines, or ``None`` where these are not what was written."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(size)
-    except OSError:
-        return None
-    if len(text) != size or zlib.crc32(text) != crc:
-        return None
-    return [restored(json.loads(line)) for line in text.splitlines()]
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(plain(row), default=str, allow_nan=False) + "\n"
+    def close(self) -> None: ...
 
 
 class LogReport(Extension):
@@ -145,19 +36,25 @@ class LogReport(Extension):
     ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
     JSON array. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
 
+    Example::
+
+        trainer.extend(extensions.LogReport(writers=[CsvWriter()]), trigger=(100, "iteration"))
+        trainer.run()
+        trainer.get_extension("LogReport").log[-1]["main/loss"]
+
     Args:
         keys: the keys to average; ``None`` takes all.
-        trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and comes first.
+        trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and takes precedence.
         postprocess: called with each row before it is stored; it may change it.
-        filename: of the files in the trainer's ``out``; ``None`` writes none.
-        writers: further places for the rows; rank 0 opens them. One that fails is warned about and left out from then on.
+        filename: of the files in the trainer's ``out``; ``None`` writes no file.
+        writers: further destinations of the rows; rank 0 opens them. One that fails is warned about and gets no more rows.
 
     Attributes:
         log: the rows so far, those of the runs before a resume included.
 
     Raises:
-        TypeError: the keys, the file name, a writer or the trigger is of another kind, or ``postprocess`` cannot be called.
-        ValueError: the trigger's unit or period is none, or two would write the same file.
+        TypeError: the keys, the file name, a writer or the trigger has the wrong type, or ``postprocess`` cannot be called.
+        ValueError: the trigger's unit or period is invalid, or two would write the same file.
     """
 
     skip_on_resume = True
@@ -168,7 +65,7 @@ class LogReport(Extension):
         trigger: Any = (1, "epoch"),
         postprocess: Callable[[dict[str, Any]], None] | None = None,
         filename: str | None = "log",
-        writers: Iterable[Any] = (),
+        writers: Iterable[RecordWriter] = (),
     ) -> None:
         if postprocess is not None and not callable(postprocess):
             raise TypeError(f"postprocess is a function of a row, got {postprocess!r}")
@@ -179,25 +76,36 @@ class LogReport(Extension):
         self._keys = None if keys is None else key_list("keys", keys)
         self._postprocess = postprocess
         self._filename = filename
-        self._writers = _checked(writers)
+        self._writers = _checked_writers(writers)
         self._check_names()
-        self._open: list[Any] = []
-        self._working: list[Any] = []
+        self._open: list[RecordWriter] = []
+        self._working: list[RecordWriter] = []
         self._summary = DictSummary()
         self._file: LogFile | None = None
         self._written: str | None = None  # the file that holds these rows, and is cut back to them
 
+    @property
+    def writes(self) -> Sequence[str]:
+        writers = self._writers if self._filename is None else [LogFile(self._filename), *self._writers]
+        return tuple(name for writer in writers for name in getattr(writer, "writes", ()))
+
+    def _check_names(self) -> None:
+        names = list(self.writes)
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
+
     def initialize(self, trainer: Trainer) -> None:
+        out, settings = Path(trainer.out), (dict(trainer.config), trainer.updater.iteration)
         if self._filename is not None and trainer.comm.rank == 0:
-            self._file = LogFile(Path(trainer.out) / self._filename)
-            self._file.open(self.log, keep=self._written != self._filename)
+            self._file = LogFile(self._filename)
+            if self._written != self._filename:
+                set_aside(out / f"{self._filename}.jsonl")
+            self._file.begin(Run(out, *settings, [_whole_record(row) for row in self.log]))
         self._written = self._filename
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
-        opens = trainer.comm.rank == 0 and not trainer.is_rehearsing
-        self._open = list(self._writers) if opens else []
+        self._open = [] if trainer.comm.rank != 0 or trainer.is_rehearsing else list(self._writers)
         self._working = list(self._open)
-        records = tuple(_record(row) for row in self.log) if opens else ()
-        self._tell("begin", Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records))
+        self._call_writers("begin", Run(out, *settings, tuple(map(record_of, self.log))))
 
     def observe(self, trainer: Trainer) -> None:
         observation = trainer.observation
@@ -207,34 +115,30 @@ class LogReport(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
-        updater = trainer.updater
-        row: dict[str, Any] = {
-            **means,
-            "epoch": updater.epoch,
-            "iteration": updater.iteration,
-            "elapsed_time": trainer.elapsed_time,
-        }
+        counters = {"epoch": trainer.updater.epoch, "iteration": trainer.updater.iteration}
+        row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
         self.log.append(row)
         if self._file is not None:
-            self._file.append(row)
-        self._tell("write", _record({**row, "epoch": updater.epoch, "iteration": updater.iteration}))
+            self._file.write(_whole_record(row))
+        self._call_writers("write", record_of({**row, **counters}))
 
-    def _tell(self, method: str, message: Run | Record) -> None:
-        """Calls a method of each writer that works. The services behind them may draw random numbers; the run sees none."""
+    def _call_writers(self, method: str, argument: Run | Record) -> None:
+        """Call a method of each working writer. Random numbers that its service draws do not change the run."""
         for writer in list(self._working):
             try:
                 with _random.preserve_host_rng():
-                    getattr(writer, method, _nothing)(message)
+                    if call := getattr(writer, method, None):
+                        call(argument)
             except Exception as error:
                 self._working.remove(writer)
-                what = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
-                warnings.warn(f"{what}. Training goes on, and so do the log and the other writers", stacklevel=2)
+                failure = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
+                warnings.warn(f"{failure}. Training goes on, and so do the log and the other writers", stacklevel=2)
 
     def finalize(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            self._file.close()
         for writer in self._open:
             try:
                 writer.close()
@@ -242,34 +146,24 @@ class LogReport(Extension):
                 warnings.warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}", stacklevel=2)
         self._open = []
 
-    @property
-    def writes(self) -> Sequence[str]:
-        own = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
-        return (*own, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
-
-    def _check_names(self) -> None:
-        names = list(self.writes)
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
-
     def serialize(self, serializer: AbstractSerializer) -> None:
-        is_saving = isinstance(serializer, Serializer)
         rows: list[dict[str, Any]] | None = self.log
-        lines = None
+        checksum = None
         if self._file is not None and isinstance(serializer, Serializer):
             self._file.flush()
-            # In a snapshot that lies beside the file its length will do: a log of n rows would be written n times.
-            if serializer.directory is not None and serializer.directory.resolve() == self._file.lines.parent.resolve():
-                serializer.refer(self._file.lines)
-                rows, lines = None, self._file.checksum
-        rows, lines = serializer("log", rows), serializer("file", lines)
+            # In a snapshot beside the file its length is enough: otherwise a log of n rows would be written n times.
+            if serializer.directory is not None and serializer.directory.resolve() == self._file.path.parent.resolve():
+                serializer.refer(self._file.path)
+                rows, checksum = None, self._file.checksum
+        rows, checksum = serializer("log", rows), serializer("file", checksum)
         self._written = serializer("written", self._written)
-        if not is_saving:
-            self.log = self._read(serializer.directory, *lines) if rows is None and lines is not None else rows or []
+        if not isinstance(serializer, Serializer):
+            is_in_file = rows is None and checksum is not None
+            self.log = self._read(serializer.directory, *checksum) if is_in_file else rows or []
         self._summary.serialize(serializer["summary"])
 
     def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
-        """The rows in the file beside a snapshot, up to where it was when the snapshot was taken."""
+        """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""
         path = (directory or Path()) / Path(name).name
         rows = read_rows(path, size, crc)
         if rows is None:
@@ -282,22 +176,32 @@ class LogReport(Extension):
         return rows or []
 
 
-def _record(row: Mapping[str, Any]) -> Record:
-    own = {"epoch": 0, "iteration": 0, "elapsed_time": 0.0}  # a row whose postprocess took them out goes on without
-    values = {key: value for key, value in row.items() if key not in own}
-    return Record(**{key: row.get(key, missing) for key, missing in own.items()}, values=values)
+def _whole_record(row: Mapping[str, Any]) -> Record:
+    """Return a record for a `LogFile`, whose values are the row as it is."""
+    record = record_of(row)
+    return Record(record.epoch, record.iteration, record.elapsed_time, row)
 
 
-def _nothing(*_: Any) -> None:
-    return None
+def key_list(argument: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys of the columns of a log.
+
+    Raises:
+        TypeError: they are not an iterable of strings, or a single string.
+    """
+    if isinstance(keys, str):
+        raise TypeError(f"{argument} is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
+    listed = list(keys) if isinstance(keys, Iterable) else None
+    if listed is None or not all(isinstance(key, str) for key in listed):
+        raise TypeError(f'{argument} is an iterable of keys, such as ["epoch", "main/loss"]; got {keys!r}')
+    return listed
 
 
-def _checked(writers: Any) -> list[Any]:
+def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
     rule = "writers is a list of Writers, each with write(record) and close()"
     if isinstance(writers, str) or not isinstance(writers, Iterable):
         raise TypeError(f"{rule}; got {writers!r}")
     listed = list(writers)
     for writer in listed:
         if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-            raise TypeError(f"{rule}; {writer!r} is none")
+            raise TypeError(f"{rule}; {writer!r} is not a Writer")
     return listed
