@@ -27,7 +27,7 @@ from chainring.training._trainer_state import visit_part
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
-from chainring.training.triggers.base import never, start
+from chainring.training.triggers.base import initialize_trigger, never
 
 WHOLE, KILLED, RESUMED = "whole", "killed", "resumed"
 """The three runs: one that nothing interrupts, one that is killed, and the one that continues it."""
@@ -99,7 +99,7 @@ class Watch:
 
     def initialize(self, trainer: Trainer) -> None:
         """As the trainer's own."""
-        start(self._inner, trainer)
+        initialize_trigger(self._inner, trainer)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """The trainer's own."""

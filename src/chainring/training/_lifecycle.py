@@ -20,7 +20,7 @@ from chainring.training import _run_record
 from chainring.training._run_directory import RunDirectory
 from chainring.training._signals import Interruption
 from chainring.training.extension import RollBack
-from chainring.training.triggers.base import start
+from chainring.training.triggers.base import initialize_trigger
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -114,7 +114,7 @@ def _start_triggers(trainer: Trainer, entries: list[Entry]) -> None:
     vars(trainer).pop("_started_triggers", None)
     triggers = (trainer.stop_trigger, *(entry.trigger for entry in entries))
     for trigger in triggers:
-        start(trigger, trainer)
+        initialize_trigger(trigger, trainer)
     trainer._restored.warn_of_differences()
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chainring._progress import find_main_iterator
-from chainring.training.triggers.base import never, shown, start
+from chainring.training.triggers.base import describe, initialize_trigger, never
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -98,13 +98,13 @@ def plan_of(trainer: Trainer, entries: list[Entry]) -> dict[str, Any]:
             "name": entry.name,
             "class": type(entry.extension).__name__,
             "priority": entry.priority,
-            "trigger": shown(entry.trigger),
+            "trigger": describe(entry.trigger),
             "before_training": entry.invoke_before_training,
             "observes": entry.observe is not None,
         }
         for entry in _in_order(entries)
     ]
-    return {"stop_trigger": shown(trainer.stop_trigger), "extensions": extensions}
+    return {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions}
 
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
@@ -121,11 +121,11 @@ def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[
     stand_in: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
     if trainer._started_at is None:
         for trigger in triggers.values():
-            start(trigger, stand_in)
+            initialize_trigger(trigger, stand_in)
     stop = triggers.get(id(trainer.stop_trigger))
     while updater.iteration < first - 1 + iterations:
         if stop is not None and stop(stand_in):
-            return fires, first, updater.iteration, shown(trainer.stop_trigger)
+            return fires, first, updater.iteration, describe(trainer.stop_trigger)
         if updater.has_ended:
             return fires, first, updater.iteration, "the end of the data"
         updater.update()
@@ -151,7 +151,7 @@ def _predictable(trainer: Trainer, entries: list[Entry]) -> list[Any]:
 def _headline(trainer: Trainer, first: int, last: int, end: str | None) -> str:
     if last < first:
         return f"No more iterations: {end} has stopped training after iteration {last}."
-    until = "the data end" if trainer.stop_trigger is never else shown(trainer.stop_trigger)
+    until = "the data end" if trainer.stop_trigger is never else describe(trainer.stop_trigger)
     what = f"then {end} stops training" if end is not None else f"until {until}"
     return f"Iterations {first} to {last}, {what}. Each is an update, then in this order:"
 
@@ -166,7 +166,7 @@ def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, 
     is_skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
     before = "; once before training" if entry.invoke_before_training and not is_skipped else ""
     observes = "; observes each" if entry.observe is not None else ""
-    return entry.name, str(entry.priority), shown(entry.trigger), when + before + observes
+    return entry.name, str(entry.priority), describe(entry.trigger), when + before + observes
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

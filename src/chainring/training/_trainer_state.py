@@ -11,7 +11,7 @@ from chainring import _random
 from chainring._messages import announce_change, recording_changes
 from chainring.reporting._scalars import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, has_state, serialize_method, visit_setting
-from chainring.training.triggers.base import setting_of
+from chainring.training.triggers.base import describe_setting
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -98,7 +98,7 @@ def _visit(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry
     stop = type(trainer.stop_trigger).__name__
     if serializer("stop_trigger_type", stop) == stop:
         visit_part(serializer, "stop_trigger", trainer.stop_trigger)
-    visit_setting(serializer, "stop_trigger_setting", setting_of(trainer.stop_trigger), "stop trigger")
+    visit_setting(serializer, "stop_trigger_setting", describe_setting(trainer.stop_trigger), "stop trigger")
     drawn = _generators(trainer, serializer["generators"], restored)
     observation = serializer["observation"]
     if isinstance(serializer, Deserializer):
@@ -118,7 +118,7 @@ def _visit(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry
 
 
 def _visit_trigger_setting(serializer: AbstractSerializer, entry: Entry) -> None:
-    setting, name = setting_of(entry.trigger), f"trigger of extension {entry.name!r}"
+    setting, name = describe_setting(entry.trigger), f"trigger of extension {entry.name!r}"
     visit_setting(serializer["extension_trigger_settings"], entry.name, setting, name)
 
 

@@ -1,36 +1,50 @@
-"""The one place where a convenient spelling becomes a trigger."""
+"""Convenient spellings of a trigger, such as ``(1, "epoch")``, and the triggers that they stand for."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from chainring._checks import find_call_error
 from chainring.training.triggers.base import never
 from chainring.training.triggers.interval import IntervalTrigger
 from chainring.training.triggers.reached import ReachedTrigger
 from chainring.training.triggers.time_trigger import TimeTrigger
 
-_FORMS = 'None, a callable of the trainer, (period, "iteration"), (period, "epoch") or (seconds, "second")'
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+TriggerLike: TypeAlias = Callable[["Trainer"], bool] | tuple[float, Literal["iteration", "epoch", "second"]] | None
+"""A callable of the trainer; ``(period, "iteration")``, ``(period, "epoch")`` or ``(seconds, "second")``; or ``None``."""
+
+_RULE = 'a trigger is None, a callable of the trainer, (period, "iteration"), (period, "epoch") or (seconds, "second")'
 
 
-def get_trigger(trigger: Any) -> Callable[[Any], bool]:
-    """The trigger that a setting stands for.
+def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
+    """Return the trigger that a setting stands for.
+
+    Example::
+
+        get_trigger((1, "epoch"))  # IntervalTrigger(1, 'epoch')
+        get_trigger((30, "second"))  # TimeTrigger(30)
 
     Args:
         trigger: a callable of the trainer, which is returned as it is; ``None`` never fires; ``(period, "iteration")``
             and ``(period, "epoch")`` are an `IntervalTrigger`; ``(seconds, "second")`` is a `TimeTrigger`.
 
+    Returns:
+        A callable of the trainer that returns True when the trigger fires.
+
     Raises:
-        TypeError: it is of another form.
+        TypeError: it is anything else.
         ValueError: the period is not above 0, or the unit is unknown.
     """
     if trigger is None:
         return never
     if callable(trigger):
-        _refuse_uncallable(trigger)
-        return trigger  # type: ignore[no-any-return]
-    period, unit = _pair(trigger)
+        _check_callable(trigger)
+        return trigger
+    period, unit = _split_pair(trigger)
     if unit == "second":
         return TimeTrigger(period)
     if unit not in ("iteration", "epoch"):
@@ -39,33 +53,33 @@ def get_trigger(trigger: Any) -> Callable[[Any], bool]:
     return IntervalTrigger(period, unit)
 
 
-def get_stop_trigger(trigger: Any) -> Callable[[Any], bool]:
-    """The stop trigger that a setting stands for: as `get_trigger`, but a pair or an interval means *reached*."""
+def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
+    """Return the stop trigger that a setting stands for: as `get_trigger`, but a pair or an interval means *reached*.
+
+    Raises:
+        TypeError: it is neither a trigger nor a pair.
+        ValueError: the length is below 0, or the unit is unknown.
+    """
     if isinstance(trigger, IntervalTrigger):
         return ReachedTrigger(trigger.period, trigger.unit)
     if trigger is None or callable(trigger):
         return get_trigger(trigger)
-    return ReachedTrigger(*_pair(trigger))
+    return ReachedTrigger(*_split_pair(trigger))
 
 
-def _pair(trigger: Any) -> tuple[Any, str]:
+def _split_pair(trigger: Any) -> tuple[Any, str]:
     if not isinstance(trigger, (tuple, list)) or len(trigger) != 2 or not isinstance(trigger[1], str):
-        raise TypeError(f"a trigger is {_FORMS}; got {trigger!r}")
+        raise TypeError(f"{_RULE}; got {trigger!r}")
     if isinstance(trigger[0], str):
-        raise TypeError(f"a trigger is {_FORMS}, the number first; got {trigger!r}")
+        raise TypeError(f"{_RULE}, the number first; got {trigger!r}")
     return trigger[0], trigger[1]
 
 
-def _refuse_uncallable(trigger: Any) -> None:
-    """Refuses now what would fail when it is asked for the first time, which may be after hours."""
+def _check_callable(trigger: Any) -> None:
     if isinstance(trigger, type):
-        raise TypeError(f"a trigger is {_FORMS}; got the class {trigger.__name__}: pass an object of it")
-    try:
-        inspect.signature(trigger).bind(None)
-    except ValueError:
-        return  # some callables of C have no signature
-    except TypeError as error:
+        raise TypeError(f"{_RULE}; got the class {trigger.__name__}: pass an object of it")
+    if error := find_call_error(trigger, None):
         raise TypeError(
             f"a trigger is called with one argument, the trainer, and {trigger!r} cannot be: {error}; "
             "write lambda trainer: ..."
-        ) from None
+        )

@@ -1,24 +1,27 @@
-"""A trigger is a question about a trainer: does it happen now?"""
+"""Trigger, the base of triggers that remember their answer; and functions on any trigger."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 
 class Trigger(Stateful):
-    """Asked again in the same iteration it repeats its answer, so one object can serve two extensions.
+    """A trigger that repeats its answer if it is asked again in the same iteration, so it can serve several extensions.
 
-    A subclass writes `ask`, which is called at most once an iteration. Any callable of a trainer is a trigger too; this
-    class only adds the memory.
+    Any callable of a trainer is a trigger; this class adds the memory. A subclass defines `ask`::
+
+        class EveryPowerOfTwo(Trigger):
+            def ask(self, trainer):
+                return trainer.updater.iteration.bit_count() == 1
 
     Attributes:
-        predictable: whether the answers follow from iterations and epochs alone, so that a plan can be drawn up.
+        predictable: True if the answers follow from iterations and epochs alone, so that `Trainer.explain` can plan them.
     """
 
     predictable = False
@@ -27,27 +30,31 @@ class Trigger(Stateful):
     _restored = False
 
     def __call__(self, trainer: Trainer) -> bool:
-        """Whether it happens in this iteration."""
+        """Return True if the trigger fires in this iteration."""
         iteration = trainer.updater.iteration
         if iteration != self._asked:
             if self._asked is not None and iteration < self._asked:
-                self.forget()  # another run: it began before this one's last question
+                self.forget()  # this is another run, which has not come as far as the one that asked last
             self._answer = self.ask(trainer)
             self._asked = iteration
         return self._answer
 
     def ask(self, trainer: Trainer) -> bool:
-        """The answer for this iteration, computed."""
+        """Compute the answer for this iteration; called at most once an iteration.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define ask(trainer)")
 
     def forget(self) -> None:
-        """Starts anew, for a run that begins again."""
+        """Reset the state, for a run that starts from the beginning."""
 
     def initialize(self, trainer: Trainer) -> None:
-        """Called once when a run starts, after state was put back; refuses what cannot work.
+        """Start a run, after its state was restored; refuse a trainer on which the trigger cannot work.
 
-        A trigger without saved state starts from here: what lies behind a resumed run does not count, nor does what an
-        earlier trainer asked this object.
+        A trigger without saved state starts from here: it ignores what lies before the resume, and what an earlier
+        trainer asked this object.
         """
         if not self._restored:
             self._asked = None
@@ -55,30 +62,42 @@ class Trigger(Stateful):
         self._restored = False
 
     def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load the last answer and its iteration; a subclass adds its own state."""
         self._asked = serializer("asked", self._asked)
         self._answer = serializer("answer", self._answer)
         self._restored = self._restored or not isinstance(serializer, Serializer)
 
 
-def start(trigger: Any, trainer: Trainer) -> None:
-    """Initializes a trigger once a run, however many extensions and other triggers hold it."""
+def never(trainer: Trainer) -> bool:
+    """Return False: the trigger that ``None`` stands for."""
+    return False
+
+
+def initialize_trigger(trigger: Any, trainer: Trainer) -> None:
+    """Initialize a trigger once in a run, however many extensions and other triggers share it."""
     started = vars(trainer).setdefault("_started_triggers", [])
     if hasattr(trigger, "initialize") and all(other is not trigger for other in started):
         started.append(trigger)
         trigger.initialize(trainer)
 
 
-def shown(trigger: Any) -> str:
-    """A trigger as text, the same in every process: with its settings, or the name of a function."""
+def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: Any) -> None:
+    """Save or load the trigger that another one asks; it keeps its own state if a trigger of another class was saved."""
+    name = type(trigger).__name__
+    saved_name = serializer(f"{key}_type", name)
+    if saved_name == name and (serialize_method(trigger) is not None or has_state(trigger)):
+        serializer.visit(key, trigger)
+
+
+def describe(trigger: Any) -> str:
+    """Return a trigger as text that is the same in every process: with its settings, or the name of a function."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(getattr(trigger, "__name__", trigger)))
 
 
-def setting_of(trigger: Any) -> str:
-    """The same as far as it is a setting: of a class that is not ours its name, since what else it shows may be state."""
+def describe_setting(trigger: Any) -> str:
+    """Return the text by which a resumed run recognizes the trigger; for a class of a user its name.
+
+    The other text of a user's class may contain state, which is not a setting.
+    """
     is_ours = type(trigger).__module__.startswith("chainring.")
-    return shown(trigger) if is_ours or hasattr(trigger, "__name__") else type(trigger).__name__
-
-
-def never(trainer: Any) -> bool:
-    """The trigger that ``None`` stands for."""
-    return False
+    return describe(trigger) if is_ours or hasattr(trigger, "__name__") else type(trigger).__name__
