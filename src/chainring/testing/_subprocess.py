@@ -27,7 +27,7 @@ from chainring.training._trainer_state import visit_part
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
-from chainring.training.triggers.base import initialize_trigger, never
+from chainring.training.triggers.base import never
 
 WHOLE, KILLED, RESUMED = "whole", "killed", "resumed"
 """The three runs: one that nothing interrupts, one that is killed, and the one that continues it."""
@@ -99,7 +99,7 @@ class Watch:
 
     def initialize(self, trainer: Trainer) -> None:
         """As the trainer's own."""
-        initialize_trigger(self._inner, trainer)
+        trainer.initialize_trigger(self._inner)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """The trainer's own."""
@@ -131,7 +131,7 @@ class Watch:
         if self._is_saved:
             return
         self._is_saved = True
-        clocks = [entry.name for entry in trainer._ordered() if isinstance(entry.trigger, TimeTrigger)]
+        clocks = [entry.name for entry in trainer.entries if isinstance(entry.trigger, TimeTrigger)]
         facts = {
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),
@@ -144,7 +144,7 @@ class Watch:
 
 def _logs(trainer: Trainer) -> list[str]:
     """The files of lines that its LogReports write."""
-    reports = [entry.extension for entry in trainer._ordered() if isinstance(entry.extension, LogReport)]
+    reports = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
     return [name for report in reports for name in report.writes if name.endswith(".jsonl")]
 
 

@@ -38,7 +38,7 @@ def memory(trainer: Trainer, stop_trigger: Any) -> dict[str, str]:
     for name, source in trainer.updater.get_all_iterators().items():
         walk.visit(f"iterator {name!r}", source, 0)
     walk.visit("updater", trainer.updater, 0)
-    for entry in trainer._ordered():
+    for entry in trainer.entries:
         walk.visit(f"extension {entry.name!r}", entry.extension, 0)
         walk.visit(f"trigger of {entry.name!r}", entry.trigger, 0)
     walk.visit("stop trigger", stop_trigger, 0)

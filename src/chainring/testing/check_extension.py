@@ -86,7 +86,7 @@ class _Trial:
         trainer = Trainer(updater, out=out)
         with required("an extension can be registered", "It is a callable of one argument, the trainer"):
             trainer.extend(extension, trigger=self.trigger)
-        (entry,) = trainer._ordered()
+        (entry,) = trainer.entries
         self.is_beside = entry.trigger is never
         own = entry.call
 

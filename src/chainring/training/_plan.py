@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from chainring._progress import find_main_iterator
-from chainring.training.triggers.base import describe, initialize_trigger, never
+from chainring.training.triggers.base import describe, never
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -81,17 +81,17 @@ def imagined(trainer: Trainer) -> ImaginedUpdater:
     return ImaginedUpdater(updater.iteration, epoch + Fraction(position, size), per_iteration, repeat)
 
 
-def explain(trainer: Trainer, entries: list[Entry], iterations: int) -> str:
+def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     """The plan as text, see `Trainer.explain`."""
     if iterations < 1:
         raise ValueError(f"explain foretells 1 iteration or more, got {iterations}")
-    ordered = _in_order(entries)
-    fires, first, last, end = _foretold(trainer, ordered, iterations)
+    ordered = _in_order(trainer.entries)
+    fires, first, last, end = _foretold(trainer, ordered, iterations, is_started)
     rows = [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in ordered]
     return "\n".join([_headline(trainer, first, last, end), *_table(rows)])
 
 
-def plan_of(trainer: Trainer, entries: list[Entry]) -> dict[str, Any]:
+def plan_of(trainer: Trainer) -> dict[str, Any]:
     """The plan as plain values: what stops the run, and the extensions in the order in which they run."""
     extensions = [
         {
@@ -102,26 +102,28 @@ def plan_of(trainer: Trainer, entries: list[Entry]) -> dict[str, Any]:
             "before_training": entry.invoke_before_training,
             "observes": entry.observe is not None,
         }
-        for entry in _in_order(entries)
+        for entry in _in_order(trainer.entries)
     ]
     return {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions}
 
 
 def _in_order(entries: list[Entry]) -> list[Entry]:
-    ordered = sorted(entries, key=lambda entry: -entry.priority)
-    return [e for e in ordered if not e.is_snapshot] + [e for e in ordered if e.is_snapshot]
+    return sorted(entries, key=lambda entry: entry.is_snapshot)
 
 
-def _foretold(trainer: Trainer, entries: list[Entry], iterations: int) -> tuple[dict[int, list[int]], int, int, str | None]:
+def _foretold(
+    trainer: Trainer, entries: list[Entry], iterations: int, is_started: bool
+) -> tuple[dict[int, list[int]], int, int, str | None]:
     """At which iterations each trigger fires (by id), the first iteration, the last, and what ends the run there."""
     triggers = {id(trigger): copy.deepcopy(trigger) for trigger in _predictable(trainer, entries)}
     fires: dict[int, list[int]] = {key: [] for key in triggers}
     updater = imagined(trainer)
     first = updater.iteration + 1
     stand_in: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
-    if trainer._started_at is None:
+    stand_in.initialize_trigger = lambda trigger: hasattr(trigger, "initialize") and trigger.initialize(stand_in)
+    if not is_started:
         for trigger in triggers.values():
-            initialize_trigger(trigger, stand_in)
+            stand_in.initialize_trigger(trigger)
     stop = triggers.get(id(trainer.stop_trigger))
     while updater.iteration < first - 1 + iterations:
         if stop is not None and stop(stand_in):

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from chainring import _random
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer
-from chainring.training import _lifecycle
+from chainring.training import _run
 from chainring.training._trainer_state import visit_part
 
 if TYPE_CHECKING:
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 _UPDATES = 2
 
 
-def rehearse(trainer: Trainer, entries: list[Entry]) -> None:
+def rehearse(trainer: Trainer) -> None:
     """Updates twice and calls every extension once, see `Trainer.rehearse`. Triggers are not asked."""
     _refuse_lazy(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
+    entries = trainer.entries
     with _put_back(trainer, entries), ExitStack() as stack:
-        _lifecycle.prepare(trainer)
+        _run.prepare(trainer)
         for entry in entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from string import Formatter
@@ -140,3 +141,36 @@ def _iteration(manifest: Manifest | None, numbers: list[str]) -> float:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def check_out(out: str | os.PathLike[str]) -> None:
+    """Check that ``out`` is, or can become, a directory to write to, without creating anything.
+
+    Raises:
+        TypeError: it is not a path.
+        OSError: something else is in the way, or the permission is missing.
+    """
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
+    path = Path(out).absolute()
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir():
+        raise NotADirectoryError(f"out must be a directory, and {existing} is not a directory; choose another out")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
+
+
+def create_out(out: str | os.PathLike[str]) -> None:
+    """Create the directory, and try whether a file can be written there.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        os.makedirs(out, exist_ok=True)
+        probe = Path(out) / f".writable-{os.getpid()}-{time.monotonic_ns()}.tmp"  # a name that a later run removes
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
+        raise OSError(error.errno, rule, os.fspath(out)) from error

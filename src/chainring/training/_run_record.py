@@ -22,7 +22,6 @@ from chainring._naming import name_cleaner
 from chainring.training._plan import plan_of
 
 if TYPE_CHECKING:
-    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
 NAME = "run.json"
@@ -64,14 +63,14 @@ def _checked(record: Any) -> dict[str, Any]:
     return record
 
 
-def write(trainer: Trainer, entries: list[Entry], earlier: Mapping[str, Any], files: Iterable[str]) -> None:
+def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], changes: Mapping[str, list[Any]]) -> None:
     """Records this start after those of ``earlier``, the record of the run that is continued, and prints what has changed.
 
     Args:
         trainer: the trainer.
-        entries: its extensions, in the order in which they run.
         earlier: what `read` returned, empty for a run that starts anew.
         files: templates of the names of all that this run and the starts before it write.
+        changes: settings that differ from those in the loaded state: by name, the old value and the new.
     """
     settings = settings_of(trainer)
     changed = _changes(earlier, settings) if earlier else {}
@@ -81,10 +80,10 @@ def write(trainer: Trainer, entries: list[Entry], earlier: Mapping[str, Any], fi
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "argv": settings["argv"],
-        "changed": {**changed, **_plain(trainer._restored.changes)},  # by name, the old value and the new
+        "changed": {**changed, **_plain(changes)},  # by name, the old value and the new
     }
     starts = [*earlier.get("starts", ()), start]
-    shown = {"models": _models(trainer), "plan": plan_of(trainer, entries)}
+    shown = {"models": _models(trainer), "plan": plan_of(trainer)}
     record = {"format": FORMAT, **settings, **shown, "files": sorted(files), "starts": starts}
     replace(Path(trainer.out) / NAME, (json.dumps(record, indent=1) + "\n").encode())
 

@@ -14,6 +14,7 @@ from chainring.serializers.base import AbstractSerializer, Deserializer, has_sta
 from chainring.training.triggers.base import describe_setting
 
 if TYPE_CHECKING:
+    from chainring.training._run import Run
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
@@ -78,19 +79,19 @@ class Restored:
         self._source, self._saved, self._new = None, {}, []
 
 
-def serialize(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry], restored: Restored) -> None:
+def serialize(trainer: Trainer, run: Run, serializer: AbstractSerializer, entries: list[Entry]) -> None:
     """Saves or loads all of a trainer.
 
     Raises:
         RuntimeError: state is loaded into a trainer that has run.
     """
     if isinstance(serializer, Deserializer):
-        restored.changes = {}
-    with recording_changes(restored.changes):
-        _visit(trainer, serializer, entries, restored)
+        run.restored.changes = {}
+    with recording_changes(run.restored.changes):
+        _visit(trainer, run, serializer, entries)
 
 
-def _visit(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry], restored: Restored) -> None:
+def _visit(trainer: Trainer, run: Run, serializer: AbstractSerializer, entries: list[Entry]) -> None:
     serializer.visit("updater", trainer.updater)
     elapsed = serializer("elapsed_time", trainer.elapsed_time)
     weight = serializer("weight", getattr(trainer.updater, "weight", 1))  # of the observation, for who averages it
@@ -99,14 +100,14 @@ def _visit(trainer: Trainer, serializer: AbstractSerializer, entries: list[Entry
     if serializer("stop_trigger_type", stop) == stop:
         visit_part(serializer, "stop_trigger", trainer.stop_trigger)
     visit_setting(serializer, "stop_trigger_setting", describe_setting(trainer.stop_trigger), "stop trigger")
-    drawn = _generators(trainer, serializer["generators"], restored)
+    drawn = _generators(trainer, serializer["generators"], run.restored)
     observation = serializer["observation"]
     if isinstance(serializer, Deserializer):
         trainer.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
-        trainer.earlier_time = elapsed
+        run.earlier_time = elapsed
         with contextlib.suppress(AttributeError):  # of an updater that computes it
             trainer.updater.weight = weight
-        restored.begin(serializer, kinds, drawn, entries)
+        run.restored.begin(serializer, kinds, drawn, entries)
         return
     for key, value in trainer.observation.items():
         if is_scalar(value):

@@ -69,12 +69,11 @@ class Extension(Stateful):
         """What happens when the trigger fires."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(trainer)")
 
-    def offer(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        """What a new run could continue from: the iteration of a saved state, and what loads it. Or ``None``."""
-        return None
-
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        """The newest state that it has saved, as in `offer`, for a run under way that has to go back."""
+        """Return the newest state that it has saved: its iteration, and a function that loads it; ``None`` without one.
+
+        A run begins from it where `autoload` is true, and goes back to it on a `RollBack`.
+        """
         return None
 
     def before_snapshot(self, trainer: Trainer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,13 @@ from chainring._messages import info
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
 from chainring.training import _plan, _rehearsal, _trainer_state
-from chainring.training._lifecycle import check_out, go_back, session
+from chainring.training._run import Run
+from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack, name_of
 from chainring.training.triggers import get_stop_trigger
 
 if TYPE_CHECKING:
-    from chainring.training._run_directory import RunDirectory
     from chainring.training.updaters.base import Updater
 
 
@@ -38,9 +37,8 @@ class Trainer(Stateful):
         observation: what was reported in this iteration, by the updater and by the extensions so far.
         extension_name: while an extension is initialised or called, the name under which it is registered.
         is_rehearsing: whether `rehearse` is under way.
-        is_out_of_turn: whether snapshots are taken whose triggers have not fired, because the run ends.
+        is_final_snapshot: True while snapshots are taken because the run ends, whatever their triggers say.
         interruption: the signal that asks the run to end, if one came.
-        earlier_time: seconds of training in the runs before a resume.
 
     Raises:
         TypeError: the updater has no ``update``, or the stop trigger is of another form.
@@ -70,15 +68,10 @@ class Trainer(Stateful):
         self.observation: dict[str, Any] = {}
         self.extension_name: str | None = None
         self.is_rehearsing = False
-        self.is_out_of_turn = False
+        self.is_final_snapshot = False
         self.interruption = Interruption()
         self._entries: dict[str, Entry] = {}
-        self._restored = _trainer_state.Restored()
-        self.earlier_time = 0.0
-        self._has_begun = False
-        self._directory: RunDirectory | None = None
-        self._started_at: float | None = None
-        self._total_time: float | None = None
+        self._run = Run()
         for extension in extensions:
             self.extend(extension)
         if hasattr(updater, "connect_trainer"):
@@ -92,11 +85,7 @@ class Trainer(Stateful):
     @property
     def elapsed_time(self) -> float:
         """Seconds of training, those of the runs before a resume included; 0.0 before the first run."""
-        if self._total_time is not None:
-            return self._total_time
-        if self._started_at is None:
-            return self.earlier_time
-        return self.earlier_time + time.monotonic() - self._started_at
+        return self._run.elapsed_time
 
     @property
     def is_before_training(self) -> bool:
@@ -106,7 +95,17 @@ class Trainer(Stateful):
     @property
     def is_resumed(self) -> bool:
         """Whether this run continues an earlier one."""
-        return self._restored.happened
+        return self._run.restored.happened
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The registered extensions in the order in which they run, each with its name, trigger and priority."""
+        return sorted(self._entries.values(), key=lambda entry: -entry.priority)
+
+    @property
+    def snapshots(self) -> list[Any]:
+        """The extensions that save the state of the run."""
+        return [entry.extension for entry in self._entries.values() if entry.is_snapshot]
 
     def extend(
         self,
@@ -132,7 +131,7 @@ class Trainer(Stateful):
             ValueError: the name is ``"training"``, or the trigger's unit or period is none.
             RuntimeError: the run has begun.
         """
-        if self._has_begun:
+        if self._run.has_begun:
             raise RuntimeError("extensions are registered before run(), which has begun; call extend before it")
         _check_extension(extension)
         base = name_of(extension, name)
@@ -144,7 +143,7 @@ class Trainer(Stateful):
             unique = f"{base}_{number}"
         entry = Entry(extension, unique, trigger, priority, invoke_before_training)
         self._entries[unique] = entry
-        self._restored.claim(entry)
+        self._run.restored.claim(entry)
 
     def get_extension(self, name: str) -> Any:
         """The extension registered as ``name``.
@@ -155,6 +154,10 @@ class Trainer(Stateful):
         if name not in self._entries:
             raise KeyError(f"no extension {name!r}; registered: {list(self._entries)}")
         return self._entries[name].extension
+
+    def initialize_trigger(self, trigger: Any) -> None:
+        """Initialize a trigger that another one asks: once a run, however many extensions and triggers share it."""
+        self._run.initialize_trigger(trigger, self)
 
     def run(self) -> None:
         """Trains until the stop trigger fires or the data end.
@@ -168,23 +171,20 @@ class Trainer(Stateful):
             RuntimeError: it has run before.
             Interrupted: a signal has ended it; left alone, the process exits with 143 or 130.
         """
-        if self._has_begun:
+        if self._run.has_begun:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
-        with session(self) as (entries, snapshots), self.reporter.scope(self.observation):
+        entries = [entry for entry in self.entries if not entry.is_snapshot]
+        snapshots = [entry for entry in self.entries if entry.is_snapshot]
+        with self._run.session(self), self.reporter.scope(self.observation):
             while not self.interruption.asks_to_end() and not self.stop_trigger(self):
                 try:
                     if not self._iterate(entries, snapshots):
                         self._warn_of_the_end()
                         break
                 except RollBack as reason:
-                    go_back(self, reason)
+                    self._run.roll_back(self, reason)
             self.interruption.settle()
-            self._take_last(entries, snapshots)
-
-    @property
-    def snapshots(self) -> list[Any]:
-        """The extensions that take down the state of the run."""
-        return [entry.extension for entry in self._entries.values() if entry.is_snapshot]
+            self._take_final_snapshots(entries, snapshots)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """One iteration; false when there was no more data for it."""
@@ -204,10 +204,10 @@ class Trainer(Stateful):
                 self.extension_name = None
         due = list(filter(self._is_due, snapshots))
         if due:
-            self._take(due, entries)
+            self._take_snapshots(due, entries)
         return True
 
-    def _take(self, due: list[Entry], entries: list[Entry]) -> None:
+    def _take_snapshots(self, due: list[Entry], entries: list[Entry]) -> None:
         for entry in entries:
             entry.method("before_snapshot")(self)
         for entry in sorted(due, key=_continues):
@@ -215,13 +215,13 @@ class Trainer(Stateful):
             entry.call(self)
             self.extension_name = None
 
-    def _take_last(self, entries: list[Entry], snapshots: list[Entry]) -> None:
-        """The snapshots out of turn: all when a signal ends the run, else those from which a run begins by itself."""
-        self.is_out_of_turn = True
+    def _take_final_snapshots(self, entries: list[Entry], snapshots: list[Entry]) -> None:
+        """Take all snapshots when a signal ends the run, else those with ``autoload``."""
+        self.is_final_snapshot = True
         signalled = self.interruption.received is not None
         due = [entry for entry in snapshots if signalled or getattr(entry.extension, "autoload", False)]
         if due:
-            self._take(due, entries)
+            self._take_snapshots(due, entries)
         if signalled:
             saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
             info(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
@@ -251,28 +251,25 @@ class Trainer(Stateful):
             RuntimeError: the run has begun, or the data end before two updates.
             ValueError: a lazy module has no parameters yet.
         """
-        if self._has_begun:
+        if self._run.has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
-        _rehearsal.rehearse(self, self._ordered())
-
-    def _ordered(self) -> list[Entry]:
-        return sorted(self._entries.values(), key=lambda entry: -entry.priority)
+        _rehearsal.rehearse(self)
 
     def explain(self, iterations: int = 100) -> str:
         """The plan of the run as text: which extensions run, in which order, and at which of the next iterations.
 
         Interval, schedule and once triggers are foretold; of the others it says that they are asked each iteration.
         """
-        return _plan.explain(self, list(self._entries.values()), iterations)
+        return _plan.explain(self, iterations, self._run.is_started)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Everything that changes in a run: updater, triggers, extensions, observation, time and random generators.
 
         Settings are not part of it: a run may be resumed with another stop trigger, batch size or set of extensions.
         """
-        if isinstance(serializer, Deserializer) and self._started_at is not None:
+        if isinstance(serializer, Deserializer) and self._run.is_started:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
-        _trainer_state.serialize(self, serializer, list(self._entries.values()), self._restored)
+        _trainer_state.serialize(self, self._run, serializer, list(self._entries.values()))
 
 
 def _continues(entry: Entry) -> tuple[bool, bool]:

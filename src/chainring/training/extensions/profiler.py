@@ -96,7 +96,7 @@ class Profiler(Extension):
         for optimizer in updater.get_all_optimizers().values():
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
-        for entry in trainer._ordered():
+        for entry in trainer.entries:
             if entry.extension is not self:
                 self._time_entry(entry)
         reporter = trainer.reporter

@@ -230,13 +230,8 @@ class Snapshot(Extension):
     def writes(self) -> Sequence[str]:
         return self._series.templates
 
-    def offer(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        self._series.label = self._series.label or trainer.extension_name
-        if not self.autoload or trainer.is_resumed:  # who has loaded a snapshot by its name means that one
-            return None
-        return self.newest(trainer)
-
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
+        self._series.label = self._series.label or trainer.extension_name
         self._guarded(self._background.wait)
         store, name = Store(trainer.out), None
         if trainer.comm.rank == 0:
@@ -289,7 +284,7 @@ class Snapshot(Extension):
         encoded.tensors = self._staged(encoded.tensors)
         if comm.rank != 0:
             return lambda: encoded.commit(store, name, iteration, comm=self._comm)
-        in_turn = not trainer.is_out_of_turn
+        in_turn = not trainer.is_final_snapshot
         return lambda: self._series.publish(store, encoded, name, iteration, in_turn, self._comm)
 
     def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -73,14 +73,6 @@ def never(trainer: Trainer) -> bool:
     return False
 
 
-def initialize_trigger(trigger: Any, trainer: Trainer) -> None:
-    """Initialize a trigger once in a run, however many extensions and other triggers share it."""
-    started = vars(trainer).setdefault("_started_triggers", [])
-    if hasattr(trigger, "initialize") and all(other is not trigger for other in started):
-        started.append(trigger)
-        trigger.initialize(trainer)
-
-
 def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: Any) -> None:
     """Save or load the trigger that another one asks; it keeps its own state if a trigger of another class was saved."""
     name = type(trigger).__name__

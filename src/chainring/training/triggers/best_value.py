@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, serialize_method
 from chainring.training.triggers._get_trigger import get_trigger
-from chainring.training.triggers.base import Trigger, initialize_trigger
+from chainring.training.triggers.base import Trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -48,7 +48,7 @@ class MeanTrigger(Trigger):
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
-        initialize_trigger(self.trigger, trainer)
+        trainer.initialize_trigger(self.trigger)
 
     def ask(self, trainer: Trainer) -> bool:
         observation = trainer.observation

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from chainring._messages import info
 from chainring.serializers.base import AbstractSerializer, has_state, serialize_method
 from chainring.training.triggers._get_trigger import get_stop_trigger
-from chainring.training.triggers.base import initialize_trigger
 from chainring.training.triggers.best_value import MeanTrigger
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class EarlyStoppingTrigger(MeanTrigger):
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
-        initialize_trigger(self.max_trigger, trainer)
+        trainer.initialize_trigger(self.max_trigger)
 
     def __call__(self, trainer: Trainer) -> bool:
         # Both are settings, and the answer is not kept: a run that is resumed with more patience goes on.
