@@ -5,9 +5,15 @@ import torch
 from toys import Regression, observed_update, parameters_of, regression_data, same_regression, updater_of
 
 from chainring.parallel import Communicator
-from chainring.training import StandardUpdater, UpdateCallbacks
+from chainring.training import ParallelUpdater, StandardUpdater, UpdateCallbacks
 
-STAGES = [f"{stage}_on_{when}" for stage in ("forward", "backward", "comm", "update") for when in ("start", "finish")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
+
+STAGES = [
+    "batch_on_finish",
+    *(f"{stage}_on_{when}" for stage in ("forward", "backward", "comm", "update") for when in ("start", "finish")),
+]
+BATCH = ("batch_on_finish", 0)
 
 
 def recording(events, *names):
@@ -32,7 +38,7 @@ def test_each_callback_runs_once_a_stage_in_the_order_of_the_stages():
 
     updater_of(model=Noting(), callbacks=recording(events)).update()
     forward = parts("forward")
-    assert events == [forward[0], "forward", forward[1], *parts("backward", "update")]
+    assert events == [BATCH, forward[0], "forward", forward[1], *parts("backward", "update")]
 
 
 def test_forward_and_backward_callbacks_run_for_every_part_and_update_once():
@@ -40,7 +46,9 @@ def test_forward_and_backward_callbacks_run_for_every_part_and_update_once():
     events = []
     updater_of(callbacks=recording(events), accumulate=2).update()
     assert events == [
+        BATCH,
         *parts("forward", "backward", part=0),
+        ("batch_on_finish", 1),
         *parts("forward", "backward", part=1),
         *parts("update", part=1),
     ]
@@ -170,7 +178,94 @@ def test_callbacks_run_in_the_order_of_an_update_core_of_ones_own():
             self.step()
 
     updater_of(kind=Own, callbacks=recording(events)).update()
-    assert events == parts("forward", "backward", "update")
+    assert events == [BATCH, *parts("forward", "backward", "update")]
+
+
+SETTINGS = [
+    {},
+    {"accumulate": 2},
+    {"callbacks": UpdateCallbacks(update_on_start=lambda context: None)},
+    {"compile": True},
+    {"kind": ParallelUpdater, "devices": {"main": "cpu", "second": "cpu"}},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_callback_of_a_batch_gets_the_converted_batch(settings):
+    """In a fast path and in stages, compiled and divided over replicas: tensors, and how many examples they are."""
+    seen = []
+    updater = updater_of(**settings)
+    updater.callbacks.add("batch_on_finish", seen.append)
+    updater.update()
+    updater.update()
+    steps = [(i, k) for i in range(2) for k in range(settings.get("accumulate", 1))]
+    assert [(context.iteration, context.micro_step) for context in seen] == steps
+    assert all(context.updater is updater and context.examples == 4 for context in seen)
+    batches = seen[0].batch if "devices" in settings else [seen[0].batch]
+    x, t = regression_data().tensors
+    for n, (inputs, targets) in enumerate(batches):
+        assert torch.equal(inputs, x[:4][n :: len(batches)])
+        assert torch.equal(targets, t[:4][n :: len(batches)])
+    updater.callbacks.remove("batch_on_finish", seen.append)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_callback_may_replace_the_batch(settings):
+    """The forward is computed from what it leaves in the context."""
+    updater = updater_of(**settings)
+
+    def zeros(value):
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)(map(zeros, value))
+
+    def zero(context):
+        context.batch = zeros(context.batch)
+
+    updater.callbacks.add("batch_on_finish", zero)
+    assert observed_update(updater)["main/loss"].item() == pytest.approx(same_regression().predictor.bias.item() ** 2)
+    updater.callbacks.remove("batch_on_finish", zero)
+    assert observed_update(updater)["main/loss"].item() != pytest.approx(same_regression().predictor.bias.item() ** 2)
+
+
+def test_a_callback_can_be_added_and_removed_between_updates():
+    """Of any stage, also where the updater was made without callbacks; the first or the last of its stage."""
+    events = []
+
+    def note(context):
+        events.append(context.iteration)
+
+    updater = updater_of()
+    callbacks = updater.callbacks
+    updater.update()
+    callbacks.add("update_on_start", note)
+    callbacks.add("update_on_start", lambda context: events.append("last"))
+    callbacks.add("update_on_start", lambda context: events.append("first"), first=True)
+    updater.update()
+    callbacks.remove("update_on_start", note)
+    callbacks.remove("update_on_start", note)  # once more is once too many, and does no harm
+    updater.update()
+    assert events == ["first", 1, "last", "first", "last"]
+
+
+def test_updates_are_the_same_with_callbacks_and_without():
+    """An updater that goes through stages for a while computes the same bits."""
+    plain, heard, events = updater_of(), updater_of(), []
+    for listens in (False, True, False):
+        if listens:
+            heard.callbacks.add("update_on_finish", events.append)
+        else:
+            heard.callbacks.remove("update_on_finish", events.append)
+        plain.update()
+        heard.update()
+    assert len(events) == 1
+    assert all(map(torch.equal, parameters_of(plain), parameters_of(heard)))
+
+
+def test_a_callback_for_an_unknown_stage_is_refused():
+    """With the stages that there are."""
+    with pytest.raises(ValueError, match=r"batch_on_finish.*update_on_finish; got 'batch_on_start'"):
+        UpdateCallbacks().add("batch_on_start", print)
+    with pytest.raises(ValueError, match="got 'batch'"):
+        UpdateCallbacks().remove("batch", print)
 
 
 def test_callbacks_are_given_by_name_only():

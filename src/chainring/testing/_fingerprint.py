@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+    from chainring.training.updaters.callbacks import UpdateContext
 
 Look = dict[str, dict[str, str]]
 """By kind (``"parameters"``), what stands at each path."""
@@ -30,20 +31,13 @@ _FEW = 4  # elements of a tensor that are written out
 
 
 class Batches:
-    """Stands for an updater's converter, and takes down what it returns.
+    """The fingerprints of the batches that an updater converted: a callback for ``batch_on_finish``."""
 
-    Args:
-        converter: what is called.
-    """
-
-    def __init__(self, converter: Callable[..., Any]) -> None:
-        self.converter = converter
+    def __init__(self) -> None:
         self._seen: list[dict[str, str]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        batch = self.converter(*args, **kwargs)
-        self._seen.append({path: text(leaf) for path, leaf in leaves("", batch)})
-        return batch
+    def __call__(self, context: UpdateContext) -> None:
+        self._seen.append({path: text(leaf) for path, leaf in leaves("", context.batch)})
 
     def taken(self) -> dict[str, str]:
         """The batches since this was last called."""

@@ -28,6 +28,7 @@ from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
+from chainring.training.updaters.callbacks import UpdateCallbacks
 
 WHOLE, KILLED, RESUMED = "whole", "killed", "resumed"
 """The three runs: one that nothing interrupts, one that is killed, and the one that continues it."""
@@ -86,9 +87,10 @@ class Watch:
         self._last = trainer.updater.iteration + task.iterations
         self._has_begun = self._is_saved = False
         self._batches: Batches | None = None
-        updater: Any = trainer.updater
-        if callable(getattr(updater, "converter", None)):
-            self._batches = updater.converter = Batches(updater.converter)
+        callbacks = getattr(trainer.updater, "callbacks", None)
+        if isinstance(callbacks, UpdateCallbacks):
+            self._batches = Batches()
+            callbacks.add("batch_on_finish", self._batches)
         if self._inner is never:  # then the end of the data is no surprise
             warnings.filterwarnings("ignore", "the training iterator ended after")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from chainring.serializers._store import Store
 from chainring.serializers.base import DictionaryDeserializer, References, copied, load_module
 from chainring.training.extension import Extension, RollBack
 from chainring.training.updaters._optimizer_state import parameter_names
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -53,26 +55,6 @@ class Flag:
         if self._event is not None:
             self._event.synchronize()
         return bool(self._value)
-
-
-def remember(updater: Any, take: Callable[[Any], Any]) -> Callable[[], None]:
-    """Shows each converted batch of an updater to ``take``, whose answer, if it has one, goes on in its place.
-
-    Returns what puts the updater's own converter back.
-    """
-    own = updater.converter
-
-    def convert(batch: Any, device: Any) -> Any:
-        converted = own(batch, device)
-        answer = take(converted)
-        return converted if answer is None else answer
-
-    updater.converter = convert
-
-    def undo() -> None:
-        updater.converter = own
-
-    return undo
 
 
 POLICIES = ("stop", "skip", "rollback")
@@ -123,8 +105,10 @@ class FailOnNonNumber(Extension):
         for optimizer in updater.get_all_optimizers().values():
             handle = optimizer.register_step_pre_hook(self._look)
             self._undo.append(handle.remove)
-        if hasattr(updater, "converter"):
-            self._undo.append(remember(updater, self._take_down))
+        callbacks = getattr(updater, "callbacks", None)
+        if isinstance(callbacks, UpdateCallbacks):
+            callbacks.add("batch_on_finish", self._take_down)
+            self._undo.append(partial(callbacks.remove, "batch_on_finish", self._take_down))
 
     def finalize(self) -> None:
         while self._undo:
@@ -137,7 +121,7 @@ class FailOnNonNumber(Extension):
         assert self._trainer is not None
         return self.policy == "skip" or self._trainer.updater.iteration + 1 in self._known
 
-    def _take_down(self, batch: Any) -> None:
+    def _take_down(self, context: UpdateContext) -> None:
         """Keeps what the forward begins with: the batch, the generators, and the buffers that it changes."""
         if not self._is_armed:
             return
@@ -148,7 +132,7 @@ class FailOnNonNumber(Extension):
             for name, model in self._trainer.updater.get_all_models().items():
                 buffers = dict(unwrap(model).named_buffers())
                 self._before |= {f"{name}/{path.replace('.', '/')}": copied(buffer) for path, buffer in buffers.items()}
-        self._batches.append(batch)
+        self._batches.append(context.batch)
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
         """Before a step: is there a number in every gradient, and in the loss?"""
@@ -243,22 +227,25 @@ class FailOnNonNumber(Extension):
             load_module(DictionaryDeserializer(saved), unwrap(model))
         batches = iter(state["batches"])
 
-        def give(batch: Any) -> Any:
-            if not given:
-                _random.set_rng_state(state["generators"])
-            given.append(batch)
-            return next(batches)
+        replaced = 0
 
-        given: list[Any] = []
-        undo = [remember(updater, give)]
-        undo += [optimizer.register_step_pre_hook(_stop).remove for optimizer in updater.get_all_optimizers().values()]
+        def replace(context: UpdateContext) -> None:
+            nonlocal replaced
+            if not replaced:
+                _random.set_rng_state(state["generators"])
+            replaced += 1
+            context.batch = next(batches)
+
+        handles = [optimizer.register_step_pre_hook(_stop) for optimizer in updater.get_all_optimizers().values()]
+        updater.callbacks.add("batch_on_finish", replace)
         try:
             updater.update()
         except _Replayed:
             pass
         finally:
-            for call in undo:
-                call()
+            updater.callbacks.remove("batch_on_finish", replace)
+            for handle in handles:
+                handle.remove()
 
 
 class NonNumberError(RuntimeError):

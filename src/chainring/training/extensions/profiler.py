@@ -15,7 +15,7 @@ from torch import Tensor
 from chainring._files import replace
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import never
-from chainring.training.updaters.callbacks import UpdateCallbacks
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -25,6 +25,7 @@ TABLE = "profile.txt"
 TRACE = "profile_trace.json"
 
 _STAGES = {
+    "batch_on_finish": "data",
     "forward_on_start": "data",
     "forward_on_finish": "forward",
     "backward_on_start": "forward",
@@ -89,10 +90,8 @@ class Profiler(Extension):
         self._out = Path(trainer.out) if trainer.comm.rank == 0 else None
         updater: Any = trainer.updater
         self._put(updater, "update", self._timed_update(updater))
-        if callable(getattr(updater, "converter", None)):
-            self._put(updater, "converter", self._timed_converter(updater.converter))
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
-            self._put(updater, "callbacks", self._with_marks(updater.callbacks))
+            self._mark_stages(updater.callbacks)
         for optimizer in updater.get_all_optimizers().values():
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
@@ -159,26 +158,17 @@ class Profiler(Extension):
 
         return timed
 
-    def _timed_converter(self, converter: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(batch: Any, device: Any) -> Any:
-            converted = converter(batch, device)
-            self._mark("data")
-            return converted
+    def _mark_stages(self, callbacks: UpdateCallbacks) -> None:
+        """Adds marks to the updater's callbacks: before them where a stage finishes, and after them where one starts."""
+        for stage, phase in _STAGES.items():
+            mark = self._stage(stage, phase)
+            callbacks.add(stage, mark, first=stage.endswith("finish"))
+            self._undo.append(functools.partial(callbacks.remove, stage, mark))
 
-        return timed
-
-    def _with_marks(self, callbacks: UpdateCallbacks) -> UpdateCallbacks:
-        """The updater's callbacks, with a mark before them where a stage finishes, and after them where one starts."""
-        marked: dict[str, Any] = {}
-        for name, phase in _STAGES.items():
-            own: tuple[Any, ...] = getattr(callbacks, name)
-            mark = self._stage(phase)
-            marked[name] = (mark, *own) if name.endswith("finish") else (*own, mark)
-        return UpdateCallbacks(**marked)
-
-    def _stage(self, phase: str) -> Callable[[Any], None]:
-        def mark(context: Any) -> None:
-            self._has_stages = True
+    def _stage(self, stage: str, phase: str) -> Callable[[UpdateContext], None]:
+        def mark(context: UpdateContext) -> None:
+            # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
+            self._has_stages = self._has_stages or stage != "batch_on_finish"
             self._mark(phase)
 
         return mark

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import get_trigger
+from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -27,7 +27,8 @@ class Throughput(Extension):
     Under the name of the extension, ``throughput/examples_per_second`` for example:
 
     - ``iterations_per_second``.
-    - ``examples_per_second``: those that went through the updater's ``converter``; left out where it has none.
+    - ``examples_per_second``: those of the batches that the updater converted; left out for an updater without
+      `UpdateCallbacks`.
     - ``tokens_per_second``: the weight of the losses, where one returns a ``"weight"`` that is not its number of examples.
     - ``peak_memory_mib``: MiB allocated on the accelerator of the models at most, or held by this process where they are on
       the host; since the process began.
@@ -49,32 +50,37 @@ class Throughput(Extension):
 
     def __init__(self, trigger: Any = (1, "epoch")) -> None:
         self.trigger = get_trigger(trigger)
-        self._counted: _Counted | None = None
+        self._callbacks: UpdateCallbacks | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._since = time.monotonic()
-        self._iterations = self._examples = 0
+        self._iterations = self._examples = self._examples_of_update = 0
         self._tokens: Any = 0  # a tensor where weights are, so that none of them is read
         self._is_weighted = False
 
     def initialize(self, trainer: Trainer) -> None:
         updater = trainer.updater
         self._device = _device_of(updater)
-        if callable(getattr(updater, "converter", None)):
-            self._counted = _Counted(updater)
+        callbacks = getattr(updater, "callbacks", None)
+        if isinstance(callbacks, UpdateCallbacks):
+            self._callbacks = callbacks
+            callbacks.add("batch_on_finish", self._count)
         self._begin()
 
     def finalize(self) -> None:
-        if self._counted is not None:
-            self._counted.undo()
-        self._counted = None
+        if self._callbacks is not None:
+            self._callbacks.remove("batch_on_finish", self._count)
+        self._callbacks = None
+
+    def _count(self, context: UpdateContext) -> None:
+        self._examples_of_update += context.examples
 
     def observe(self, trainer: Trainer) -> None:
         self._iterations += 1
-        if self._counted is None:
+        if self._callbacks is None:
             return
-        number, self._counted.examples = self._counted.examples, 0
+        number, self._examples_of_update = self._examples_of_update, 0
         weight = trainer.updater.weight
         self._examples += number
         self._tokens = self._tokens + (weight.detach() if isinstance(weight, Tensor) else weight)
@@ -89,7 +95,7 @@ class Throughput(Extension):
         own = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / _MIB
         examples, tokens, memory = zip(*trainer.comm.gather_object(own), strict=True)
         values = {"iterations_per_second": self._iterations / seconds}
-        if self._counted is not None:
+        if self._callbacks is not None:
             values["examples_per_second"] = sum(examples) / seconds
         if self._is_weighted:
             values["tokens_per_second"] = sum(tokens) / seconds
@@ -97,26 +103,6 @@ class Throughput(Extension):
         name = trainer.extension_name or self.default_name
         report({f"{name}/{key}": value for key, value in values.items()})
         self._begin()
-
-
-class _Counted:
-    """An updater's converter that counts the examples going through it; one repeated to fill a rank's share is none."""
-
-    def __init__(self, updater: Any) -> None:
-        self.examples = 0
-        self._updater = updater
-        self._own: Callable[..., Any] = updater.converter
-        updater.converter = self
-
-    def __call__(self, batch: Any, device: Any) -> Any:
-        weight = getattr(batch, "weight", None)
-        self.examples += len(batch) if weight is None else weight
-        return self._own(batch, device)
-
-    def undo(self) -> None:
-        """Puts the updater's own converter back, unless another has taken the place meanwhile."""
-        if self._updater.converter is self:
-            self._updater.converter = self._own
 
 
 def _device_of(updater: Any) -> torch.device | None:

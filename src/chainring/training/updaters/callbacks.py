@@ -26,9 +26,11 @@ class UpdateContext:
     Attributes:
         updater: whose update it is.
         iteration: updates completed.
-        micro_step: which of the accumulated parts is under way, from 0.
-        batch: the converted batch of that part.
+        micro_step: index of the micro-batch in a gradient accumulation, from 0.
+        batch: the converted micro-batch, on the device. At ``batch_on_finish`` a callback may put another in its place. In a
+            `ParallelUpdater`, a list with the share of each replica.
         loss: its loss, once the forward has run.
+        examples: the number of its examples; one repeated to fill a rank's share does not count.
     """
 
     updater: Updater
@@ -36,27 +38,40 @@ class UpdateContext:
     micro_step: int
     batch: Any = None
     loss: Tensor | None = None
+    examples: Any = 0
 
 
 Callback = Callable[[UpdateContext], Any]
-
-STAGES = ("forward", "backward", "comm", "update")
 
 
 class UpdateCallbacks:
     """Functions of an `UpdateContext`, called once each time their stage starts or finishes, in the order given.
 
-    Each argument is one callable or an iterable of them. ``forward`` and ``backward`` run once for each accumulated part,
-    ``comm`` (only where a communicator was given) and ``update`` once an update. At ``update_on_start`` the gradients are
-    final: averaged over parts and ranks, and unscaled.
+    Each argument is one callable or an iterable of them. ``batch_on_finish`` runs after a batch was converted and moved to
+    the device, ``forward`` and ``backward`` once for each micro-batch, ``comm`` (only where a communicator was given) and
+    ``update`` once an update. At ``update_on_start`` the gradients are final: averaged over micro-batches and ranks, and
+    unscaled.
+
+    An extension that listens for the length of a run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
+
+    Attributes:
+        needs_stages: True if anything but ``batch_on_finish`` has callbacks, so that updates run stage by stage.
 
     Raises:
         TypeError: something in an argument cannot be called.
+
+    Example::
+
+        def show(context):
+            print(context.iteration, context.loss)
+
+        callbacks = UpdateCallbacks(backward_on_finish=show, update_on_start=clip_grad_norm(1.0))
     """
 
     def __init__(
         self,
         *,
+        batch_on_finish: Any = (),
         forward_on_start: Any = (),
         forward_on_finish: Any = (),
         backward_on_start: Any = (),
@@ -66,6 +81,7 @@ class UpdateCallbacks:
         update_on_start: Any = (),
         update_on_finish: Any = (),
     ) -> None:
+        self.batch_on_finish = _callbacks("batch_on_finish", batch_on_finish)
         self.forward_on_start = _callbacks("forward_on_start", forward_on_start)
         self.forward_on_finish = _callbacks("forward_on_finish", forward_on_finish)
         self.backward_on_start = _callbacks("backward_on_start", backward_on_start)
@@ -74,10 +90,48 @@ class UpdateCallbacks:
         self.comm_on_finish = _callbacks("comm_on_finish", comm_on_finish)
         self.update_on_start = _callbacks("update_on_start", update_on_start)
         self.update_on_finish = _callbacks("update_on_finish", update_on_finish)
+        self.needs_stages = False
+        self._stages = [stage for stage in vars(self) if "_on_" in stage]
+        self._note_stages()
+
+    def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
+        """Register a callback, also while a run is under way.
+
+        Args:
+            stage: where it is called, such as ``"batch_on_finish"``.
+            callback: a callable of one `UpdateContext`.
+            first: before the callbacks that are there, and not after them.
+
+        Raises:
+            ValueError: there is no such stage.
+            TypeError: ``callback`` cannot be called.
+        """
+        self._check_stage(stage)
+        (callback,) = _callbacks(stage, [callback])
+        before = getattr(self, stage)
+        setattr(self, stage, (callback, *before) if first else (*before, callback))
+        self._note_stages()
+
+    def remove(self, stage: str, callback: Callback) -> None:
+        """Unregister a callback; one that is not registered is ignored.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        self._check_stage(stage)
+        setattr(self, stage, tuple(other for other in getattr(self, stage) if other != callback))
+        self._note_stages()
 
     def __bool__(self) -> bool:
-        """Whether there is any callback."""
-        return any(vars(self).values())
+        """True if there is any callback."""
+        return self.needs_stages or bool(self.batch_on_finish)
+
+    def _check_stage(self, stage: str) -> None:
+        if stage not in self._stages:
+            raise ValueError(f"a stage is one of {', '.join(self._stages)}; got {stage!r}")
+
+    def _note_stages(self) -> None:
+        self.needs_stages = any(getattr(self, stage) for stage in self._stages if stage != "batch_on_finish")
 
 
 def _callbacks(name: str, given: Any) -> tuple[Callback, ...]:

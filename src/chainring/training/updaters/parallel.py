@@ -18,7 +18,7 @@ from chainring.reporting._metrics import is_metric
 from chainring.reporting._scalars import weighted_means
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.training.updaters._forward import arguments, check_call, check_loss, check_model_call, loss_and_weight
-from chainring.training.updaters.standard import StandardUpdater, named_models, refuse_closures, require_main
+from chainring.training.updaters.standard import StandardUpdater, count_examples, named_models, refuse_closures, require_main
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +230,10 @@ class ParallelUpdater(StandardUpdater):
         count = max(1, min(len(batch), len(self._replicas)))
         used = self._replicas[:count]
         shards = [batch[number::count] for number in range(count)]
+        converted = [self.converter(shard, replica.device) for replica, shard in zip(used, shards, strict=True)]
+        inputs = self._finish_batch(converted, count_examples(batch))
         with self.autocast():
-            answers = self._forward(used, shards)
+            answers = self._forward(used, shards, inputs)
         losses = [loss for loss, _, _ in answers]
         device = losses[0].device
         weights = [to_device(device, weight) for _, weight, _ in answers]
@@ -244,7 +246,7 @@ class ParallelUpdater(StandardUpdater):
         for name in self._optimizers:
             self.step(name)
 
-    def _forward(self, used: Sequence[Replica], shards: Sequence[Any]) -> list[Answer]:
+    def _forward(self, used: Sequence[Replica], shards: Sequence[Any], inputs: Sequence[Any]) -> list[Answer]:
         """What each replica answers to its part of the batch."""
         self._name_replicas()
         main, *others = used
@@ -252,22 +254,21 @@ class ParallelUpdater(StandardUpdater):
         # before its first forward.
         is_first = is_unshaped(main.model)
         self._refresh([] if is_first else others)
-        answers = [self._answer(main, shards[0])]
+        answers = [self._answer(main, shards[0], inputs[0])]
         self._refresh(others if is_first else [])
-        return answers + [self._answer(replica, shard) for replica, shard in zip(others, shards[1:], strict=True)]
+        return answers + [self._answer(*each) for each in zip(others, shards[1:], inputs[1:], strict=True)]
 
     def _refresh(self, replicas: Sequence[Replica]) -> None:
         for replica in replicas:
             refresh(self._models["main"], replica.model)
 
-    def _answer(self, replica: Replica, shard: Any) -> Answer:
-        inputs = self.converter(shard, replica.device)
+    def _answer(self, replica: Replica, shard: Any, inputs: Any) -> Answer:
         observation: dict[str, Any] = {}
         with nullcontext() if current.reporter is None else report_scope(observation), replica.current():
             loss, weight = self._loss_of(replica.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim:
             check_loss(loss)  # raises, and says what is wrong
-        return loss, _examples(shard) if weight is None else weight, observation
+        return loss, count_examples(shard) if weight is None else weight, observation
 
     def _loss_of(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         function = self.loss_func
@@ -295,12 +296,6 @@ class ParallelUpdater(StandardUpdater):
             for path, part in named_submodules("main", replica.model):
                 reporter.add_observer(path, part)
         self._named_in = reporter
-
-
-def _examples(batch: Any) -> Any:
-    """How many examples of a batch count."""
-    weight = getattr(batch, "weight", None)
-    return len(batch) if weight is None else weight
 
 
 def _mean(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:

@@ -537,11 +537,11 @@ class StandardUpdater(InParts):
         self._sets_aside = self.accumulate > 1 and has_own_core
         self._stepping = list(self._optimizers.values())
         self._marking = [source for source in self._iterators.values() if hasattr(source, "mark")]
-        self._is_straight = not (self._weighs or has_own_stage or self.callbacks or precision == "fp16")
+        self._is_straight = not (self._weighs or has_own_stage or precision == "fp16")
         # Without autocast there is nothing to enter, and a context manager that does nothing is three calls.
         self._in_precision = self._loss if precision == "fp32" else self._loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
-        if compiles and self._is_straight:
+        if compiles and self._is_straight and not self.callbacks.needs_stages:
             answer = self._models["main"] if self.loss_func is None else partial(self.loss_func, self._models["main"])
             self._compute = Compiled(self._compute, answer, self._precision, self._stepping)
         elif compiles:
@@ -557,7 +557,7 @@ class StandardUpdater(InParts):
         """One update. When it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
         marks = [(source, source.mark()) for source in self._marking]
         try:
-            if self._is_straight:
+            if self._is_straight and not self.callbacks.needs_stages:
                 self._update_straight()
             else:
                 self._update_in_stages()
@@ -570,8 +570,19 @@ class StandardUpdater(InParts):
     def _update_straight(self) -> None:
         """What the stages come to where there is nothing between them: a fifth of their time."""
         batch = next(self._iterators["main"])
-        weight = self._compute(self.converter(batch, self.device))
+        inputs = self.converter(batch, self.device)
+        if self.callbacks.batch_on_finish:
+            self._context = UpdateContext(self, self.iteration, 0)
+            inputs = self._finish_batch(inputs, count_examples(batch))
+        weight = self._compute(inputs)
         self.weight = weight if weight is not None else batch.weight if type(batch) is Batch else len(batch)
+
+    def _finish_batch(self, converted: Any, examples: Any) -> Any:
+        """Call the callbacks of a converted batch; return the batch, which they may have replaced."""
+        context = self._context
+        context.batch, context.examples = converted, examples
+        run(self.callbacks.batch_on_finish, context)
+        return context.batch
 
     def _compute_eagerly(self, inputs: Any) -> Any:
         for optimizer in self._stepping:
@@ -642,11 +653,10 @@ class StandardUpdater(InParts):
         """
         source = self._iterators[name]
         batch = next(source)
+        examples = count_examples(batch)
         if name == "main":
-            weight = getattr(batch, "weight", None)
-            self._part_weight = len(batch) if weight is None else weight
-        self._context.batch = converted = self.converter(batch, self.device)
-        return converted
+            self._part_weight = examples
+        return self._finish_batch(self.converter(batch, self.device), examples)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around the forward: its precision, and the callbacks of that stage."""
@@ -676,6 +686,12 @@ class StandardUpdater(InParts):
     def _settings(self) -> dict[str, Any]:
         """What a resumed run may have otherwise, and then says so."""
         return {"accumulate": self.accumulate, "precision": self._precision.name}
+
+
+def count_examples(batch: Any) -> Any:
+    """The number of examples of a batch that count."""
+    weight = getattr(batch, "weight", None)
+    return len(batch) if weight is None else weight
 
 
 def _overrides(updater: StandardUpdater, *names: str) -> bool:
