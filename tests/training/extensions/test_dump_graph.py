@@ -1,6 +1,7 @@
 """dump_graph: what it draws, when, that it lets go of the graph, and that the training does not notice."""
 
 import gc
+import json
 import re
 import stat
 import traceback
@@ -101,6 +102,18 @@ def test_the_drawing_has_the_operations_and_the_parameters_by_name_and_shape(tmp
     edges = graph_of(tmp_path / "cg.dot")
     for edge in [("main/predictor/bias", "Addmm"), ("Addmm", "Sub"), ("Sub", "Pow"), ("Pow", "Mean"), ("Mean", "main/loss")]:
         assert edge in edges
+
+
+def test_the_json_is_the_same_graph(tmp_path):
+    """Nodes and edges with the labels and shapes of the drawing."""
+    run(updater_of(), 1, tmp_path, dump_graph("main/loss"))
+    graph = json.loads((tmp_path / "cg.json").read_text())
+    names = [node["label"] for node in graph["nodes"]]
+    assert [(names[source], names[target]) for source, target in graph["edges"]] == graph_of(tmp_path / "cg.dot")
+    assert graph["nodes"][0] == {"kind": "root", "label": "main/loss", "shape": []}
+    assert {"kind": "leaf", "label": "main/predictor/weight", "shape": [1, 3]} in graph["nodes"]
+    assert {"kind": "operation", "label": "Addmm"} in graph["nodes"]
+    assert graph["is_truncated"] is False
 
 
 @pytest.mark.parametrize("returns", [lambda loss: loss, lambda loss: {"loss": loss}], ids=["the loss", "a mapping"])
@@ -274,7 +287,7 @@ def test_where_dot_is_installed_an_svg_comes_beside(tmp_path, monkeypatch):
     """Drawn by dot from the file."""
     dot_that(monkeypatch, tmp_path, 'echo "<svg>$1 $2</svg>"')
     run(updater_of(), 1, tmp_path / "out", dump_graph("main/loss"))
-    assert sorted(path.name for path in (tmp_path / "out").glob("cg*")) == ["cg.dot", "cg.svg"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("cg*")) == ["cg.dot", "cg.json", "cg.svg"]
     assert (tmp_path / "out" / "cg.svg").read_text() == f"<svg>-Tsvg {tmp_path / 'out' / 'cg.dot'}</svg>\n"
 
 
@@ -284,10 +297,13 @@ def test_a_dot_that_fails_is_warned_about_and_the_training_goes_on(tmp_path, mon
     with pytest.warns(UserWarning, match=r"cg\.dot is written, and drawing it failed.*exit status 3.*no fonts"):
         trainer = run(updater_of(), 2, tmp_path / "out", dump_graph("main/loss"))
     assert trainer.updater.iteration == 2
-    assert [path.name for path in (tmp_path / "out").glob("cg*")] == ["cg.dot"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("cg*")) == ["cg.dot", "cg.json"]
 
 
-@pytest.mark.parametrize(("arguments", "error"), [((3,), TypeError), (("x", 3), TypeError), (("x", "a.svg"), ValueError)])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [((3,), TypeError), (("x", 3), TypeError), (("x", "a.svg"), ValueError), (("x", "a.json"), ValueError)],
+)
 def test_names_that_cannot_be_are_refused(arguments, error):
     """When it is made."""
     with pytest.raises(error, match="such as"):

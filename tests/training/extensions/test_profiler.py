@@ -141,7 +141,7 @@ def test_each_extension_has_the_time_of_its_call_and_of_its_observation(tmp_path
 
 
 def test_the_table_is_written_when_the_run_ends(tmp_path, clock):
-    """Also when it fails; the time up to then."""
+    """Also when it fails; the time up to then. The same is written as JSON."""
 
     def fail(trainer):
         clock(1)
@@ -161,6 +161,13 @@ def test_the_table_is_written_when_the_run_ends(tmp_path, clock):
         ["extension:fail", "6.2%", "1000.000", "2.000"],
         ["all", "100.0%", "16000.000", "32.000"],
     ]
+    data = json.loads((tmp_path / "profile.json").read_text())
+    assert data == {
+        "iterations": 2,
+        "seconds": {
+            "data": 2, "forward": 4, "backward": 8, "communication": 0, "update": 16, "loop": 0, "extension:fail": 2,
+        },
+    }  # fmt: skip
 
 
 def test_the_trace_has_the_operations_of_its_iterations(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 PHASES = ("data", "forward", "backward", "communication", "update", "loop")
 TABLE = "profile.txt"
+DATA = "profile.json"
 TRACE = "profile_trace.json"
 
 _STAGES = {
@@ -39,7 +41,7 @@ _STAGES = {
 
 
 class Profiler(Extension):
-    """Measures how long each phase of an iteration takes, and writes a table of it into ``out`` when the run ends.
+    """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
     ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (all else between two
@@ -80,7 +82,7 @@ class Profiler(Extension):
 
     @property
     def writes(self) -> Sequence[str]:
-        return (TABLE,) if self._trace is None else (TABLE, TRACE)
+        return (TABLE, DATA) if self._trace is None else (TABLE, DATA, TRACE)
 
     def __call__(self, trainer: Trainer) -> None:
         """Does nothing: it measures all the time, and its trigger never fires."""
@@ -212,6 +214,8 @@ class Profiler(Extension):
         self._end_trace()
         if self.iterations and self._out is not None:
             replace(self._out / TABLE, self.table().encode())
+            data = {"iterations": self.iterations, "seconds": self.seconds}
+            replace(self._out / DATA, (json.dumps(data, indent=1) + "\n").encode())
 
     def table(self) -> str:
         """The phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
