@@ -1,124 +1,93 @@
-"""Files that are whole whenever they are opened, and on the disk when that is said."""
+"""Files that are complete whenever they are opened, and the lock of a directory."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
+import re
+import secrets
 import shutil
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it: arrays are lists, and infinity and NaN, which it lacks, are strings."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):  # arrays and tensors, with or without dimensions
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+_TEMPORARY = re.compile(
+    r"\.chainring-[0-9a-f]{16}\.(tmp|old)"
+    r"|\..+-\d+-\d{10,}\.(tmp|old)"  # of versions before 0.1: .NAME-PID-NANOSECONDS.tmp
+)
 
 
-def restored(value: Any) -> Any:
-    """What `plain` made of numbers and containers, back."""
-    if isinstance(value, dict):
-        return {key: restored(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    return _WORDS.get(value, value) if isinstance(value, str) else value
+def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:
+    """Return a path in a directory that nobody can guess, with the mark by which `is_temporary` knows it."""
+    return directory / f".chainring-{secrets.token_hex(8)}{suffix}"
 
 
-NAME = ".lock"
+def is_temporary(name: str) -> bool:
+    """Return whether a file or directory of this name is one of ours that a killed process did not finish."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
-class DirectoryLock:
-    """Held by the run that writes into a directory, and free at once when its process has ended, however it ended.
+@contextmanager
+def atomic_write(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of ``path`` by one rename when the block ends.
 
-    It is a POSIX record lock: one made by ``flock`` would stay with worker processes that outlive a killed trainer.
-    Within a process it is not seen by POSIX, so the directories held here are remembered. The file stays where it is.
+    When anything fails, the new file is removed and ``path`` stays as it was. The new file has a name that nobody can guess
+    and is created exclusively, so no link is followed; where ``path`` is a link, the link itself is replaced. Its mode is
+    that of any new file, as the umask says.
 
     Args:
-        directory: the directory; it exists.
+        path: the file; its directory exists.
+        durable: whether the file and its name are flushed to the disk, so that they survive a loss of power.
 
     Raises:
-        BlockingIOError: another run holds it; the error names its process and host.
+        OSError: it could not be written; the error names ``path`` and the free space.
     """
-
-    _held: dict[str, int] = {}  # noqa: RUF012 - one process-wide record, as the lock itself is of the process
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._path = os.path.realpath(Path(directory) / NAME)
-        if self._path in DirectoryLock._held:
-            raise BlockingIOError(self._refusal(os.getpid(), socket.gethostname()))
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX leaves open which of the two means that it is held
-            holder = _holder(descriptor)
-            os.close(descriptor)
-            raise BlockingIOError(self._refusal(holder.get("pid"), holder.get("host"))) from None
-        except OSError:
-            os.close(descriptor)
-            raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        DirectoryLock._held[self._path] = descriptor
-
-    def _refusal(self, pid: Any, host: Any) -> str:
-        return (
-            f"{os.path.dirname(self._path)} is being written by another run: process {pid} on {host}. "
-            "Wait for it to end, or choose another out"
-        )
-
-    def release(self) -> None:
-        """Lets another run in. Calling it again does nothing."""
-        descriptor = DirectoryLock._held.pop(self._path, None)
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _holder(descriptor: int) -> dict[str, Any]:
-    """Who wrote the file: its process and host, as far as can be read."""
+    temporary = temporary_path(path.parent)
     try:
-        content = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        with open(temporary, "xb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            flush_directory(path.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise write_error(error, path) from error
+        raise
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Puts a file with this content in the place of what is there, by one rename."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+def write_error(error: OSError, path: Path) -> OSError:
+    """Return the same error with the path that was to be written, and how much space is left there."""
+    try:
+        space = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
+    except OSError:
+        space = ""
+    return OSError(error.errno, f"{error.strerror or error}: it could not be written{space}", str(path))
 
 
-def numbered(parent: Path) -> Path:
-    """Makes the next of the directories ``parent/1``, ``parent/2``, ... and returns it."""
-    parent.mkdir(exist_ok=True)
-    taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
-    place = parent / str(max(taken, default=0) + 1)
-    place.mkdir()
-    return place
+def write_bytes(path: Path, content: bytes) -> tuple[int, int]:
+    """Write a new file and flush it to the disk; return its size and CRC-32."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(content), zlib.crc32(content)
 
 
 def flush_file(path: Path) -> None:
-    """Makes what was written to a file survive a loss of power."""
+    """Flush a file to the disk: its content survives a loss of power."""
     _flush(path, os.O_RDONLY)
 
 
 def flush_directory(directory: Path) -> None:
-    """Makes what was created in or renamed into a directory survive a loss of power."""
+    """Flush a directory to the disk: files created in it or renamed into it survive a loss of power."""
     _flush(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 
@@ -130,28 +99,77 @@ def _flush(path: Path, flags: int) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, text: bytes) -> tuple[int, int]:
-    """Writes a new file and flushes it to the disk; returns its size and CRC-32."""
-    with open(path, "xb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(text), zlib.crc32(text)
-
-
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file, read in pieces."""
+    """Return the CRC-32 of a file, which is read in chunks."""
     crc = 0
     with open(path, "rb") as file:
-        while piece := file.read(8 << 20):
-            crc = zlib.crc32(piece, crc)
+        while chunk := file.read(8 << 20):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 
-def described(error: OSError, target: Path) -> OSError:
-    """The same error with what the reader needs: which path, and how much room is left there."""
+def make_numbered_directory(parent: Path) -> Path:
+    """Make the next of the directories ``parent/1``, ``parent/2``, ... and return it."""
+    parent.mkdir(exist_ok=True)
+    used = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
+    directory = parent / str(max(used, default=0) + 1)
+    directory.mkdir()
+    return directory
+
+
+class DirectoryLock:
+    """The lock of a directory into which one run writes. It is free as soon as its process has ended, however it ended.
+
+    It is a POSIX record lock: one made by ``flock`` would stay with worker processes that outlive a killed trainer.
+    POSIX grants it again to the same process, so the directories that this process has locked are remembered. The file
+    ``.lock`` is never removed.
+
+    Args:
+        directory: the directory; it exists.
+
+    Raises:
+        BlockingIOError: another run holds the lock; the error names its process and host.
+        OSError: the file cannot be opened, or is a link.
+    """
+
+    _descriptors: dict[str, int] = {}  # noqa: RUF012 - one record for the process, as the lock itself is
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = os.path.realpath(directory)
+        if self._directory in DirectoryLock._descriptors:
+            raise BlockingIOError(self._refusal(os.getpid(), socket.gethostname()))
+        path = os.path.join(self._directory, ".lock")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            raise BlockingIOError(self._refusal(holder.get("pid"), holder.get("host"))) from None
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        DirectoryLock._descriptors[self._directory] = descriptor
+
+    def _refusal(self, pid: Any, host: Any) -> str:
+        return (
+            f"{self._directory} is being written by another run: process {pid} on {host}. "
+            "Wait for it to end, or choose another out"
+        )
+
+    def release(self) -> None:
+        """Release the lock. Calling it again does nothing."""
+        descriptor = DirectoryLock._descriptors.pop(self._directory, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    """Return the process and host that wrote the file of a lock, as far as they can be read."""
     try:
-        room = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
-    except OSError:
-        room = ""
-    return OSError(error.errno, f"{error.strerror or error}: it could not be written{room}", str(target))
+        content = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}

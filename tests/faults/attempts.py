@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import injected
 import program
 import torch
 
+from chainring._files import is_temporary
 from chainring.serializers._store import Store
 from tries import WrongEndError
 
@@ -232,7 +232,7 @@ def check_snapshots(out):
 
 def unfinished(out):
     """What killed processes have left in the midst of being written or removed."""
-    return [name for name in os.listdir(out) if re.fullmatch(r"\..+-\d+-\d+\.(tmp|old)", name)] if out.is_dir() else []
+    return [name for name in os.listdir(out) if is_temporary(name)] if out.is_dir() else []
 
 
 def newest_of(found):

@@ -173,9 +173,8 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as caught:
+    with pytest.raises(OSError, match=r"No space left.*file\.npz"):
         save_npz(tmp_path / "file.npz", Keeper(2))
-    assert "file.npz; nothing there has changed" in caught.value.__notes__[0]
     assert [file.name for file in tmp_path.iterdir()] == ["file.npz"]
     keeper = Keeper()
     load_npz(tmp_path / "file.npz", keeper)

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from chainring.cli._common import add_command, add_json, find, print_json, printable
-from chainring.serializers import _safetensors
-from chainring.serializers._checkpoint import only_model, read_state
+from chainring.serializers._checkpoint import only_model, read_state, save_tensors
 
 _MODEL = "updater/model:"
 _DESCRIPTION = """
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(_none(state, directory, options.model))
     left_out = sorted(name for name, value in found.items() if value is None)
     file.parent.mkdir(parents=True, exist_ok=True)
-    _safetensors.write_sealed(file, tensors)
+    save_tensors(file, tensors)
     if options.json:
         model = prefix.removeprefix(_MODEL).rstrip("/")
         facts = {"file": str(file), "bytes": file.stat().st_size, "directory": str(directory), "model": model}

@@ -170,7 +170,7 @@ def _continue(url: str, part: Path) -> bool:
             if given[2] != "*":
                 missing = int(given[2]) - start
         start = start if resumed else 0
-        with part.open("ab" if resumed else "wb") as file:
+        with open(part, "ab" if resumed else "wb", opener=_open_no_link) as file:
             total = None if missing is None else start + missing
             with _Bar(total=total, initial=start, desc=part.stem, unit="B", unit_scale=True, disable=None) as bar:
                 for chunk in _chunks(response):
@@ -180,6 +180,11 @@ def _continue(url: str, part: Path) -> bool:
     if total is not None and size < total:
         raise _MirrorError(f"the connection was cut after {size} of {total} bytes", again=True)
     return resumed
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file whose name is known beforehand, because the next process goes on with it; a link planted there fails."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _opened(url: str, start: int, part: Path) -> HTTPResponse:

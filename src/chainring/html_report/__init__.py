@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from chainring._files import replace
+from chainring._files import atomic_write
 from chainring.html_report._page import SIGN, page_of
 from chainring.html_report._run import DAMAGED, read_run
 
@@ -54,7 +54,8 @@ def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> 
     place = directory / "report.html" if file is None else file
     _refuse_other(place)
     place.parent.mkdir(parents=True, exist_ok=True)
-    replace(place, text)
+    with atomic_write(place) as output:
+        output.write(text)
     damaged = [snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED]
     return Written(place, len(text), sum(len(log.rows) for log in run.logs), len(run.snapshots), damaged)
 

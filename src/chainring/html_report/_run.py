@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import restored
+from chainring._json import from_json
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, look
 from chainring.serializers._store import verify as verify_bytes
 from chainring.training import _run_record
@@ -77,7 +77,7 @@ def read_log(path: Path, name: str) -> Log:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = restored(json.loads(line))
+        row = from_json(json.loads(line))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

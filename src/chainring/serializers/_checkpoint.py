@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._distributed.sharding import chunk_of, is_sharded, whole
 from chainring._environment import versions
-from chainring._files import described, flush_directory, flush_file, write_bytes
+from chainring._files import atomic_write, flush_file, write_bytes
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import CorruptError, Store, WriteFile, verify
@@ -372,14 +371,6 @@ def tensors_of(module: Any) -> dict[str, Tensor]:
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one file beside, and renames it over what is there."""
-    beside = target.with_name(f".{target.name}-{os.getpid()}-{time.monotonic_ns()}.tmp")
-    try:
-        _safetensors.write_sealed(beside, tensors)
-        os.replace(beside, target)
-        flush_directory(target.parent)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise described(error, target) from error
-        raise
+    """Write the file of a model in the place of what is there."""
+    with atomic_write(target, durable=True) as file:
+        _safetensors.write_with_checksum(file, tensors)

@@ -71,12 +71,7 @@ def write(
         ValueError: a name or a key of ``metadata`` that the format or this module has taken.
         OSError: the file exists (it is left alone), or the disk failed (the part written is removed).
     """
-    for name, tensor in tensors.items():
-        _check(name, tensor)
-    marks, stored = _marked(tensors)
-    for name, (offsets, shape) in (places or {}).items():
-        marks.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
-    header = _header(stored, marks, metadata or {})
+    header, stored = _prepare(tensors, metadata or {}, places or {})
     with Path(path).open("xb") as file:
         try:
             size, crc = _stream(file, header, stored.values())
@@ -128,6 +123,18 @@ def places(path: str | os.PathLike[str]) -> dict[str, Place]:
     if not all(type(number) is int for place in found.values() for part in place for number in part):
         raise ValueError(f"{path} is damaged: a place is given by integers. Use another snapshot")
     return found
+
+
+def _prepare(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Mapping[str, Place]
+) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the header of a file, and the tensors to store in the order of the file."""
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    marks, stored = _marked(tensors)
+    for name, (offsets, shape) in places.items():
+        marks.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
+    return _header(stored, marks, metadata), stored
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
@@ -300,19 +307,24 @@ _SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where
 _WRITER = re.compile(rb'"writer":"chainring"')
 
 
-def write_sealed(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a new file as `write` does, with its own checksum in its metadata, for a file that has no manifest.
+def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors with a checksum in the metadata, for a file that has no manifest.
 
     The checksum is the CRC-32 of the file with eight zeros in its place.
+
+    Args:
+        file: a new file, open for binary writing.
+        tensors: by name, as for `write`.
+
+    Raises:
+        TypeError, ValueError, OSError: as for `write`.
     """
-    _, crc = write(path, tensors, {"writer": MARKS, "crc32": "00000000"})
-    with Path(path).open("r+b") as file:
-        found = _SEAL.search(file.read(_length_of_header(file)))
-        assert found is not None
-        file.seek(found.start(1))
-        file.write(b"%08x" % crc)
-        file.flush()
-        os.fsync(file.fileno())
+    header, stored = _prepare(tensors, {"writer": MARKS, "crc32": "00000000"}, {})
+    _, crc = _stream(file, header, stored.values())
+    found = _SEAL.search(header)
+    assert found is not None
+    file.seek(found.start(1))
+    file.write(b"%08x" % crc)
 
 
 def check_seal(path: str | os.PathLike[str]) -> bool:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import stat
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chainring._files import checksum, described, flush_directory, write_bytes
+from chainring._files import checksum, flush_directory, is_temporary, temporary_path, write_bytes, write_error
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -145,8 +143,6 @@ def checked_name(name: str) -> str:
     return name
 
 
-_UNFINISHED = re.compile(r"\..+-\d+-\d+\.(tmp|old)")  # .NAME-PID-NANOSECONDS.tmp
-
 WriteFile = Callable[[Path], tuple[int, int]]
 """Writes a new file and flushes it to the disk; returns its size in bytes and its CRC-32."""
 
@@ -178,25 +174,25 @@ class Store:
         target = self.root / checked_name(name)
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
-        beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
+        temporary = temporary_path(self.root)
         try:
-            beside.mkdir()
+            temporary.mkdir()
             self._at("begun")
             written = {}
             for file, write in files.items():
-                written[checked_name(file)] = write(beside / file)
+                written[checked_name(file)] = write(temporary / file)
                 self._at(f"wrote {file}")
-            write_manifest(beside / MANIFEST, Manifest(iteration, written, dict(about or {})))
+            write_manifest(temporary / MANIFEST, Manifest(iteration, written, dict(about or {})))
             self._at("wrote manifest")
-            flush_directory(beside)
+            flush_directory(temporary)
             self._at("flushed")
-            os.rename(beside, target)
+            os.rename(temporary, target)
             self._at("renamed")
             flush_directory(self.root)
         except BaseException as error:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
-                raise described(error, target) from error
+                raise write_error(error, target) from error
             raise
         self._at("committed")
 
@@ -209,14 +205,14 @@ class Store:
         place = self.root / checked_name(name)
         if os.path.lexists(place) and not place.is_symlink():
             raise FileExistsError(f"{place} is in the way of a link to {target!r}; move it, or choose another name")
-        beside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.tmp"
+        temporary = temporary_path(self.root)
         try:
-            os.symlink(checked_name(target), beside)
-            os.rename(beside, place)
+            os.symlink(checked_name(target), temporary)
+            os.rename(temporary, place)
             flush_directory(self.root)
         except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise described(error, place) from error
+            temporary.unlink(missing_ok=True)
+            raise write_error(error, place) from error
 
     def names(self) -> list[str]:
         """The names of the snapshots, those of the highest iteration first; whether they are sound is not looked at."""
@@ -263,14 +259,14 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Removes a snapshot: unpublished by one rename first, so that it is never there in part."""
-        aside = self.root / f".{name}-{os.getpid()}-{time.monotonic_ns()}.old"
-        os.rename(self.root / checked_name(name), aside)
+        removed = temporary_path(self.root, ".old")
+        os.rename(self.root / checked_name(name), removed)
         flush_directory(self.root)
-        shutil.rmtree(aside)
+        shutil.rmtree(removed)
 
     def sweep(self) -> list[str]:
         """Removes what killed runs have left unfinished, and returns the names of it. Only the holder of the lock may."""
-        left = [entry for entry in self.root.iterdir() if _UNFINISHED.fullmatch(entry.name)]
+        left = [entry for entry in self.root.iterdir() if is_temporary(entry.name)]
         for entry in left:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

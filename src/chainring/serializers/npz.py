@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import uuid
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -32,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chainring._files import atomic_write
 from chainring._naming import unwrap
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, has_state, serialize_method
 
@@ -232,18 +232,8 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
         raise ValueError(f"an npz file is a regular file, and {path} is a folder or a device: name a file, or pass one open")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save {path.name} in: make it first")
-    beside = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with open(beside, "xb") as stream:
-            _write(stream, arrays, compression)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(beside, path)
-    except BaseException as error:
-        beside.unlink(missing_ok=True)
-        error.add_note(f"while saving {path}; nothing there has changed")
-        raise
-    _sync_folder(path.parent)
+    with atomic_write(path, durable=True) as stream:
+        _write(stream, arrays, compression)
 
 
 def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
@@ -278,15 +268,6 @@ def _write(stream: IO[bytes], arrays: Mapping[str, Array], compression: bool) ->
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:  # dated 1980: equal state, equal file
                 np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename in ``folder`` survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import restored
+from chainring._json import from_json
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._fingerprint import Look, difference, leaves
 from chainring.testing._subprocess import KILLED, RESUMED, WHOLE, Task
@@ -173,7 +173,7 @@ def _warnings(output: Path) -> list[str]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [restored(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return [from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _unrepeatable_columns(whole: list[dict[str, Any]], killed: list[dict[str, Any]]) -> set[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from string import Formatter
 
-from chainring._files import DirectoryLock, flush_directory, numbered
+from chainring._files import DirectoryLock, flush_directory, make_numbered_directory, temporary_path
 from chainring._messages import info
 from chainring.serializers._store import Manifest, Store
 
@@ -102,7 +101,7 @@ class RunDirectory:
         return found
 
     def _move(self, names: list[str], where: str, copies: Iterable[str] = ()) -> Path:
-        place = numbered(self.path / where)
+        place = make_numbered_directory(self.path / where)
         for name in (*copies, *names):
             (place / name).parent.mkdir(parents=True, exist_ok=True)
         for name in copies:
@@ -168,8 +167,8 @@ def create_out(out: str | os.PathLike[str]) -> None:
     """
     try:
         os.makedirs(out, exist_ok=True)
-        probe = Path(out) / f".writable-{os.getpid()}-{time.monotonic_ns()}.tmp"  # a name that a later run removes
-        probe.touch()
+        probe = temporary_path(Path(out))
+        probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
         rule = f"out must be a directory one may write to ({error.strerror}); choose another out"

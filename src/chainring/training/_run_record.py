@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring import _environment
-from chainring._files import plain, replace
+from chainring._files import atomic_write
+from chainring._json import to_json
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 from chainring.training._plan import plan_of
@@ -85,7 +86,8 @@ def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], ch
     starts = [*earlier.get("starts", ()), start]
     shown = {"models": _models(trainer), "plan": plan_of(trainer)}
     record = {"format": FORMAT, **settings, **shown, "files": sorted(files), "starts": starts}
-    replace(Path(trainer.out) / NAME, (json.dumps(record, indent=1) + "\n").encode())
+    with atomic_write(Path(trainer.out) / NAME) as file:
+        file.write((json.dumps(record, indent=1) + "\n").encode())
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
@@ -151,4 +153,4 @@ def _plain(value: Any) -> Any:
         value, "__qualname__"
     ):  # a class or a function: its address would be new each time
         return ".".join(filter(None, (value.__module__, value.__qualname__)))
-    return json.loads(json.dumps(plain(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
+    return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))

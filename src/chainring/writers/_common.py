@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chainring._files import numbered, replace
+from chainring._files import atomic_write, make_numbered_directory
 from chainring._messages import info
 
 
@@ -47,7 +47,7 @@ def escape_fields(name: str) -> str:
 def set_aside(path: Path) -> None:
     """Move a file with rows of another run to ``abandoned/<n>`` beside it, and say so."""
     if path.exists() and path.stat().st_size:
-        destination = numbered(path.parent / "abandoned") / path.name
+        destination = make_numbered_directory(path.parent / "abandoned") / path.name
         os.rename(path, destination)
         info(f"{path} holds rows that this run does not continue: moved to {destination}")
 
@@ -55,7 +55,8 @@ def set_aside(path: Path) -> None:
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:
     """Save the id under which a service knows the run, so that a resumed run goes on under the same id."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, (json.dumps(description) + "\n").encode())
+    with atomic_write(path) as file:
+        file.write((json.dumps(description) + "\n").encode())
 
 
 def load_service_run(path: Path) -> dict[str, Any]:

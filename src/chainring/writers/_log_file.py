@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chainring._files import plain, replace, restored
+from chainring._files import atomic_write
+from chainring._json import from_json, to_json
 from chainring.writers._common import check_path, set_aside
 from chainring.writers.base import Record, Run, Writer
 
@@ -53,7 +54,8 @@ class LogFile(Writer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if _head(self.path, len(text)) != text:
             set_aside(self.path)
-            replace(self.path, text)
+            with atomic_write(self.path) as file:
+                file.write(text)
         os.truncate(self.path, len(text))
         self._size, self._crc = len(text), zlib.crc32(text)
         self._replace_array()
@@ -79,7 +81,8 @@ class LogFile(Writer):
 
     def _replace_array(self) -> None:
         body = ",\n".join(line.rstrip("\n") for line in self._lines)
-        replace(self._array, f"[\n{body}\n]\n".encode() if body else b"[]\n")
+        with atomic_write(self._array) as file:
+            file.write(f"[\n{body}\n]\n".encode() if body else b"[]\n")
         self._replaced_at, self._is_stale = time.monotonic(), False
 
     @property
@@ -93,7 +96,7 @@ def read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:
     text = _head(path, size)
     if text is None or len(text) != size or zlib.crc32(text) != crc:
         return None
-    return [restored(json.loads(line)) for line in text.splitlines()]
+    return [from_json(json.loads(line)) for line in text.splitlines()]
 
 
 def _head(path: Path, size: int) -> bytes | None:
@@ -105,4 +108,4 @@ def _head(path: Path, size: int) -> bytes | None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(plain(row), default=str, allow_nan=False) + "\n"
+    return json.dumps(to_json(row), default=str, allow_nan=False) + "\n"

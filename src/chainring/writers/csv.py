@@ -7,7 +7,8 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from chainring._files import plain, replace
+from chainring._files import atomic_write
+from chainring._json import to_json
 from chainring.writers._common import check_path, escape_fields, set_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 
@@ -61,11 +62,12 @@ class CsvWriter(Writer):
 
     def _replace(self, rows: Iterable[dict[str, str]]) -> None:
         assert self._path is not None
-        replace(self._path, _text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
+        with atomic_write(self._path) as file:
+            file.write(_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
 
 
 def _cells(record: Record) -> dict[str, str]:
-    return {key: str(plain(value)) for key, value in {**counters_of(record), **record.values}.items()}
+    return {key: str(to_json(value)) for key, value in {**counters_of(record), **record.values}.items()}
 
 
 def _columns(rows: Iterable[dict[str, str]]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chainring._files import replace
+from chainring._files import atomic_write
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
@@ -113,8 +113,10 @@ class DumpGraph(Extension):
         )
 
     def _write(self, graph: _Graph, path: Path) -> None:
-        replace(path, graph.to_dot().encode())
-        replace(path.with_suffix(".json"), graph.to_json().encode())
+        with atomic_write(path) as file:
+            file.write(graph.to_dot().encode())
+        with atomic_write(path.with_suffix(".json")) as file:
+            file.write(graph.to_json().encode())
         program = shutil.which("dot")
         if program is None:
             return
@@ -124,7 +126,8 @@ class DumpGraph(Extension):
             stderr = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
             warnings.warn(f"{path} is written, and drawing it failed: {error}. {stderr}".rstrip(), stacklevel=4)
             return
-        replace(path.with_suffix(".svg"), done.stdout)
+        with atomic_write(path.with_suffix(".svg")) as file:
+            file.write(done.stdout)
 
     def finalize(self) -> None:
         self._root = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chainring._files import replace
+from chainring._files import atomic_write
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
@@ -89,7 +89,9 @@ class PlotReport(Extension):
             self._points[key].append((x, mean))
         self._warn_of_missing(trainer)
         if trainer.comm.rank == 0 and any(self._points.values()):
-            replace(Path(trainer.out) / self._filename, self._drawn(means))
+            image = self._drawn(means)
+            with atomic_write(Path(trainer.out) / self._filename) as file:
+                file.write(image)
 
     def _warn_of_missing(self, trainer: Trainer) -> None:
         """Says once which curves have no point yet, because a key that is never reported would otherwise go unnoticed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring._files import replace
+from chainring._files import atomic_write
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
@@ -201,9 +200,8 @@ class Profiler(Extension):
             return
         recorder, self._recorder = self._recorder, None
         recorder.stop()
-        beside = self._out / f".{TRACE}.tmp"
-        recorder.export_chrome_trace(str(beside))
-        os.replace(beside, self._out / TRACE)
+        with atomic_write(self._out / TRACE) as file:
+            recorder.export_chrome_trace(file.name)
 
     def finalize(self) -> None:
         while self._undo:
@@ -213,9 +211,11 @@ class Profiler(Extension):
         self._last = None
         self._end_trace()
         if self.iterations and self._out is not None:
-            replace(self._out / TABLE, self.table().encode())
+            with atomic_write(self._out / TABLE) as file:
+                file.write(self.table().encode())
             data = {"iterations": self.iterations, "seconds": self.seconds}
-            replace(self._out / DATA, (json.dumps(data, indent=1) + "\n").encode())
+            with atomic_write(self._out / DATA) as file:
+                file.write((json.dumps(data, indent=1) + "\n").encode())
 
     def table(self) -> str:
         """The phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
