@@ -36,10 +36,6 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
 
     Raises:
         ValueError: the positions do not satisfy ``0 <= start <= stop <= size``.
-
-    Example::
-
-        epoch_order(seed=0, epoch=0, size=10)  # array([7, 2, 9, 4, 3, 1, 0, 5, 6, 8])
     """
     # FROZEN: a saved run has a position in this order and no indices. Another result would break every resumed run.
     stop = size if stop is None else stop

@@ -74,10 +74,6 @@ def to_device(device: Device, x: Any) -> Any:
     Raises:
         ValueError: this machine does not have the accelerator.
         TypeError: ``device`` is not a device.
-
-    Example::
-
-        x, t = to_device("cpu", (np.zeros(2), np.ones(2)))
     """
     return _move(as_device(device), x)
 
@@ -94,10 +90,6 @@ def as_device(device: Device) -> torch.device | None:
     Raises:
         ValueError: this machine does not have the accelerator.
         TypeError: ``device`` is not a device.
-
-    Example::
-
-        as_device(-1)  # device(type="cpu")
     """
     if device is None or isinstance(device, torch.device):
         return device

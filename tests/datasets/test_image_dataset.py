@@ -134,8 +134,8 @@ class TestLabels:
 
     @pytest.mark.parametrize("pair", ["cat.png", ("cat.png", "1"), ("cat.png", 1, 2), ("cat.png", 0.5)])
     def test_what_is_no_pair_is_refused(self, pair):
-        """With its number."""
-        with pytest.raises(TypeError, match=r"a path and an integer label, got .* as number 1"):
+        """With its index."""
+        with pytest.raises(TypeError, match=r"a path and an integer label, got .* as item 1"):
             LabeledImageDataset([("a.png", 0), pair])
 
     def test_labels_that_the_dtype_cannot_hold_are_refused(self):

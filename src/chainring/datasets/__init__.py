@@ -1,4 +1,4 @@
-"""What is indexed: datasets, and the ways of making new ones from old ones."""
+"""Datasets, and functions that make new ones from old ones."""
 
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin

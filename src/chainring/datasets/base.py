@@ -1,66 +1,90 @@
-"""A dataset: ``len(dataset)`` examples, and ``dataset[i]`` is one of them."""
+"""DatasetMixin: the base class of datasets, where ``len(dataset)`` counts examples and ``dataset[i]`` is one of them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 class DatasetMixin:
-    """Gives a dataset that defines ``__len__`` and ``get_example(i)`` every way of indexing.
+    """A dataset that defines ``__len__`` and ``get_example(i)`` and can be indexed in every way.
 
     ``dataset[3]`` and ``dataset[-1]`` are an example; a slice, or a list or array of integers or booleans, gives a list
     of examples.
+
+    Example::
+
+        class Squares(DatasetMixin):
+            def __len__(self):
+                return 10
+
+            def get_example(self, i):
+                return i**2
+
+        Squares()[-1], Squares()[:3]  # (81, [0, 1, 4])
     """
 
     def __len__(self) -> int:
-        """The number of examples."""
+        """Return the number of examples."""
         raise NotImplementedError(f"{type(self).__name__} must define __len__")
 
     def get_example(self, i: int) -> Any:
-        """Example number ``i``, which is from 0 to ``len(self) - 1``."""
+        """Return example ``i``, which is from 0 to ``len(self) - 1``."""
         raise NotImplementedError(f"{type(self).__name__} must define get_example(i)")
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice | list[int] | list[bool] | npt.NDArray[Any]) -> Any:
         if isinstance(index, slice):
             return [self.get_example(i) for i in range(*index.indices(len(self)))]
         if isinstance(index, (int, np.integer)):
-            return self.get_example(self._checked(int(index)))
+            return self.get_example(self._normalize(int(index)))
         indices = np.asarray(index)
         if indices.ndim == 0 and indices.dtype.kind in "iu":
-            return self.get_example(self._checked(int(indices)))
+            return self.get_example(self._normalize(int(indices)))
         if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iub"):
             raise TypeError(f"an index is an integer, a slice, or a list or array of integers or booleans, got {index!r}")
         if indices.dtype.kind == "b":
             if len(indices) != len(self):
                 raise IndexError(f"a mask has one boolean for each of the {len(self)} examples, got {len(indices)}")
             indices = np.flatnonzero(indices)
-        return [self.get_example(self._checked(int(i))) for i in indices]
+        return [self.get_example(self._normalize(int(i))) for i in indices]
 
-    def _checked(self, i: int) -> int:
+    def _normalize(self, i: int) -> int:
         size = len(self)
         if not -size <= i < size:
-            raise IndexError(f"the dataset has {size} examples, so no number {i}")
+            raise IndexError(f"the dataset has {size} examples, so no example {i}")
         return i % size
 
 
-def require_datasets(where: str, *datasets: Any) -> None:
-    """Refuses now what would fail when its length or an example is asked for.
+def require_datasets(name: str, *datasets: Any) -> None:
+    """Refuse now what would fail when its length or an example is asked for.
 
     Raises:
         TypeError: one has no ``__len__`` or no ``__getitem__``.
     """
     for dataset in datasets:
         if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            kind = f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__
+            got = f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__
             raise TypeError(
-                f"{where} is made of datasets, which have __len__ and __getitem__(i); got {kind}. "
+                f"{name} is made of datasets, which have __len__ and __getitem__(i); got {got}. "
                 "Make a list of what can only be iterated, or hand an iterable of batches to the updater as it is"
             )
 
 
-def indexes_plainly(dataset: DatasetMixin, kind: type[DatasetMixin]) -> bool:
-    """Whether ``dataset`` indexes as ``kind`` does: nobody has overridden how an example comes about."""
-    own = type(dataset)
-    return own.get_example is kind.get_example and own.__getitem__ is DatasetMixin.__getitem__
+def require_same_length(name: str, lengths: Collection[int] | Mapping[str, int]) -> None:
+    """Refuse datasets side by side that are not equally long.
+
+    Raises:
+        ValueError: there are no datasets, or their lengths differ.
+    """
+    if not lengths:
+        raise ValueError(f"{name} needs at least one dataset, got none")
+    if len(set(lengths.values() if isinstance(lengths, Mapping) else lengths)) > 1:
+        raise ValueError(f"the datasets of {name} must have the same length, got {lengths}")
+
+
+def indexes_like(dataset: DatasetMixin, cls: type[DatasetMixin]) -> bool:
+    """Return whether ``dataset`` indexes as ``cls`` does: a subclass has not overridden how an example is made."""
+    return type(dataset).get_example is cls.get_example and type(dataset).__getitem__ is DatasetMixin.__getitem__

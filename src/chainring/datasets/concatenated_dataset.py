@@ -10,7 +10,7 @@ import torch
 
 from chainring._random import Indices
 from chainring.datasets._columns import Gather, make_gather
-from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
+from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets
 
 
 class ConcatenatedDataset(DatasetMixin):
@@ -20,8 +20,12 @@ class ConcatenatedDataset(DatasetMixin):
         *datasets: arrays, tensors, lists or datasets.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are no datasets.
         TypeError: one has no ``__len__`` or no ``__getitem__``.
+
+    Example::
+
+        ConcatenatedDataset([0, 1], [2, 3])[2]  # 2
     """
 
     def __init__(self, *datasets: Any) -> None:
@@ -35,62 +39,53 @@ class ConcatenatedDataset(DatasetMixin):
         return int(self._ends[-1])
 
     def get_example(self, i: int) -> Any:
-        number = int(self._ends.searchsorted(i, "right"))
-        dataset = self.datasets[number]
-        return dataset[i - int(self._ends[number]) + len(dataset)]
+        k = int(self._ends.searchsorted(i, "right"))
+        dataset = self.datasets[k]
+        return dataset[i - int(self._ends[k]) + len(dataset)]
 
     def column_gather(self) -> Gather | None:
-        """A function from indices to columns, where all datasets hold whole arrays of the same shapes and dtypes."""
-        gathers = (
-            [make_gather(dataset) for dataset in self.datasets] if indexes_plainly(self, ConcatenatedDataset) else [None]
-        )
-        known = [gather for gather in gathers if gather is not None]
-        if len(known) < len(gathers):
+        """Return a function from indices to columns, if all datasets hold whole arrays of the same shapes and dtypes."""
+        if not indexes_like(self, ConcatenatedDataset):
             return None
-        forms = [_form(gather(np.empty(0, np.int64))) for gather in known]
-        # Of other forms the examples are joined one by one, which promotes dtypes and names the shapes that differ.
-        if forms[0] is None or any(form != forms[0] for form in forms):
+        gathers = [gather for dataset in self.datasets if (gather := make_gather(dataset)) is not None]
+        structures = [_structure(gather(np.empty(0, np.int64))) for gather in gathers]
+        # Other examples are collated one by one, which promotes dtypes and names the shapes that differ.
+        if len(gathers) < len(self.datasets) or any(item is None or item != structures[0] for item in structures):
             return None
         ends, starts = self._ends, np.concatenate([[0], self._ends[:-1]])
 
         def gather_columns(indices: Indices) -> Any:
-            if not len(indices):
-                return known[0](indices)
-            numbers = ends.searchsorted(indices, "right")
-            places = [(int(number), np.flatnonzero(numbers == number)) for number in np.unique(numbers)]
-            pieces = [known[number](indices[place] - starts[number]) for number, place in places]
-            return _joined(pieces, [place for _, place in places], len(indices))
+            owners = ends.searchsorted(indices, "right")
+            positions = {int(k): np.flatnonzero(owners == k) for k in np.unique(owners)}
+            if len(positions) <= 1:
+                k = next(iter(positions), 0)
+                return gathers[k](indices - starts[k])
+            chunks = [gathers[k](indices[where] - starts[k]) for k, where in positions.items()]
+            return _scatter_rows(chunks, list(positions.values()), len(indices))
 
         return gather_columns
 
 
-def _form(columns: Any) -> Any:
-    """What must be equal for columns to be joined; ``None`` where they hold something else than arrays."""
+def _structure(columns: Any) -> Any:
+    """Return what must be equal for columns to be joined; ``None`` if they hold anything but arrays."""
     if isinstance(columns, np.ndarray):
         return columns.dtype, columns.shape[1:]
     if isinstance(columns, torch.Tensor):
         return columns.dtype, columns.shape[1:], columns.device
     items = columns.items() if isinstance(columns, Mapping) else enumerate(columns) if type(columns) is tuple else ()
-    forms = {key: _form(column) for key, column in items}
-    return None if not forms or None in forms.values() else (isinstance(columns, Mapping), forms)
+    structures = {key: _structure(column) for key, column in items}
+    return None if not structures or None in structures.values() else (isinstance(columns, Mapping), structures)
 
 
-def _joined(pieces: Sequence[Any], places: Sequence[Indices], length: int) -> Any:
-    """Columns of ``length`` rows, in which each piece has its rows at its places."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
+def _scatter_rows(chunks: Sequence[Any], positions: Sequence[Indices], length: int) -> Any:
+    """Return columns of ``length`` rows, in which each chunk has its rows at its positions."""
+    first = chunks[0]
     if isinstance(first, Mapping):
-        return {key: _joined([piece[key] for piece in pieces], places, length) for key in first}
+        return {key: _scatter_rows([chunk[key] for chunk in chunks], positions, length) for key in first}
     if isinstance(first, tuple):
-        return tuple([_joined([piece[part] for piece in pieces], places, length) for part in range(len(first))])
-    if isinstance(first, torch.Tensor):
-        column = first.new_empty((length, *first.shape[1:]))
-        for piece, place in zip(pieces, places, strict=True):
-            column[torch.from_numpy(place).to(column.device)] = piece
-        return column
-    assert isinstance(first, np.ndarray)
-    rows = np.empty((length, *first.shape[1:]), first.dtype)
-    for piece, place in zip(pieces, places, strict=True):
-        rows[place] = piece
-    return rows
+        return tuple([_scatter_rows(columns, positions, length) for columns in zip(*chunks, strict=True)])
+    shape = (length, *first.shape[1:])
+    column: Any = np.empty(shape, first.dtype) if isinstance(first, np.ndarray) else first.new_empty(shape)
+    for chunk, where in zip(chunks, positions, strict=True):
+        column[where if isinstance(first, np.ndarray) else torch.from_numpy(where).to(first.device)] = chunk
+    return column

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.datasets._columns import Gather, make_tuple_gather
-from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
+from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets, require_same_length
 
 
 class DictDataset(DatasetMixin):
@@ -15,17 +15,17 @@ class DictDataset(DatasetMixin):
         **datasets: arrays, tensors, lists or datasets, all of the same length.
 
     Raises:
-        ValueError: there is none, or their lengths differ.
+        ValueError: there are no datasets, or their lengths differ.
         TypeError: one has no ``__len__`` or no ``__getitem__``.
+
+    Example::
+
+        DictDataset(x=[10, 20], t=[0, 1])[1]  # {"x": 20, "t": 1}
     """
 
     def __init__(self, **datasets: Any) -> None:
-        if not datasets:
-            raise ValueError("a DictDataset needs at least one dataset, got none")
         require_datasets("a DictDataset", *datasets.values())
-        lengths = {key: len(dataset) for key, dataset in datasets.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"the datasets of a DictDataset must have the same length, got {lengths}")
+        require_same_length("a DictDataset", {key: len(dataset) for key, dataset in datasets.items()})
         self.datasets = datasets
 
     def __len__(self) -> int:
@@ -35,9 +35,6 @@ class DictDataset(DatasetMixin):
         return {key: dataset[i] for key, dataset in self.datasets.items()}
 
     def column_gather(self) -> Gather | None:
-        """A function from indices to a dict of columns, where every dataset holds whole arrays."""
-        gather = make_tuple_gather(self.datasets.values()) if indexes_plainly(self, DictDataset) else None
-        if gather is None:
-            return None
-        keys = list(self.datasets)
-        return lambda indices: dict(zip(keys, gather(indices), strict=True))
+        """Return a function from indices to a dict of columns, if every dataset holds whole arrays."""
+        gather = make_tuple_gather(self.datasets.values()) if indexes_like(self, DictDataset) else None
+        return None if gather is None else lambda indices: dict(zip(self.datasets, gather(indices), strict=True))

@@ -17,29 +17,36 @@ Path = str | os.PathLike[str]
 class ImageDataset(DatasetMixin):
     """Example i is image i, as an array of (channels, height, width).
 
-    Pixels are as the file has them, from 0 to 255 mostly and not scaled: a grey image has 1 channel, with alpha 2, a
-    coloured one 3, with alpha 4. An orientation in the EXIF data is not applied, and a palette not looked up: such an
-    image gives the numbers of its colours, as masks of classes need.
+    Pixels are as the file has them, mostly from 0 to 255, and not scaled. A grey image has 1 channel, with alpha 2; a
+    colour image 3, with alpha 4. An orientation in the EXIF data is not applied, and a palette not looked up: such an
+    image gives the indices of its colours, as masks of classes need.
 
     Args:
-        paths: paths below ``root``; or the name of a text file (UTF-8) that has one on each line, relative to ``root``
-            too, which it need not lie in itself. Empty lines count as none.
+        paths: paths below ``root``; or the name of a text file (UTF-8) that has one on each line, also below ``root``.
+            The text file itself need not lie there. Empty lines are skipped.
         root: the directory that the paths start from.
-        dtype: of the arrays, float32 by default; whatever NumPy understands by a dtype of numbers.
+        dtype: of the arrays, float32 by default; any numeric dtype of NumPy.
 
     Raises:
         ImportError: Pillow is not installed.
-        TypeError: a path is none, or the dtype is none of numbers.
-        ValueError: a dtype cannot hold the pixels of an image; raised when the image is read.
-        OSError: a file cannot be read or is no image; raised when it is read.
+        TypeError: a path is not a path, or the dtype is not numeric.
+        ValueError: the dtype cannot hold the pixels of an image; raised when the image is read.
+        OSError: a file cannot be read or is not an image; raised when it is read.
+
+    Example::
+
+        dataset = ImageDataset(["cat.png", "dog.png"], root="images")
+        dataset[0].shape  # (3, height, width)
     """
 
-    def __init__(self, paths: Path | Sequence[Path], root: Path = ".", dtype: Any = None) -> None:
+    def __init__(self, paths: Path | Sequence[Path], root: Path = ".", dtype: npt.DTypeLike | None = None) -> None:
         _require_pillow()
         self.root = root
-        self.dtype = _number_dtype("dtype", np.float32 if dtype is None else dtype)
-        names = _lines_of(paths) if isinstance(paths, (str, os.PathLike)) else paths
-        self.paths = [_as_path(name) for name in names]
+        self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
+        if isinstance(paths, (str, os.PathLike)):
+            with open(paths, encoding="utf-8") as file:
+                paths = [line.strip() for line in file if line.strip()]
+        self.paths = [_as_str(path) for path in paths]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -53,30 +60,39 @@ class LabeledImageDataset(DatasetMixin):
 
     Args:
         pairs: pairs of a path below ``root`` and an integer label; or the name of a text file (UTF-8) whose lines have a
-            path and behind it, after white space, a label.
+            path, white space and a label.
         root: the directory that the paths start from.
         dtype: of the images, float32 by default.
         label_dtype: of the labels, int64 by default, as ``torch.nn.functional.cross_entropy`` needs them.
 
     Raises:
-        TypeError: a pair is none.
+        TypeError: an item is not such a pair.
         ValueError: a line of the text file has no integer label, or ``label_dtype`` cannot hold the labels.
+
+    Example::
+
+        dataset = LabeledImageDataset([("cat.png", 0), ("dog.png", 1)], root="images")
+        image, label = dataset[1]
     """
 
     def __init__(
-        self, pairs: Path | Sequence[tuple[Path, int]], root: Path = ".", dtype: Any = None, label_dtype: Any = None
+        self,
+        pairs: Path | Sequence[tuple[Path, int]],
+        root: Path = ".",
+        dtype: npt.DTypeLike | None = None,
+        label_dtype: npt.DTypeLike | None = None,
     ) -> None:
-        listed = _pairs_of(pairs) if isinstance(pairs, (str, os.PathLike)) else list(pairs)
-        for number, pair in enumerate(listed):
+        pairs = _read_pairs(pairs) if isinstance(pairs, (str, os.PathLike)) else list(pairs)
+        for i, pair in enumerate(pairs):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], (int, np.integer)):
-                raise TypeError(f"each item of pairs is a path and an integer label, got {pair!r} as number {number}")
-        self.images = ImageDataset([path for path, _ in listed], root, dtype)
-        kind = _number_dtype("label_dtype", np.int64 if label_dtype is None else label_dtype)
-        labels = np.array([label for _, label in listed], np.int64)
-        self.labels = labels.astype(kind)
+                raise TypeError(f"each item of pairs is a path and an integer label, got {pair!r} as item {i}")
+        self.images = ImageDataset([path for path, _ in pairs], root, dtype)
+        label_dtype = _numeric_dtype("label_dtype", np.int64 if label_dtype is None else label_dtype)
+        labels = np.array([label for _, label in pairs], np.int64)
+        self.labels = labels.astype(label_dtype)
         if not np.array_equal(self.labels, labels):
             raise ValueError(
-                f"label_dtype {kind} cannot hold labels from {labels.min()} to {labels.max()}; take a larger one"
+                f"label_dtype {label_dtype} cannot hold labels from {labels.min()} to {labels.max()}; take a larger one"
             )
 
     def __len__(self) -> int:
@@ -99,7 +115,7 @@ def _read_image(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image)
-    except Exception as error:  # of many kinds, and Pillow does not say which file is truncated
+    except Exception as error:  # of many types, and Pillow does not name a truncated file
         error.add_note(f"while the image {path} was read")
         raise
     converted = pixels.astype(dtype)
@@ -111,40 +127,35 @@ def _read_image(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return converted[np.newaxis] if converted.ndim == 2 else np.ascontiguousarray(converted.transpose(2, 0, 1))
 
 
-def _number_dtype(what: str, dtype: Any) -> np.dtype[Any]:
+def _numeric_dtype(name: str, value: npt.DTypeLike) -> np.dtype[Any]:
     try:
-        kind: np.dtype[Any] = np.dtype(dtype)
+        dtype: np.dtype[Any] = np.dtype(value)
     except TypeError as error:
-        raise TypeError(f'{what} is a dtype of NumPy\'s, such as "float32" or np.uint8, got {dtype!r}') from error
-    if kind.kind not in "biuf":
-        raise TypeError(f"{what} is a dtype of numbers, got {kind}")
-    return kind
+        raise TypeError(f'{name} is a dtype of NumPy\'s, such as "float32" or np.uint8, got {value!r}') from error
+    if dtype.kind not in "biuf":
+        raise TypeError(f"{name} is a dtype of numbers, got {dtype}")
+    return dtype
 
 
-def _as_path(name: Any) -> str:
-    path = os.fspath(name)  # raises for what is no path
-    if not isinstance(path, str):
-        raise TypeError(f"a path is a str or a Path, got {name!r}")
-    return path
+def _as_str(path: Path) -> str:
+    name = os.fspath(path)  # raises for what is not a path
+    if not isinstance(name, str):
+        raise TypeError(f"a path is a str or a Path, got {path!r}")
+    return name
 
 
-def _lines_of(path: Path) -> list[str]:
-    with open(path, encoding="utf-8") as file:
-        return [line.strip() for line in file if line.strip()]
-
-
-def _pairs_of(path: Path) -> list[tuple[Path, int]]:
+def _read_pairs(path: Path) -> list[tuple[Path, int]]:
     pairs: list[tuple[Path, int]] = []
     with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            parts = line.rsplit(maxsplit=1)  # a path may have spaces
+        for line_number, line in enumerate(file, 1):
+            fields = line.rsplit(maxsplit=1)  # a path may have spaces
             try:
-                if parts:
-                    name, label = parts
+                if fields:
+                    name, label = fields
                     pairs.append((name.strip(), int(label)))
             except ValueError:
                 raise ValueError(
                     f'a line has a path and an integer label, such as "cat.png 3", got {line.rstrip()!r} '
-                    f"in line {number} of {os.fspath(path)}"
+                    f"in line {line_number} of {os.fspath(path)}"
                 ) from None
     return pairs

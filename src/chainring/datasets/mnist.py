@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST, downloaded once, and the IDX files that they are made of."""
+"""MNIST and Fashion-MNIST, downloaded once, and their IDX files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import numpy.typing as npt
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.tuple_dataset import TupleDataset
 
-_UBYTE = 0x08
-
-_PARTS = (
+_FILES = (
     ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 )
@@ -34,7 +32,7 @@ MNIST = RemoteFiles(
         "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
     },
 )
-"""Where `get_mnist` has its files from."""
+"""The files of `get_mnist`."""
 
 FASHION_MNIST = RemoteFiles(
     name="fashion-mnist",
@@ -49,11 +47,11 @@ FASHION_MNIST = RemoteFiles(
         "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     },
 )
-"""Where `get_fashion_mnist` has its files from."""
+"""The files of `get_fashion_mnist`."""
 
 
 def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = MNIST) -> tuple[Any, Any]:
-    """70,000 handwritten digits of 28 x 28 pixels, as 60,000 examples to train on and 10,000 to test with.
+    """Return 70,000 handwritten digits of 28 x 28 pixels, as 60,000 examples to train on and 10,000 to test with.
 
     The files (11 MB) are downloaded once, into ``$CHAINRING_DATASET_ROOT/mnist``, by default into
     ``~/.cache/chainring/mnist``, and checked each time.
@@ -62,14 +60,22 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
 
     Args:
         withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
-        ndim: the form of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
+        ndim: the dimensions of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
         scale: the value of the brightest pixel, which is ink; pixels are from 0 to it.
         source: four files of the same names from elsewhere, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
             a mirror of your own.
 
+    Returns:
+        The training dataset and the test dataset: a `TupleDataset` each, or an array.
+
     Raises:
         OSError: a file is missing and cannot be downloaded; the message says which file to put where.
-        ValueError: ``ndim`` is another number; or a file of a ``source`` of your own is no such IDX file.
+        ValueError: ``ndim`` is not 1, 2 or 3; or a file of a ``source`` of your own is not such an IDX file.
+
+    Example::
+
+        train, test = get_mnist()
+        image, label = train[0]
     """
     return _load(source, withlabel, ndim, scale)
 
@@ -77,7 +83,7 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
 def get_fashion_mnist(
     withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = FASHION_MNIST
 ) -> tuple[Any, Any]:
-    """70,000 pictures of clothes in ten classes, in the form of `get_mnist`, whose arguments and errors these are.
+    """Return 70,000 pictures of clothes in ten classes; arguments, results and errors are those of `get_mnist`.
 
     The files (31 MB) are kept in ``$CHAINRING_DATASET_ROOT/fashion-mnist``.
 
@@ -86,21 +92,44 @@ def get_fashion_mnist(
     return _load(source, withlabel, ndim, scale)
 
 
+def _load(source: RemoteFiles, withlabel: bool, ndim: int, scale: float) -> tuple[Any, Any]:
+    if ndim not in (1, 2, 3):
+        raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
+    missing = [name for names in _FILES for name in names if name not in source.sha256]
+    if missing:
+        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(missing)}")
+    paths = source.download()
+    train, test = (_make_dataset(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _FILES)
+    return train, test
+
+
+def _make_dataset(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
+    pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+    if len(pixels) != len(labels):
+        raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
+    count, rows, columns = pixels.shape
+    shape = {1: (rows * columns,), 2: (rows, columns), 3: (1, rows, columns)}[ndim]
+    # Looked up in a table, so that there is no array of float64 on the way.
+    values = (np.arange(256) / 255 * scale).astype(np.float32)
+    images = values[pixels].reshape(count, *shape)
+    return TupleDataset(images, labels.astype(np.int64)) if withlabel else images
+
+
 def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
-    """The array of unsigned bytes in a gzipped IDX file, which must have ``ndim`` axes.
+    """Return the array of unsigned bytes in a gzipped IDX file, which must have ``ndim`` axes.
 
     The format, from yann.lecun.com/exdb/mnist: two zero bytes, the type of an element (8: unsigned byte), the number of
     axes, the length of each axis as a big-endian 32-bit integer, the elements with the last axis changing fastest.
 
     Raises:
-        ValueError: the file is none, is cut, or goes on after its last element.
+        ValueError: the file is not an IDX file, is cut, or goes on after its last element.
     """
     try:
         with gzip.open(path) as file:
             content = file.read()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a whole gzip file: {error}") from error
-    magic = bytes([0, 0, _UBYTE, ndim])
+    magic = bytes([0, 0, 0x08, ndim])
     start = len(magic) + 4 * ndim
     if content[: len(magic)] != magic or len(content) < start:
         raise ValueError(
@@ -112,26 +141,3 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     if len(content) - start != size:
         raise ValueError(f"{path} must hold {size} bytes for its shape {shape}, but holds {len(content) - start}")
     return np.frombuffer(content, np.uint8, size, start).reshape(shape)
-
-
-def _load(source: RemoteFiles, withlabel: bool, ndim: int, scale: float) -> tuple[Any, Any]:
-    if ndim not in (1, 2, 3):
-        raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
-    absent = [name for names in _PARTS for name in names if name not in source.sha256]
-    if absent:
-        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(absent)}")
-    paths = source.download()
-    train, test = (_examples(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _PARTS)
-    return train, test
-
-
-def _examples(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
-    pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
-    if len(pixels) != len(labels):
-        raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
-    count, rows, columns = pixels.shape
-    shape = {1: (rows * columns,), 2: (rows, columns), 3: (1, rows, columns)}[ndim]
-    # A table has one rounding for each of the 256 values, and makes no array of float64 on the way.
-    values = (np.arange(256) / 255 * scale).astype(np.float32)
-    images = values[pixels].reshape(count, *shape)
-    return TupleDataset(images, labels.astype(np.int64)) if withlabel else images

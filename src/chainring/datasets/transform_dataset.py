@@ -12,12 +12,16 @@ class TransformDataset(DatasetMixin):
     """Example i is ``transform(dataset[i])``, computed when it is asked for.
 
     Args:
-        dataset: the dataset underneath.
-        transform: a function of one example. What it draws from ``random``, ``numpy.random`` and ``torch`` is, in an
-            iterator, a function of seed, epoch and index.
+        dataset: the underlying dataset.
+        transform: a function of one example. In an iterator, the numbers that it draws from ``random``, ``numpy.random``
+            and ``torch`` are a function of seed, epoch and index.
 
     Raises:
-        TypeError: ``transform`` cannot be called, or ``dataset`` is none.
+        TypeError: ``transform`` cannot be called, or ``dataset`` is not a dataset.
+
+    Example::
+
+        TransformDataset(range(10), lambda x: x**2)[3]  # 9
     """
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.datasets._columns import Gather, make_tuple_gather
-from chainring.datasets.base import DatasetMixin, indexes_plainly, require_datasets
+from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets, require_same_length
 
 
 class TupleDataset(DatasetMixin):
@@ -15,17 +15,17 @@ class TupleDataset(DatasetMixin):
         *datasets: arrays, tensors, lists or datasets, all of the same length.
 
     Raises:
-        ValueError: there is none, or their lengths differ.
+        ValueError: there are no datasets, or their lengths differ.
         TypeError: one has no ``__len__`` or no ``__getitem__``.
+
+    Example::
+
+        TupleDataset([10, 20], ["a", "b"])[1]  # (20, "b")
     """
 
     def __init__(self, *datasets: Any) -> None:
-        if not datasets:
-            raise ValueError("a TupleDataset needs at least one dataset, got none")
         require_datasets("a TupleDataset", *datasets)
-        lengths = [len(dataset) for dataset in datasets]
-        if len(set(lengths)) > 1:
-            raise ValueError(f"the datasets of a TupleDataset must have the same length, got {lengths}")
+        require_same_length("a TupleDataset", [len(dataset) for dataset in datasets])
         self.datasets = datasets
 
     def __len__(self) -> int:
@@ -35,5 +35,5 @@ class TupleDataset(DatasetMixin):
         return tuple([dataset[i] for dataset in self.datasets])
 
     def column_gather(self) -> Gather | None:
-        """A function from indices to columns, where every dataset holds whole arrays."""
-        return make_tuple_gather(self.datasets) if indexes_plainly(self, TupleDataset) else None
+        """Return a function from indices to a tuple of columns, if every dataset holds whole arrays."""
+        return make_tuple_gather(self.datasets) if indexes_like(self, TupleDataset) else None
