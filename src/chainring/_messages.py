@@ -1,11 +1,15 @@
-"""Messages of a run to its user: printed lines and changed settings."""
+"""Messages of a run to its user: printed lines, changed settings, and warnings that are given once."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chainring.serializers.base import AbstractSerializer
 
 _is_muted = False
 _recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
@@ -39,3 +43,24 @@ def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
         yield
     finally:
         _recorded.reset(token)
+
+
+class OneTimeWarning:
+    """A warning that is given once in a run, however often the run is resumed.
+
+    Attributes:
+        was_given: True if it has been given.
+    """
+
+    def __init__(self) -> None:
+        self.was_given = False
+
+    def give(self, text: str, stacklevel: int) -> None:
+        """Warn, unless this was done before."""
+        if not self.was_given:
+            self.was_given = True
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load whether the warning has been given."""
+        self.was_given = serializer("has_warned", self.was_given)

@@ -143,7 +143,7 @@ def test_an_interval_without_the_key_does_not_fire_and_warns_once_with_the_keys_
 def test_what_is_no_single_number_is_passed_over(tmp_path, value):
     """Beside numbers silently; an interval without any number warns that this is so."""
     assert fires(tmp_path, MaxValue("score", every(2)), scores(1, value, value, 2)) == [2, 4]
-    with pytest.warns(UserWarning, match="what was reported as 'score' is no single number"):
+    with pytest.warns(UserWarning, match="what was reported as 'score' is not a single number"):
         assert fires(tmp_path, MaxValue("score", every(2)), scores(value, value, 1, value)) == [4]
 
 
@@ -229,8 +229,8 @@ def test_a_run_that_never_lacks_the_key_warns_of_nothing(tmp_path):
         (lambda: MinValue("loss", (1, "epochs")), ValueError, "'epochs'"),
         (lambda: triggers.BestValueTrigger("loss", None), TypeError, "compare is called with.*got None.*lambda best, new"),
         (lambda: triggers.BestValueTrigger("loss", lambda new: True), TypeError, "cannot be called so: too many"),
-        (lambda: triggers.BestValueTrigger("loss", max), TypeError, r"max gives a number: use MaxValueTrigger\(key\)"),
-        (lambda: triggers.BestValueTrigger("loss", min), TypeError, r"min gives a number: use MinValueTrigger\(key\)"),
+        (lambda: triggers.BestValueTrigger("loss", max), TypeError, r"max returns a number: use MaxValueTrigger\(key\)"),
+        (lambda: triggers.BestValueTrigger("loss", min), TypeError, r"min returns a number: use MinValueTrigger\(key\)"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(make, error, message):

@@ -151,7 +151,7 @@ def test_no_value_is_read_from_its_device_before_a_check(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"patience": 0}, ValueError, "patience is how many checks.*at least 1; got 0"),
+        ({"patience": 0}, ValueError, "patience is the number of checks.*at least 1; got 0"),
         ({"patience": 2.5}, TypeError, "an integer; got 2.5"),
         ({"patience": True}, TypeError, "an integer; got True"),
         ({"mode": "maximum"}, ValueError, 'mode is "auto", "max" or "min", got \'maximum\''),

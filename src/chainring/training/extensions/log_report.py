@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
+from chainring.training.triggers._interval_means import IntervalMeans
 from chainring.writers._common import set_aside
 from chainring.writers._log_file import LogFile, read_rows
 from chainring.writers.base import Record, Run, record_of
@@ -73,14 +73,13 @@ class LogReport(Extension):
             raise TypeError(f'filename is a name in out, such as "log", or None for no file; got {filename!r}')
         self.trigger = get_trigger(trigger)
         self.log: list[dict[str, Any]] = []
-        self._keys = None if keys is None else key_list("keys", keys)
+        self._means = IntervalMeans(None if keys is None else key_list("keys", keys))
         self._postprocess = postprocess
         self._filename = filename
         self._writers = _checked_writers(writers)
         self._check_names()
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
-        self._summary = DictSummary()
         self._file: LogFile | None = None
         self._written: str | None = None  # the file that holds these rows, and is cut back to them
 
@@ -108,15 +107,11 @@ class LogReport(Extension):
         self._call_writers("begin", Run(out, *settings, tuple(map(record_of, self.log))))
 
     def observe(self, trainer: Trainer) -> None:
-        observation = trainer.observation
-        if self._keys is not None:
-            observation = {key: observation[key] for key in self._keys if key in observation}
-        self._summary.add(observation, getattr(trainer.updater, "weight", 1))
+        self._means.observe(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
         counters = {"epoch": trainer.updater.epoch, "iteration": trainer.updater.iteration}
-        row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
+        row: dict[str, Any] = {**self._means.end(trainer), **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
         self.log.append(row)
@@ -160,7 +155,7 @@ class LogReport(Extension):
         if not isinstance(serializer, Serializer):
             is_in_file = rows is None and checksum is not None
             self.log = self._read(serializer.directory, *checksum) if is_in_file else rows or []
-        self._summary.serialize(serializer["summary"])
+        self._means.serialize(serializer)
 
     def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
         """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""

@@ -6,11 +6,11 @@ import inspect
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chainring._messages import announce_change
-from chainring.reporting.summary import DictSummary
+from chainring._messages import OneTimeWarning, announce_change
 from chainring.serializers.base import AbstractSerializer, Serializer, copied, has_state
 from chainring.training.extension import Extension
 from chainring.training.extensions._param_groups import constructed_settings, is_optimizer, same, settings_of, write
+from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -65,8 +65,8 @@ class LRScheduler(Extension):
         self._constructed: Groups = []
         self._pending: _Saved | None = None  # what was loaded, until the run starts
         self._seen: Groups = []  # what the groups had then: what the script writes to them in between, holds
-        self._summary = DictSummary()
-        self._has_warned = False
+        self._means = IntervalMeans([] if monitor is None else [monitor])
+        self._warning = OneTimeWarning()
         self._has_stepped = False
 
     def initialize(self, trainer: Trainer) -> None:
@@ -97,24 +97,21 @@ class LRScheduler(Extension):
                     write(group, key, value)
 
     def observe(self, trainer: Trainer) -> None:
-        if self.monitor is not None and self.monitor in trainer.observation:
-            values = {self.monitor: trainer.observation[self.monitor]}
-            self._summary.add(values, getattr(trainer.updater, "weight", 1))
+        self._means.observe(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         if self.monitor is None:
             self._step()
             return
-        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
+        means = self._means.end(trainer)
         if self.monitor in means:
             self._step(means[self.monitor])
-        elif not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        else:
+            self._warning.give(
                 f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last "
                 f"step {self.monitor!r} was not reported as a single number; reported now are "
-                f"{sorted(trainer.observation)}. This is said once; check the key, or step it where the value is reported: "
-                "extend(..., trigger=...)",
+                f"{sorted(trainer.observation)}. This warning is given once; check the key, or step it where the "
+                "value is reported: extend(..., trigger=...)",
                 stacklevel=2,
             )
 
@@ -135,12 +132,12 @@ class LRScheduler(Extension):
         monitor = serializer("monitor", self.monitor)
         made = serializer("made", self._made_state)
         state = serializer["scheduler"]("state_dict", self.scheduler.state_dict())
-        self._has_warned = serializer("has_warned", self._has_warned)
-        self._summary.serialize(serializer["summary"])
+        self._warning.serialize(serializer)
+        self._means.serialize(serializer)
         if isinstance(serializer, Serializer):
             return
         if monitor != self.monitor:
-            self._summary = DictSummary()
+            self._means.reset()
         if kind != own:
             announce_change("the scheduler", kind, own, "the new one starts from here")
             return

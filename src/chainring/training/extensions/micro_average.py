@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
+from chainring._messages import OneTimeWarning
 from chainring.reporting._scalars import is_scalar, sum_of
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import Summary
@@ -45,7 +45,7 @@ class MicroAverage(Extension):
         self.result_key = result_key
         self.trigger = get_trigger(trigger)
         self._sums = Summary(), Summary()
-        self._has_warned = False
+        self._warning = OneTimeWarning()
 
     def observe(self, trainer: Trainer) -> None:
         values = [trainer.observation.get(key) for key in self.keys]
@@ -63,19 +63,17 @@ class MicroAverage(Extension):
         report({self.result_key: sum_of(numerators) / total if total else math.nan})
 
     def _warn(self, trainer: Trainer) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            keys = " and ".join(map(repr, self.keys))
-            warnings.warn(
-                f"MicroAverage has nothing to report as {self.result_key!r} at iteration {trainer.updater.iteration}: "
-                f"since its interval began {keys} were not reported together, as single numbers; reported now are "
-                f"{sorted(trainer.observation)}. This is said once; check the keys",
-                stacklevel=3,
-            )
+        keys = " and ".join(map(repr, self.keys))
+        self._warning.give(
+            f"MicroAverage has nothing to report as {self.result_key!r} at iteration {trainer.updater.iteration}: "
+            f"since its interval began {keys} were not reported together, as single numbers; reported now are "
+            f"{sorted(trainer.observation)}. This warning is given once; check the keys",
+            stacklevel=3,
+        )
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         keys = serializer("keys", list(self.keys))
-        self._has_warned = serializer("has_warned", self._has_warned)
+        self._warning.serialize(serializer)
         for name, each in zip(("numerator", "denominator"), self._sums, strict=True):
             each.serialize(serializer[name])
         if not isinstance(serializer, Serializer) and list(keys) != list(self.keys):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring._files import atomic_write
-from chainring.reporting.summary import DictSummary
+from chainring._messages import OneTimeWarning
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
+from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -67,21 +67,19 @@ class PlotReport(Extension):
         self._format = _format_of(filename)
         self._marker = marker
         self._grid = grid
-        self._summary = DictSummary()
+        self._means = IntervalMeans(self._y_keys)
         self._points: dict[str, list[tuple[float, float]]] = {key: [] for key in self._y_keys}
-        self._has_warned = False
+        self._warning = OneTimeWarning()
 
     @property
     def writes(self) -> Sequence[str]:
         return (self._filename,)
 
     def observe(self, trainer: Trainer) -> None:
-        observation = trainer.observation
-        own = {key: observation[key] for key in self._y_keys if key in observation}
-        self._summary.add(own, getattr(trainer.updater, "weight", 1))
+        self._means.observe(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.over(trainer.comm).compute_mean(), DictSummary()
+        means = self._means.end(trainer)
         updater = trainer.updater
         x = updater.iteration if self._x_key == "iteration" else updater.epoch_detail
         means = {key: mean for key, mean in means.items() if key in self._points}  # half an interval of other keys is loaded
@@ -96,9 +94,8 @@ class PlotReport(Extension):
     def _warn_of_missing(self, trainer: Trainer) -> None:
         """Says once which curves have no point yet, because a key that is never reported would otherwise go unnoticed."""
         missing = [key for key, points in self._points.items() if not points]
-        if missing and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if missing:
+            self._warning.give(
                 f"{self._filename} has no point yet of {missing} at iteration {trainer.updater.iteration}: reported were "
                 f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "
                 "This is said once",
@@ -126,8 +123,8 @@ class PlotReport(Extension):
     def serialize(self, serializer: AbstractSerializer) -> None:
         saved = serializer("points", self._points)
         self._points = {key: [(x, y) for x, y in saved.get(key, ())] for key in self._y_keys}  # the keys are a setting
-        self._has_warned = serializer("has_warned", self._has_warned)
-        self._summary.serialize(serializer["summary"])
+        self._warning.serialize(serializer)
+        self._means.serialize(serializer)
 
 
 def _keys(given: Any) -> list[str]:
