@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 UNITS = ("iteration", "epoch")
 
 
+def count_progress(updater: Updater, unit: str) -> int | Fraction:
+    """Return the iterations or epochs completed so far, exactly."""
+    return updater.iteration if unit == "iteration" else count_epochs(updater)
+
+
 def count_epochs(updater: Updater) -> Fraction:
     """Return the epochs completed so far, as a fraction.
 

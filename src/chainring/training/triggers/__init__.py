@@ -1,4 +1,4 @@
-"""When something happens."""
+"""Triggers: callables of a trainer that say when an extension is called, or when training stops."""
 
 from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger

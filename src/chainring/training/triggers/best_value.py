@@ -104,9 +104,6 @@ class MonitorTrigger(Trigger):
             self.forget()
         serialize_inner_trigger(serializer, "trigger", self.trigger)
 
-    def __repr__(self) -> str:
-        return str(self)
-
 
 class BestValueTrigger(MonitorTrigger):
     """Fires when the mean of a reported value is better than every mean before.
@@ -139,7 +136,7 @@ class BestValueTrigger(MonitorTrigger):
         """Return True if the mean is better than the best so far."""
         return self._update_best(mean)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self.key!r}, {describe(self.compare)}, {describe(self.trigger)})"
 
 
@@ -158,7 +155,7 @@ class MaxValueTrigger(BestValueTrigger):
     def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:
         super().__init__(key, operator.lt, trigger)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"MaxValueTrigger({self.key!r}, {describe(self.trigger)})"
 
 
@@ -177,7 +174,7 @@ class MinValueTrigger(BestValueTrigger):
     def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:
         super().__init__(key, operator.gt, trigger)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"MinValueTrigger({self.key!r}, {describe(self.trigger)})"
 
 

@@ -110,5 +110,5 @@ class EarlyStoppingTrigger(MonitorTrigger):
             self._best, self._count = None, 0
         serialize_inner_trigger(serializer, "max_trigger", self.max_trigger)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"EarlyStoppingTrigger({self.trigger}, {self.key!r}, {self.patience}, {self.mode!r})"

@@ -1,11 +1,11 @@
-"""IntervalTrigger: every so many iterations or epochs."""
+"""IntervalTrigger: fires every so many iterations or epochs."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, check_epoch_period, count_epochs, to_fraction
+from chainring._progress import UNITS, check_epoch_period, count_progress, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
 class IntervalTrigger(Trigger):
     """Fires when a multiple of the period was crossed since it was last asked.
 
-    Exact: a period of 0.1 epochs is one tenth. Several multiples crossed at once fire once. It never fires before the
-    first update, and a resumed run fires at the iterations at which the uninterrupted one does.
+    It counts exactly: a period of 0.1 epochs is one tenth. Several multiples crossed at once fire once. It never fires
+    before the first update, and a resumed run fires at the iterations at which the uninterrupted one does.
+
+    Example::
+
+        trainer.extend(extensions.LogReport(), trigger=IntervalTrigger(0.1, "epoch"))  # or trigger=(0.1, "epoch")
 
     Args:
-        period: how many units lie between two fires, above 0; for epochs it may be a fraction.
+        period: iterations or epochs between two fires, above 0; it may be a fraction.
         unit: ``"iteration"`` or ``"epoch"``.
 
     Attributes:
-        is_every_iteration: whether it fires after each iteration, so that there is nothing to ask. Never for a subclass,
-            which may answer otherwise.
+        is_every_iteration: True if it fires after each iteration, so that the trainer need not ask it; always False for
+            a subclass, which may answer otherwise.
 
     Raises:
-        ValueError: the period is not above 0, or the unit is another.
+        ValueError: the period is not above 0, or the unit is unknown.
+        TypeError: the period is not a number.
     """
 
     predictable = True
@@ -38,77 +43,62 @@ class IntervalTrigger(Trigger):
             raise ValueError(f'the unit of an interval is "iteration" or "epoch", got {unit!r}')
         self.period = period
         self.unit = unit
-        self._period = to_fraction(period)
-        self._ratio = self._period.as_integer_ratio()
-        if self._period <= 0:
+        self._ratio = to_fraction(period).as_integer_ratio()
+        if self._ratio[0] <= 0:
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
-        self._crossed: int | None = None
-        self._wait: float = -math.inf
         self._is_of_iterations = unit == "iteration"
-        is_own = type(self) is IntervalTrigger
-        self.is_every_iteration = is_own and self._is_of_iterations and self._ratio == (1, 1)
-
-    def __call__(self, trainer: Trainer) -> bool:
-        """Whether a multiple was crossed; what most extensions ask most of the time is answered at once."""
-        updater = trainer.updater
-        progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
-        if progress < self._wait:  # the next multiple is not near, and nothing has to be counted or remembered
-            return False
-        if self.is_every_iteration:
-            return progress > 0
-        return super().__call__(trainer)
-
-    def ask(self, trainer: Trainer) -> bool:
-        before, now = self._crossed or 0, self._multiples(trainer)
-        self._count(now)
-        if now != before:
-            self._wait = -math.inf  # asked again in this iteration it has to repeat its answer
-        return now != before
-
-    def _multiples(self, trainer: Trainer) -> int:
-        """How many multiples of the period have been reached, exactly."""
-        numerator, denominator = self._ratio
-        if self.unit == "iteration":
-            return trainer.updater.iteration * denominator // numerator
-        return count_epochs(trainer.updater) * denominator // numerator
-
-    def _count(self, crossed: int) -> None:
-        numerator, denominator = self._ratio
-        self._crossed = crossed
-        if self.is_every_iteration:
-            return
-        if self.unit == "iteration":
-            self._wait = -(-(crossed + 1) * numerator // denominator)
-        else:
-            self._wait = (crossed + 1) * numerator / denominator * (1 - 2**-50)
+        self.is_every_iteration = type(self) is IntervalTrigger and self._is_of_iterations and self._ratio == (1, 1)
+        self.forget()
 
     def forget(self) -> None:
-        self._crossed, self._wait = None, -math.inf
+        self._crossed: int | None = None  # multiples of the period
+        self._next_check = -math.inf  # in iterations or epochs; up to there no multiple is crossed
 
     def initialize(self, trainer: Trainer) -> None:
         if self.unit == "epoch":
-            check_epoch_period(trainer.updater, self._period)
+            check_epoch_period(trainer.updater, to_fraction(self.period))
         super().initialize(trainer)
         if self._crossed is None:
-            self._count(self._multiples(trainer))
+            self._set_crossed(self._count_multiples(trainer))
+
+    def __call__(self, trainer: Trainer) -> bool:
+        """Return True if a multiple was crossed."""
+        # hot path: "the script's extensions" of benchmarks/overhead.py. Far from the next multiple there is no more to do.
+        updater = trainer.updater
+        if self.is_every_iteration:
+            return updater.iteration > 0
+        progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
+        return progress >= self._next_check and super().__call__(trainer)
+
+    def ask(self, trainer: Trainer) -> bool:
+        before, now = self._crossed or 0, self._count_multiples(trainer)
+        self._set_crossed(now, fires=now != before)
+        return now != before
+
+    def _count_multiples(self, trainer: Trainer) -> int:
+        """Return how many multiples of the period have been reached, exactly."""
+        numerator, denominator = self._ratio
+        return count_progress(trainer.updater, self.unit) * denominator // numerator
+
+    def _set_crossed(self, crossed: int, fires: bool = False) -> None:
+        numerator, denominator = self._ratio
+        self._crossed = crossed
+        # When it fires it has to repeat its answer in the same iteration. The factor covers the rounding of the product.
+        self._next_check = -math.inf if fires else (crossed + 1) * numerator / denominator * (1 - 2**-50)
 
     def get_training_length(self) -> tuple[float, str]:
-        """The period and its unit, for an extension that shows how far training is."""
+        """Return the period and its unit, for an extension that shows the progress of training."""
         return self.period, self.unit
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
-        own = [*self._ratio, self.unit]
-        crossed, period = serializer("crossed", self._crossed), serializer("period", own)
+        period = [*self._ratio, self.unit]
+        saved_crossed, saved_period = serializer("crossed", self._crossed), serializer("period", period)
         # Settings are never state: a saved count of other multiples says nothing, and the trigger starts from here.
         if not isinstance(serializer, Serializer):
             self.forget()
-            if crossed is not None and list(period) == own:
-                self._count(crossed)
-                if self._answer:
-                    self._wait = -math.inf  # as in ask
+            if saved_crossed is not None and list(saved_period) == period:
+                self._set_crossed(saved_crossed, fires=self._answer)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"IntervalTrigger({self.period}, {self.unit!r})"
-
-    __repr__ = __str__

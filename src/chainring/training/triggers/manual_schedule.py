@@ -1,4 +1,4 @@
-"""ManualScheduleTrigger: at given points."""
+"""ManualScheduleTrigger: fires at given points of the training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, check_epoch_period, count_epochs, to_fraction
+from chainring._progress import UNITS, check_epoch_period, count_progress, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 class ManualScheduleTrigger(Trigger):
     """Fires when one of the points was reached since it was last asked; several at once fire once.
 
+    Example::
+
+        trainer.extend(extensions.ExponentialShift("lr", 0.1), trigger=ManualScheduleTrigger([30, 60], "epoch"))
+
     Args:
-        points: one number, or any iterable of numbers, in units since the start of training.
+        points: one number, or any iterable of numbers, in iterations or epochs since the start of training.
         unit: ``"iteration"`` or ``"epoch"``.
 
+    Attributes:
+        points: the points in ascending order.
+
     Raises:
-        ValueError: the unit is another.
-        TypeError: a point is no number.
+        ValueError: the unit is unknown.
+        TypeError: a point is not a number.
     """
 
     predictable = True
@@ -34,23 +41,12 @@ class ManualScheduleTrigger(Trigger):
         self.points = sorted(points if isinstance(points, Iterable) else [points], key=to_fraction)
         self.unit = unit
         self._points = [to_fraction(point) for point in self.points]
-        self._passed: Fraction | None = None
+        self._passed: int | Fraction | None = None  # the progress when it was last asked
 
     @property
     def finished(self) -> bool:
-        """Whether the last point has been passed."""
+        """True if the last point has been passed."""
         return not self._points or (self._passed is not None and self._passed >= self._points[-1])
-
-    def ask(self, trainer: Trainer) -> bool:
-        if self.finished:
-            return False
-        before, now = self._passed or Fraction(0), self._progress(trainer)
-        self._passed = now
-        return any(before < point <= now for point in self._points)
-
-    def _progress(self, trainer: Trainer) -> Fraction:
-        updater = trainer.updater
-        return Fraction(updater.iteration) if self.unit == "iteration" else count_epochs(updater)
 
     def forget(self) -> None:
         self._passed = None
@@ -61,17 +57,21 @@ class ManualScheduleTrigger(Trigger):
                 check_epoch_period(trainer.updater, point)
         super().initialize(trainer)
         if self._passed is None:
-            self._passed = self._progress(trainer)
+            self._passed = count_progress(trainer.updater, self.unit)
+
+    def ask(self, trainer: Trainer) -> bool:
+        if self.finished:
+            return False
+        before, now = self._passed or 0, count_progress(trainer.updater, self.unit)
+        self._passed = now
+        return any(before < point <= now for point in self._points)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
-        passed = self._passed
-        saved = serializer("passed", None if passed is None else [passed.numerator, passed.denominator])
-        unit = serializer("unit", self.unit)
+        passed = None if self._passed is None else list(self._passed.as_integer_ratio())
+        saved_passed, saved_unit = serializer("passed", passed), serializer("unit", self.unit)
         if not isinstance(serializer, Serializer):
-            self._passed = Fraction(*saved) if saved is not None and unit == self.unit else None
+            self._passed = Fraction(*saved_passed) if saved_passed is not None and saved_unit == self.unit else None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"ManualScheduleTrigger({self.points}, {self.unit!r})"
-
-    __repr__ = __str__

@@ -1,4 +1,4 @@
-"""OnceTrigger: the first time only."""
+"""OnceTrigger: fires the first time only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 class OnceTrigger(Trigger):
     """Fires the first time that it is asked after an update, and never again.
 
+    Example::
+
+        trainer.extend(print_memory, trigger=OnceTrigger(call_on_resume=True))
+
     Args:
-        call_on_resume: whether it fires once more in each run that continues an earlier one.
+        call_on_resume: if True, it fires once more in each run that continues an earlier one.
+
+    Attributes:
+        finished: True if it has fired.
     """
 
     predictable = True
@@ -24,14 +31,14 @@ class OnceTrigger(Trigger):
         self.call_on_resume = call_on_resume
         self.finished = False
 
+    def forget(self) -> None:
+        self.finished = False
+
     def ask(self, trainer: Trainer) -> bool:
         if trainer.updater.iteration == 0:
             return False
         fires, self.finished = not self.finished, True
         return fires
-
-    def forget(self) -> None:
-        self.finished = False
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
@@ -39,7 +46,5 @@ class OnceTrigger(Trigger):
         if not isinstance(serializer, Serializer) and self.call_on_resume:
             self.finished = False
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"OnceTrigger({self.call_on_resume})"
-
-    __repr__ = __str__

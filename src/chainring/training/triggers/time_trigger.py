@@ -1,4 +1,4 @@
-"""TimeTrigger: every so many seconds."""
+"""TimeTrigger: fires every so many seconds."""
 
 from __future__ import annotations
 
@@ -15,58 +15,61 @@ if TYPE_CHECKING:
 
 
 class TimeTrigger(Trigger):
-    """Fires once for each stretch of ``period`` seconds of training, on a monotonic clock.
+    """Fires once in each ``period`` seconds of training, by a monotonic clock.
 
-    The first fire comes after one period; after a long pause it fires once and goes on with the next point of its grid,
+    It first fires after one period. After a long pause it fires once and goes on with the next multiple of the period,
     never several times in a row to catch up. Time between two runs does not count.
+
+    Example::
+
+        trainer.extend(extensions.snapshot(), trigger=TimeTrigger(600))  # or trigger=(600, "second")
 
     Args:
         period: seconds, above 0.
 
     Raises:
         ValueError: the period is not above 0.
+        TypeError: the period is not a number.
     """
 
     def __init__(self, period: float) -> None:
         if to_fraction(period) <= 0:
             raise ValueError(f"a period in seconds is above 0, got {period!r}")
         self.period = period
-        self._began = time.monotonic()
-        self._before = 0.0  # seconds that the saved run had counted
-        self._next = float(period)  # in seconds since _began
+        self._started_at = time.monotonic()
+        self.forget()
 
     def forget(self) -> None:
-        self._before, self._next = 0.0, float(self.period)
+        self._restored_seconds = 0.0  # of the saved run, until this one starts
+        self._next = float(self.period)  # in seconds since _started_at
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
-        self._began = time.monotonic() - self._before
-        self._before = 0.0
+        self._started_at = time.monotonic() - self._restored_seconds
+        self._restored_seconds = 0.0
 
     def ask(self, trainer: Trainer) -> bool:
-        passed = time.monotonic() - self._began
-        if trainer.comm.size > 1:  # clocks differ, and ranks must not
-            passed = trainer.comm.broadcast_object(passed)
-        if passed < self._next:
+        seconds = time.monotonic() - self._started_at
+        if trainer.comm.size > 1:  # clocks differ, and ranks must agree
+            seconds = trainer.comm.broadcast_object(seconds)
+        if seconds < self._next:
             return False
-        self._next = self._after(passed)
+        self._next = self._next_multiple(seconds)
         return True
 
-    def _after(self, passed: float) -> float:
-        """The first point of the grid that is later."""
-        number = math.floor(passed / self.period) + 1
-        # Rounding may make the quotient of a point on the grid fall short by one.
-        return number * self.period if number * self.period > passed else (number + 1) * self.period
+    def _next_multiple(self, seconds: float) -> float:
+        """Return the first multiple of the period that is later."""
+        count = math.floor(seconds / self.period) + 1
+        # Rounding may make the quotient of a multiple too small by one.
+        return count * self.period if count * self.period > seconds else (count + 1) * self.period
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
-        self._before = serializer("passed", time.monotonic() - self._began)
-        following, period = serializer("next", self._next), serializer("period", self.period)
-        # Settings are never state: with another period the saved point says nothing.
-        self._next = following if period == self.period else self._after(self._before)
-        self._began = time.monotonic() - self._before
+        self._restored_seconds = serializer("passed", time.monotonic() - self._started_at)
+        saved_next, saved_period = serializer("next", self._next), serializer("period", self.period)
+        # Settings are never state: with another period the saved time of the next fire says nothing.
+        self._next = saved_next if saved_period == self.period else self._next_multiple(self._restored_seconds)
+        self._started_at = time.monotonic() - self._restored_seconds
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"TimeTrigger({self.period})"
-
-    __repr__ = __str__
