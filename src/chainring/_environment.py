@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def device() -> str:
+def device_name() -> str:
     """The kind of accelerator at hand, with its name where it has one, or ``"cpu"``."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:

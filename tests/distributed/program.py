@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import chainring
 from chainring import _random, datasets, iterators, training
-from chainring._distributed.sharding import whole
+from chainring._distributed.sharding import to_full
 from chainring.converters import concat_examples
 from chainring.nn import Classifier
 from chainring.parallel import create_communicator
@@ -228,7 +228,7 @@ def digests(trainer):
 
 
 def digest(tensors):
-    held = [whole(tensor.detach()) for tensor in tensors]
+    held = [to_full(tensor.detach()) for tensor in tensors]
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in held)).hexdigest()[:16]
 
 
@@ -242,7 +242,7 @@ def outcome(trainer, parts):
         "at load": [loaded.parameters, loaded.optimizer],
         "iteration": trainer.updater.iteration,
         "parameters": parameters,
-        "values": [whole(value).tolist() for value in trainer.updater.get_model("main").state_dict().values()],
+        "values": [to_full(value).tolist() for value in trainer.updater.get_model("main").state_dict().values()],
         "optimizer": optimizer,
         "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],
         "parts": parts,

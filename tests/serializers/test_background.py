@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from chainring.serializers._background import Background, Staging
+from chainring.serializers._background import BackgroundWriter, StagingBuffers
 
 
 def place(tensor):
@@ -19,7 +19,7 @@ def same(ours, theirs):
 def test_a_copy_does_not_follow_the_original():
     """Nor does it need a gradient."""
     tensor = torch.ones(3, requires_grad=True)
-    copies = Staging().copy({"a": tensor})
+    copies = StagingBuffers().copy({"a": tensor})
     with torch.no_grad():
         tensor.zero_()
     assert copies["a"].tolist() == [1, 1, 1]
@@ -28,7 +28,7 @@ def test_a_copy_does_not_follow_the_original():
 
 def test_memory_is_used_again():
     """The second copy lies where the first did, with the values of then."""
-    staging, tensor = Staging(), torch.arange(4.0)
+    staging, tensor = StagingBuffers(), torch.arange(4.0)
     first = place(staging.copy({"a": tensor})["a"])
     second = staging.copy({"a": tensor + 1})["a"]
     assert place(second) == first
@@ -37,7 +37,7 @@ def test_memory_is_used_again():
 
 def test_a_tensor_that_is_a_view_of_a_copy_is_copied_too():
     """The original may itself be what an earlier copy gave to another."""
-    one, two = Staging(), Staging()
+    one, two = StagingBuffers(), StagingBuffers()
     given = one.copy({"a": torch.ones(2)})
     kept = two.copy(given)
     one.copy({"a": torch.zeros(2)})
@@ -66,7 +66,7 @@ def test_a_tensor_that_is_a_view_of_a_copy_is_copied_too():
 )
 def test_every_kind_of_tensor_is_copied_as_clone_copies_it(tensor):
     """Values, dtype and strides, the second time too; also 0-dim, empty, conjugate, negated, sliced, expanded."""
-    staging = Staging()
+    staging = StagingBuffers()
     for _ in range(2):
         copied = staging.copy({"a": tensor})["a"]
         clone = tensor.clone().resolve_conj().resolve_neg()
@@ -79,7 +79,7 @@ def test_what_is_tied_is_copied_once_and_what_is_a_mere_part_is_not():
     """The same view of the same memory; another shape, offset or conjugation of it is a tensor of its own."""
     base = torch.randn(4, dtype=torch.complex64)
     views = {"a": base, "tied": base, "part": base[:2], "shape": base.view(2, 2), "conj": base.conj()}
-    copies = Staging().copy(views)
+    copies = StagingBuffers().copy(views)
     assert place(copies["tied"]) == place(copies["a"])
     assert len({place(copy) for copy in copies.values()}) == 4
     assert all(torch.equal(copies[name], view) for name, view in views.items())
@@ -87,7 +87,7 @@ def test_what_is_tied_is_copied_once_and_what_is_a_mere_part_is_not():
 
 def test_ties_may_come_and_go():
     """Each copy is of the tensors of then, in whatever order and under whatever names they were tied before."""
-    staging, a, b = Staging(), torch.zeros(2), torch.ones(2)
+    staging, a, b = StagingBuffers(), torch.zeros(2), torch.ones(2)
     for tensors in ({"x": a, "y": b}, {"x": a, "y": a}, {"x": a, "y": b}, {"y": b, "x": b}, {"y": a, "x": b}, {"x": b}):
         copies = staging.copy(tensors)
         assert list(copies) == list(tensors)
@@ -110,14 +110,14 @@ def test_ties_may_come_and_go():
 )
 def test_another_shape_dtype_or_layout_under_a_name_gets_memory_of_its_own(changed):
     """As when an optimizer is exchanged; and the former again."""
-    staging, before = Staging(), torch.randn(2, 3)
+    staging, before = StagingBuffers(), torch.randn(2, 3)
     for tensor in (before, changed, before):
         assert same(staging.copy({"a": tensor})["a"], tensor)
 
 
 def test_names_may_come_and_go():
     """State of an optimizer appears at its first step."""
-    staging, a, b = Staging(), torch.zeros(2), torch.ones(3)
+    staging, a, b = StagingBuffers(), torch.zeros(2), torch.ones(3)
     for tensors in ({"a": a}, {"a": a, "b": b}, {"b": b}, {}, {"a": b}):
         copies = staging.copy(tensors)
         assert copies.keys() == tensors.keys()
@@ -126,7 +126,7 @@ def test_names_may_come_and_go():
 
 @pytest.fixture
 def background():
-    before, running = set(threading.enumerate()), Background()
+    before, running = set(threading.enumerate()), BackgroundWriter()
     yield running
     running.close()
     assert set(threading.enumerate()) == before
@@ -181,7 +181,7 @@ def test_close_finishes_what_is_under_way_and_may_be_followed_by_a_start(backgro
 
 def test_without_a_call_there_is_no_thread():
     """Nor anything to wait for."""
-    before, idle = set(threading.enumerate()), Background()
+    before, idle = set(threading.enumerate()), BackgroundWriter()
     idle.wait()
     assert set(threading.enumerate()) == before
     idle.close()
@@ -189,7 +189,7 @@ def test_without_a_call_there_is_no_thread():
 
 def test_a_failure_at_close_leaves_no_thread():
     """It is raised when the thread has ended."""
-    before, background = set(threading.enumerate()), Background()
+    before, background = set(threading.enumerate()), BackgroundWriter()
     background.start(lambda: fail(OSError("full")))
     with pytest.raises(OSError, match="full"):
         background.close()

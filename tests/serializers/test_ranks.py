@@ -57,9 +57,9 @@ def saved(store, writers=writer, at_rank_0=None):
         try:
             if comm.rank == 0:
                 files = {"state.json": lambda place: write_bytes(place, b"{}")}
-                _checkpoint.lead(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
+                _checkpoint.coordinate(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
             else:
-                _checkpoint.follow(comm, writers(comm.rank))
+                _checkpoint.participate(comm, writers(comm.rank))
         except OSError as error:
             return error
         return None

@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from chainring._files import write_bytes
-from chainring.serializers._store import MANIFEST, CorruptError, Store, newest
+from chainring.serializers._store import MANIFEST, CorruptError, Store, find_newest
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
 
@@ -155,17 +155,17 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_warned_about(stor
         (store.root / name / "a.bin").write_bytes(b"x")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert newest(store, store.names(), warnings.warn) == "s1"
+        assert find_newest(store, store.names(), warnings.warn) == "s1"
     assert [str(warning.message).split("'")[1] for warning in caught] == ["s3", "s2"]
 
 
 def test_no_snapshot_at_all_is_no_error_but_none_that_verifies_is(store):
     """A fresh start is silent; a silent fresh start over damaged snapshots would lose them."""
-    assert newest(store, store.names(), pytest.fail) is None
+    assert find_newest(store, store.names(), pytest.fail) is None
     store.commit("s1", writers(), 1)
     (store.root / "s1" / "a.bin").unlink()
     with pytest.raises(CorruptError, match="none of the snapshots"):
-        newest(store, store.names(), lambda message: None)
+        find_newest(store, store.names(), lambda message: None)
 
 
 def test_removing_and_sweeping_touch_nothing_else(store):

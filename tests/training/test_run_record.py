@@ -103,7 +103,7 @@ def test_the_record_says_with_what_the_run_was_made(tmp_path, monkeypatch):
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    assert found["device"] == _environment.device()
+    assert found["device"] == _environment.device_name()
     assert found["threads"] == 1
     assert found["seeds"]["torch"] == 0
 

@@ -28,7 +28,7 @@ _PERIOD = 0.25  # seconds from one look to the next
 _PATIENCE = 3.0  # seconds for the others to hear
 
 
-class LastWords:
+class FailureBroadcast:
     """Goes by the store through which the ranks have met, which ends with the process of rank 0 where that has made it.
 
     A thread listens, because a rank may be waiting in an exchange that only the end of the failed process ends.
@@ -182,7 +182,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
         self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
-        self._words = None if store is None else LastWords(store, self.rank, self.size)
+        self._words = None if store is None else FailureBroadcast(store, self.rank, self.size)
         self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open = True
         if self.rank != 0:

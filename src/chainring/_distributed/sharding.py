@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-class Chunk(NamedTuple):
+class Shard(NamedTuple):
     """The part of a tensor that this rank holds.
 
     Attributes:
@@ -29,23 +29,23 @@ def is_sharded(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def sharded_modules(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """The parts of a model to which `fully_shard` was applied."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
 
 
-def local(tensor: Any) -> Tensor:
+def to_local(tensor: Any) -> Tensor:
     """The part of a tensor that lies on this rank, in the same memory; a plain tensor is its own."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def whole(tensor: Any) -> Tensor:
+def to_full(tensor: Any) -> Tensor:
     """All of a tensor, from all ranks; a plain tensor is its own."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def chunk_of(tensor: Any) -> Chunk | None:
+def local_shard(tensor: Any) -> Shard | None:
     """This rank's part of a sharded tensor; ``None`` where it has none, or another rank has the same.
 
     Raises:
@@ -60,10 +60,10 @@ def chunk_of(tensor: Any) -> Chunk | None:
         raise NotImplementedError(f"a tensor of {len(pieces)} pieces a rank, laid out as {placements}, cannot be saved")
     if not pieces or not tensor.to_local().numel():
         return None
-    return Chunk(tensor.to_local(), tuple(pieces[0].offsets), tuple(tensor.shape))
+    return Shard(tensor.to_local(), tuple(pieces[0].offsets), tuple(tensor.shape))
 
 
-def laid_out_like(full: Tensor, sharded: Any) -> Any:
+def distribute_like(full: Tensor, sharded: Any) -> Any:
     """A whole tensor, which every rank has, as one of which each holds a part like that of ``sharded``."""
     module = sys.modules["torch.distributed.tensor"]
     on_device = full.to(sharded.device)

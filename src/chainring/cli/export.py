@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from chainring.cli._common import add_command, add_json, find, print_json, printable
-from chainring.serializers._checkpoint import only_model, read_state, save_tensors
+from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
 
 _MODEL = "updater/model:"
 _DESCRIPTION = """
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _only_model(state: dict[str, Any], directory: Path) -> str:
     try:
-        return only_model(state, directory)
+        return model_prefix(state, directory)
     except ValueError:
         raise ValueError(f"{directory} has several models; name one by --model: {', '.join(_names(state))}") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from chainring.cli._common import add_command, add_json, is_model, print_json, printable, snapshots
-from chainring.serializers._store import look
+from chainring.serializers._store import verify_sizes
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
@@ -105,7 +105,7 @@ def _shortened(name: str, width: int) -> str:
 
 def describe(directory: Path) -> dict[str, Any]:
     """Iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
-    manifest = look(directory)
+    manifest = verify_sizes(directory)
     tensors = []
     for file in sorted(manifest.files):
         if file.endswith(".safetensors"):

@@ -80,7 +80,7 @@ def _look_at_file(path: Path) -> Looked:
     if what_is_foreign(path) is not None:
         raise ValueError(f"{path} is {kind_of_file(path)}")
     try:
-        has_checksum = _safetensors.check_seal(path)
+        has_checksum = _safetensors.verify_checksum(path)
         tensors = len(_safetensors.read(path))
     except ValueError as error:
         return {"path": str(path), "sound": False}, CorruptError(str(error))

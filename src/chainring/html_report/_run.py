@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._json import from_json
-from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, look
+from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, verify_sizes
 from chainring.serializers._store import verify as verify_bytes
 from chainring.training import _run_record
 from chainring.training._run_directory import pattern_of
@@ -121,7 +121,7 @@ def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
     links: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
-        if not name.startswith(".") and (target := store.linked(name)) is not None:
+        if not name.startswith(".") and (target := store.link_target(name)) is not None:
             links.setdefault(target, []).append(name)
     found = []
     for name, manifest in store.listing():
@@ -143,7 +143,7 @@ def _snapshot(path: Path, manifest: Manifest | None, links: list[str], verify: b
     """The snapshot, or ``None`` if the run has removed it meanwhile."""
     state, note = VERIFIED if verify else COMPLETE, ""
     try:
-        manifest = verify_bytes(path) if verify else look(path)
+        manifest = verify_bytes(path) if verify else verify_sizes(path)
     except (CorruptError, OSError) as error:
         state, note = DAMAGED, str(error)
     if not path.is_dir():

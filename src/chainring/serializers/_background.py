@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from chainring.serializers._safetensors import owners_of
+from chainring.serializers._safetensors import find_aliases
 
 
-class Staging:
+class StagingBuffers:
     """Memory of the host for a copy of tensors, kept from one copy to the next.
 
     Fresh memory costs a page fault every 4 kB, which takes longer than the copy itself. Where there is an accelerator the
@@ -25,7 +25,7 @@ class Staging:
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies on the host, which are overwritten by the next call; tensors that share memory share it here too."""
         copies: dict[str, Tensor] = {}
-        owners = owners_of(tensors)
+        owners = find_aliases(tensors)
         devices = set()
         for name, tensor in tensors.items():
             owner = owners[name]
@@ -55,14 +55,14 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
 
-class Background:
+class BackgroundWriter:
     """Runs one call at a time in a thread of its own. A failure is raised by the next call, or at the end."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
 
-    def start(self, call: Callable[[], None], after: Iterable[Background] = ()) -> None:
+    def start(self, call: Callable[[], None], after: Iterable[BackgroundWriter] = ()) -> None:
         """Waits for the call before, and starts this one, which begins when those under way in ``after`` have ended.
 
         Raises:
@@ -80,7 +80,7 @@ class Background:
         self._running = self._thread.submit(begin)
 
     @staticmethod
-    def let_end(others: Iterable[Background]) -> None:
+    def wait_for(others: Iterable[BackgroundWriter]) -> None:
         """Waits until what is under way there has ended; if it has failed, it is raised there."""
         futures.wait(_running(others))
 
@@ -112,5 +112,5 @@ class Background:
                 thread.shutdown()
 
 
-def _running(others: Iterable[Background]) -> list[Future[None]]:
+def _running(others: Iterable[BackgroundWriter]) -> list[Future[None]]:
     return [other._running for other in others if other._running is not None]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._distributed.sharding import chunk_of, is_sharded, whole
+from chainring._distributed.sharding import is_sharded, local_shard, to_full
 from chainring._environment import versions
 from chainring._files import atomic_write, flush_file, write_bytes
 from chainring._naming import name_cleaner, unwrap
@@ -22,24 +22,24 @@ from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import CorruptError, Store, WriteFile, verify
 from chainring.serializers.base import (
     DictionaryDeserializer,
-    References,
+    StateCollector,
     has_state,
-    laid_out,
     load_module,
     save_module,
     serialize_method,
+    shard_like,
 )
 
-Vote = tuple[int, int] | str
+WriteResult = tuple[int, int] | str
 """Size and checksum of a rank's file, or why there is none."""
 
 
-def file_name(rank: int, size: int) -> str:
+def rank_file_name(rank: int, size: int) -> str:
     """What a rank's file is called."""
     return f"rank{rank:05d}-of-{size:05d}.safetensors"
 
 
-def follow(comm: Communicator, write: WriteFile) -> None:
+def participate(comm: Communicator, write: WriteFile) -> None:
     """Takes part in the snapshot that rank 0 commits.
 
     Raises:
@@ -47,13 +47,13 @@ def follow(comm: Communicator, write: WriteFile) -> None:
     """
     place: str | None = comm.broadcast_object(None)
     if place is not None:
-        comm.gather_object(_written(write, Path(place) / file_name(comm.rank, comm.size)))
+        comm.gather_object(_written(write, Path(place) / rank_file_name(comm.rank, comm.size)))
     outcome: str | None = comm.broadcast_object(None)
     if outcome is not None:
         raise OSError(errno.EIO, outcome)
 
 
-def lead(
+def coordinate(
     comm: Communicator, store: Store, name: str, write: WriteFile, files: Mapping[str, WriteFile], iteration: int, about: Any
 ) -> None:
     """Commits a snapshot with the files of all ranks; rank 0's call beside the `follow` of the others.
@@ -62,7 +62,7 @@ def lead(
         OSError: a rank could not write, or the snapshot could not be published.
     """
     announced = False
-    votes: list[Vote] = []
+    votes: list[WriteResult] = []
 
     def together(place: Path) -> tuple[int, int]:
         nonlocal announced, votes
@@ -77,9 +77,9 @@ def lead(
     def of(rank: int) -> WriteFile:
         return lambda place: _numbers(votes[rank])
 
-    others = {file_name(rank, comm.size): of(rank) for rank in range(1, comm.size)}
+    others = {rank_file_name(rank, comm.size): of(rank) for rank in range(1, comm.size)}
     try:
-        store.commit(name, {file_name(0, comm.size): together, **others, **files}, iteration, about)
+        store.commit(name, {rank_file_name(0, comm.size): together, **others, **files}, iteration, about)
     except BaseException as error:
         if not announced:
             comm.broadcast_object(None)
@@ -88,14 +88,14 @@ def lead(
     comm.broadcast_object(None)
 
 
-def _written(write: WriteFile, place: Path) -> Vote:
+def _written(write: WriteFile, place: Path) -> WriteResult:
     try:
         return write(place)
     except BaseException as error:  # whatever it is, the others must not wait
         return f"{type(error).__name__}: {error}"
 
 
-def _numbers(vote: Vote) -> tuple[int, int]:
+def _numbers(vote: WriteResult) -> tuple[int, int]:
     assert not isinstance(vote, str)
     return vote
 
@@ -117,7 +117,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     parts: dict[str, list[_Part]] = {}
     for path in paths:
-        places = _safetensors.places(path)
+        places = _safetensors.read_shard_offsets(path)
         for name, tensor in _safetensors.read(path).items():
             if name in places:
                 parts.setdefault(name, []).append(_Part(tensor, *places[name], path))
@@ -177,14 +177,14 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     if is_module(obj):
-        save_tensors(target, tensors_of(obj))
+        save_tensors(target, module_tensors(obj))
         return
-    state = state_of(obj, target.parent)
+    state = capture(obj, target.parent)
     iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
-    Encoded(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
+    Checkpoint(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
 
 
-class Encoded:
+class Checkpoint:
     """A state ready to be written: its tensors in one file, everything else as typed JSON.
 
     Attributes:
@@ -195,10 +195,10 @@ class Encoded:
         TypeError: a value cannot be restored; the error names its path.
     """
 
-    def __init__(self, state: References) -> None:
+    def __init__(self, state: StateCollector) -> None:
         self._text, tensors = _values.encode(state.target)
         self._referred, self._comm = state.referred, state.comm
-        chunks = {name: chunk_of(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
+        chunks = {name: local_shard(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
         plain = {name: tensor for name, tensor in tensors.items() if name not in chunks and self._comm.rank == 0}
         own = {name: chunk for name, chunk in chunks.items() if chunk is not None}
         self.is_sharded = bool(chunks)
@@ -227,12 +227,12 @@ class Encoded:
             if self._comm.rank == 0:
                 store.commit(name, {TENSORS: write, **files}, iteration, said)
         elif self._comm.rank == 0:
-            lead(comm, store, name, write, files, iteration, said)
+            coordinate(comm, store, name, write, files, iteration, said)
         else:
-            follow(comm, write)
+            participate(comm, write)
 
 
-def state_of(obj: Any, directory: Path | None = None, comm: Any = None) -> References:
+def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
     """The state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
 
     Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
@@ -240,7 +240,7 @@ def state_of(obj: Any, directory: Path | None = None, comm: Any = None) -> Refer
     Raises:
         TypeError: the object has none.
     """
-    serializer = References(directory)
+    serializer = StateCollector(directory)
     serializer.comm = serializer.comm if comm is None else comm
     method = serialize_method(obj)
     if method is not None:
@@ -281,7 +281,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
             f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
             "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
         )
-    _safetensors.check_seal(source)
+    _safetensors.verify_checksum(source)
     tensors = _safetensors.read(source)
     if not is_module(obj):
         raise TypeError(
@@ -298,7 +298,7 @@ def _load_tensors(module: Any, tensors: Mapping[str, Tensor], strict: bool) -> N
     own, clean = module.state_dict(), name_cleaner(module)
     names = {clean(name): name for name in own}
     found = {names.get(name, name): value for name, value in tensors.items()}
-    module.load_state_dict({name: laid_out(value, own.get(name)) for name, value in found.items()}, strict=strict)
+    module.load_state_dict({name: shard_like(value, own.get(name)) for name, value in found.items()}, strict=strict)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path) -> None:
     if part or is_module(obj):
-        prefix = f"{part.strip('/')}/" if part else only_model(state, source)
+        prefix = f"{part.strip('/')}/" if part else model_prefix(state, source)
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
@@ -334,7 +334,7 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
         obj.load_state_dict(saved("state_dict", None))
 
 
-def only_model(state: Mapping[str, Any], source: Path) -> str:
+def model_prefix(state: Mapping[str, Any], source: Path) -> str:
     """The prefix of the only model in a snapshot, or of the main one; empty where there is none.
 
     Raises:
@@ -353,14 +353,14 @@ def is_module(obj: Any) -> bool:
     return hasattr(obj, "named_parameters") and has_state(obj) and not hasattr(obj, "serialize")
 
 
-def tensors_of(module: Any) -> dict[str, Tensor]:
+def module_tensors(module: Any) -> dict[str, Tensor]:
     """The entries of a model's state, not copied. Where each rank holds parts of them, all call this, and all get the whole.
 
     Raises:
         TypeError: one of them is no tensor.
     """
     clean = name_cleaner(module)
-    tensors: dict[str, Tensor] = {clean(name): whole(value) for name, value in module.state_dict().items()}
+    tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in module.state_dict().items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(

@@ -108,7 +108,7 @@ def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> di
     return {name: found[tied.get(name, name)] for name in wanted}
 
 
-def places(path: str | os.PathLike[str]) -> dict[str, Place]:
+def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, Place]:
     """Of each tensor of a file that is a part of a larger one, where it belongs.
 
     Raises:
@@ -154,7 +154,7 @@ def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch
     """What the format cannot say, by name, and the tensors to store in the order of the file."""
     marks: Marks = {}
     stored: dict[str, torch.Tensor] = {}
-    owners = owners_of(tensors)
+    owners = find_aliases(tensors)
     for name, tensor in tensors.items():
         if owners[name] != name and tensor.numel():
             marks[name] = {"same_as": owners[name]}
@@ -181,7 +181,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides[::-1]) if shape else ()
 
 
-def owners_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Of each tensor the first that is the same view of the same memory, as tied parameters are; nearly always itself."""
     places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     counts = Counter(places.values())
@@ -327,7 +327,7 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     file.write(b"%08x" % crc)
 
 
-def check_seal(path: str | os.PathLike[str]) -> bool:
+def verify_checksum(path: str | os.PathLike[str]) -> bool:
     """Compares a file that `write_sealed` wrote with its checksum. One of another writer has none: then it is false.
 
     Raises:

@@ -52,14 +52,14 @@ class Manifest:
 
 def verify(directory: Path) -> Manifest:
     """The manifest of a snapshot, after every byte has been compared with it, see `Store.verify`."""
-    manifest = look(directory)
+    manifest = verify_sizes(directory)
     for name, (_, crc) in manifest.files.items():
         if checksum(directory / name) != crc:
             raise CorruptError(f"{directory / name} has other bytes than were written")
     return manifest
 
 
-def look(directory: Path) -> Manifest:
+def verify_sizes(directory: Path) -> Manifest:
     """The manifest of a snapshot, after the names, kinds and sizes of its files have been compared with it."""
     manifest = read_manifest(directory)
     present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
@@ -113,7 +113,7 @@ def _parsed(body: bytes) -> Manifest:
         raise ValueError(f"it has format {form!r:.40}, and this version reads {FORMAT}")
     if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
         raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-    files = {checked_name(name): (size, crc) for name, (size, crc) in files.items()}
+    files = {check_name(name): (size, crc) for name, (size, crc) in files.items()}
     if not all(type(number) is int for sizes in files.values() for number in sizes):
         raise ValueError("sizes and checksums are integers")
     return Manifest(iteration, files, about)
@@ -132,7 +132,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     write_bytes(path, b"%s\n%08x" % (body, zlib.crc32(body)))
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """A name that cannot lead elsewhere.
 
     Raises:
@@ -171,7 +171,7 @@ class Store:
             FileExistsError: there is one of that name.
             OSError: the disk is full, say; the error names the path.
         """
-        target = self.root / checked_name(name)
+        target = self.root / check_name(name)
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
         temporary = temporary_path(self.root)
@@ -180,7 +180,7 @@ class Store:
             self._at("begun")
             written = {}
             for file, write in files.items():
-                written[checked_name(file)] = write(temporary / file)
+                written[check_name(file)] = write(temporary / file)
                 self._at(f"wrote {file}")
             write_manifest(temporary / MANIFEST, Manifest(iteration, written, dict(about or {})))
             self._at("wrote manifest")
@@ -202,12 +202,12 @@ class Store:
         Raises:
             FileExistsError: something that is no link has that name.
         """
-        place = self.root / checked_name(name)
+        place = self.root / check_name(name)
         if os.path.lexists(place) and not place.is_symlink():
             raise FileExistsError(f"{place} is in the way of a link to {target!r}; move it, or choose another name")
         temporary = temporary_path(self.root)
         try:
-            os.symlink(checked_name(target), temporary)
+            os.symlink(check_name(target), temporary)
             os.rename(temporary, place)
             flush_directory(self.root)
         except OSError as error:
@@ -235,17 +235,17 @@ class Store:
         Raises:
             CorruptError: its manifest is missing, or not what was written.
         """
-        return read_manifest(self.root / checked_name(name))
+        return read_manifest(self.root / check_name(name))
 
     def holds(self, name: str, iteration: int) -> bool:
         """Whether there is a snapshot of that name, of that iteration."""
-        manifest = _manifest_of(self.root / checked_name(name))
+        manifest = _manifest_of(self.root / check_name(name))
         return manifest is not None and manifest.iteration == iteration
 
-    def linked(self, name: str) -> str | None:
+    def link_target(self, name: str) -> str | None:
         """The snapshot to which the link ``name`` points, or ``None`` where there is no such link."""
         try:
-            return os.readlink(self.root / checked_name(name))
+            return os.readlink(self.root / check_name(name))
         except OSError:
             return None
 
@@ -260,7 +260,7 @@ class Store:
     def remove(self, name: str) -> None:
         """Removes a snapshot: unpublished by one rename first, so that it is never there in part."""
         removed = temporary_path(self.root, ".old")
-        os.rename(self.root / checked_name(name), removed)
+        os.rename(self.root / check_name(name), removed)
         flush_directory(self.root)
         shutil.rmtree(removed)
 
@@ -282,7 +282,7 @@ def _manifest_of(directory: Path) -> Manifest | None:
         return None
 
 
-def newest(store: Store, names: Iterable[str], warn: Callable[[str], None]) -> str | None:
+def find_newest(store: Store, names: Iterable[str], warn: Callable[[str], None]) -> str | None:
     """The first of ``names`` that verifies; each before it is warned about. ``None`` when there are no names at all.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import is_sharded, laid_out_like
+from chainring._distributed.sharding import distribute_like, is_sharded
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 
@@ -123,14 +123,14 @@ def load_module(deserializer: Deserializer, module: Any) -> None:
     own, clean = module.state_dict(), name_cleaner(module)
     names = {clean(name).replace(".", "/"): name for name in own}  # a name may hold slashes of its own
     saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
-    saved = {name: laid_out(value, own.get(name)) for name, value in saved.items()}
+    saved = {name: shard_like(value, own.get(name)) for name, value in saved.items()}
     kept = {name: own[name] for name, value in saved.items() if value is None and hasattr(own.get(name), "detach")}
     module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
 
 
-def laid_out(value: Any, own: Any) -> Any:
+def shard_like(value: Any, own: Any) -> Any:
     """A saved tensor as the model holds its own: of a sharded one this rank's part."""
-    return laid_out_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
+    return distribute_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
@@ -182,10 +182,10 @@ class DictionarySerializer(Serializer):
     @staticmethod
     def taken(value: Any) -> Any:
         """What is kept of a value: a copy."""
-        return copied(value)
+        return copy_value(value)
 
 
-class References(DictionarySerializer):
+class StateCollector(DictionarySerializer):
     """Saves into ``target`` without copying, for state that is written or copied before the training goes on.
 
     Attributes:
@@ -226,7 +226,7 @@ class DictionaryDeserializer(Deserializer):
     def __call__(self, key: str, value: Any) -> Any:
         path = self._path + key
         if path in self.source:
-            return copied(self.source[path])
+            return copy_value(self.source[path])
         if self.strict:
             raise KeyError(
                 f"the saved state has no {path!r}. It comes from an object of another kind or version; "
@@ -246,7 +246,7 @@ def _below(serializer: Any, key: str) -> Any:
     return below
 
 
-def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides.
 
     A tensor that stands in several places of ``value``, such as the learning rate of two groups, is one in the copy too.
@@ -258,9 +258,9 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
             memo[id(value)] = value.detach().clone()
         return memo[id(value)]
     if type(value) in (list, tuple):
-        return type(value)(copied(item, memo) for item in value)
+        return type(value)(copy_value(item, memo) for item in value)
     if type(value) is dict:
-        return {key: copied(item, memo) for key, item in value.items()}
+        return {key: copy_value(item, memo) for key, item in value.items()}
     return copy.deepcopy(value, memo)
 
 

@@ -61,7 +61,7 @@ class RunDirectory:
         if not later:
             return
         # Links go first, so that none leads nowhere when the process is killed on the way.
-        later = [name for name in own if "/" not in name and self._store.linked(name) in later] + later
+        later = [name for name in own if "/" not in name and self._store.link_target(name) in later] + later
         files = [name for name in own if (self.path / name).is_file() and name not in later]
         moved = self._move(later, "abandoned", copies=files)
         info(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")
@@ -83,7 +83,7 @@ class RunDirectory:
                 found[name] = _iteration(manifest, numbers)
             else:
                 found[name] = int(numbers[0]) if numbers else None
-        found |= {name: None for name in names if name not in found and self._store.linked(name) in found}
+        found |= {name: None for name in names if name not in found and self._store.link_target(name) in found}
         return found | self._nested(templates)
 
     def _nested(self, templates: Iterable[str]) -> dict[str, float | None]:

@@ -99,7 +99,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "argv": list(sys.argv),
         "git_commit": _environment.git_commit(),
         "versions": _environment.versions(),
-        "device": _environment.device(),
+        "device": _environment.device_name(),
         "threads": torch.get_num_threads(),
         "seeds": _plain({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": _plain(getattr(trainer.updater, "constructed", {})),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring.serializers.base import copied
+from chainring.serializers.base import copy_value
 
 _NO_SETTINGS = ("params", "param_names")
 
@@ -43,7 +43,7 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
     """A copy of all settings of each group, tensors included."""
     groups = getattr(optimizer, "param_groups", [])
     own = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for group in groups]
-    return copied(own)  # type: ignore[no-any-return]
+    return copy_value(own)  # type: ignore[no-any-return]
 
 
 def write(group: dict[str, Any], key: str, value: Any) -> None:

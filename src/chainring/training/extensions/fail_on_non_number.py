@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring import _random
-from chainring._distributed.sharding import local
+from chainring._distributed.sharding import to_local
 from chainring._messages import info
 from chainring._naming import unwrap
-from chainring.serializers._checkpoint import Encoded, read_state
+from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._store import Store
-from chainring.serializers.base import DictionaryDeserializer, References, copied, load_module
+from chainring.serializers.base import DictionaryDeserializer, StateCollector, copy_value, load_module
 from chainring.training.extension import Extension, RollBack
 from chainring.training.updaters._optimizer_state import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def is_bad(tensors: Sequence[Tensor]) -> Tensor:
     """Whether any number in any tensor is NaN or infinite, as one boolean on their device."""
-    dense = [tensor.coalesce().values() if tensor.is_sparse else local(tensor) for tensor in tensors]
+    dense = [tensor.coalesce().values() if tensor.is_sparse else to_local(tensor) for tensor in tensors]
     dense = [tensor.detach() for tensor in dense if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())]
     if not dense:
         return torch.zeros((), dtype=torch.bool)
@@ -131,7 +131,7 @@ class FailOnNonNumber(Extension):
             self._before = {"generators": _random.get_rng_state()}
             for name, model in self._trainer.updater.get_all_models().items():
                 buffers = dict(unwrap(model).named_buffers())
-                self._before |= {f"{name}/{path.replace('.', '/')}": copied(buffer) for path, buffer in buffers.items()}
+                self._before |= {f"{name}/{path.replace('.', '/')}": copy_value(buffer) for path, buffer in buffers.items()}
         self._batches.append(context.batch)
 
     def _look(self, optimizer: Optimizer, *_: Any) -> None:
@@ -167,7 +167,7 @@ class FailOnNonNumber(Extension):
     def _save(self, trainer: Trainer, iteration: int) -> Path | None:
         if self._before is None:
             return None
-        state = References()
+        state = StateCollector()
         before = dict(self._before)
         state("generators", before.pop("generators"))
         state("batches", self._batches)
@@ -177,7 +177,7 @@ class FailOnNonNumber(Extension):
                 state(f"model:{key}", before.get(key, value))
         store, name = Store(trainer.out), f"non_number_iter_{iteration}"
         if not store.holds(name, iteration):
-            Encoded(state).commit(store, name, iteration)
+            Checkpoint(state).commit(store, name, iteration)
         return store.root / name
 
     def __call__(self, trainer: Trainer) -> None:

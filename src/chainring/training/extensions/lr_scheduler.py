@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._messages import OneTimeWarning, announce_change
-from chainring.serializers.base import AbstractSerializer, Serializer, copied, has_state
+from chainring.serializers.base import AbstractSerializer, Serializer, copy_value, has_state
 from chainring.training.extension import Extension
 from chainring.training.extensions._param_groups import constructed_settings, is_optimizer, same, settings_of, write
 from chainring.training.triggers._interval_means import IntervalMeans
@@ -60,7 +60,7 @@ class LRScheduler(Extension):
         self.scheduler = scheduler
         self.monitor = monitor
         self._optimizer = getattr(scheduler, "optimizer", None)
-        self._made_state = copied(scheduler.state_dict())
+        self._made_state = copy_value(scheduler.state_dict())
         self._made = settings_of(self._optimizer)
         self._constructed: Groups = []
         self._pending: _Saved | None = None  # what was loaded, until the run starts
@@ -157,7 +157,7 @@ def _with_changes(state: Any, made: Any, before: Any, name: str) -> Any:
     if same(made, before):
         return state
     announce_change(f"{name} of the scheduler", before, made)
-    return copied(made)
+    return copy_value(made)
 
 
 def _are_parts(*lists: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chainring._distributed.sharding import whole
+from chainring._distributed.sharding import to_full
 from chainring._naming import name_cleaner
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictSummary
@@ -121,7 +121,7 @@ class ParameterStatistics(Extension):
                 for attribute in self._attributes:
                     tensor = parameter.detach() if attribute == "data" else parameter.grad
                     if tensor is not None and tensor.numel():
-                        yield f"{self._prefix}{name}/{clean(path).replace('.', '/')}/{attribute}", _numbers(whole(tensor))
+                        yield f"{self._prefix}{name}/{clean(path).replace('.', '/')}/{attribute}", _numbers(to_full(tensor))
 
     def _values(self, place: str, numbers: Tensor) -> Iterator[tuple[str, Any]]:
         for name, function in self._statistics.items():

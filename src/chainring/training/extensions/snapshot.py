@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from chainring._naming import name_cleaner
-from chainring.serializers._background import Background, Staging
-from chainring.serializers._checkpoint import Encoded, is_module, load, save_tensors, state_of, tensors_of
-from chainring.serializers._store import Manifest, Store, newest
-from chainring.serializers.base import References, has_state, serialize_method
+from chainring.serializers._background import BackgroundWriter, StagingBuffers
+from chainring.serializers._checkpoint import Checkpoint, capture, is_module, load, module_tensors, save_tensors
+from chainring.serializers._store import Manifest, Store, find_newest
+from chainring.serializers.base import StateCollector, has_state, serialize_method
 from chainring.training._run_directory import pattern_of
 from chainring.training.extension import Extension
 
 if TYPE_CHECKING:
-    from chainring.serializers._checkpoint import Encoded
+    from chainring.serializers._checkpoint import Checkpoint
     from chainring.training.trainer import Trainer
 
 
@@ -90,7 +90,7 @@ class Series:
         return f"{name}_iter_{iteration}" if self._has_links else name
 
     def publish(
-        self, store: Store, encoded: Encoded, name: str, iteration: int, in_turn: bool = True, comm: Any = None
+        self, store: Store, encoded: Checkpoint, name: str, iteration: int, in_turn: bool = True, comm: Any = None
     ) -> None:
         """Writes a snapshot, links it, and then removes those that are not to be kept.
 
@@ -104,7 +104,7 @@ class Series:
             return
         replaced = None
         if real != name:
-            replaced = store.linked(name)
+            replaced = store.link_target(name)
             store.link(name, real)
         self._retain(store, real, None if self.is_fixed else replaced)
 
@@ -113,7 +113,7 @@ class Series:
         if not self.is_fixed:
             return
         newest = next((name for name, is_named in self._readable(store) if is_named), None)
-        if newest is not None and store.linked(self.filename) != newest:
+        if newest is not None and store.link_target(self.filename) != newest:
             store.link(self.filename, newest)
 
     def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
@@ -124,7 +124,7 @@ class Series:
         for name, is_named in own:
             if name in old or name == replaced or not is_named:
                 link = name.rpartition("_iter_")[0]
-                if self._has_links and store.linked(link) == name:
+                if self._has_links and store.link_target(link) == name:
                     os.unlink(store.root / link)
                 store.remove(name)
 
@@ -221,8 +221,8 @@ class Snapshot(Extension):
         self._saves_errors = snapshot_on_error
         self._asynchronous = asynchronous
         self._frozen = frozen
-        self._staging = Staging()
-        self._background = Background()
+        self._staging = StagingBuffers()
+        self._background = BackgroundWriter()
         self._has_started = False
         self._comm: Any = None
 
@@ -235,7 +235,7 @@ class Snapshot(Extension):
         self._guarded(self._background.wait)
         store, name = Store(trainer.out), None
         if trainer.comm.rank == 0:
-            name = newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
+            name = find_newest(store, self._series.own(store), lambda text: warnings.warn(text, stacklevel=4))
         name = trainer.comm.broadcast_object(name)
         if name is None:
             return None
@@ -269,7 +269,7 @@ class Snapshot(Extension):
         if self._asynchronous and self._has_started:  # called by hand, nobody waits, and a run sweeps what is unfinished
             self._background.start(write, after=others)
         else:
-            Background.let_end(others)
+            BackgroundWriter.wait_for(others)
             self._guarded(write)
 
     def _prepared(self, trainer: Trainer) -> Write | None:
@@ -296,11 +296,11 @@ class Snapshot(Extension):
         except OSError as error:
             self.on_failure(error)
 
-    def _encoded(self, trainer: Trainer, comm: Any = None) -> Encoded:
+    def _encoded(self, trainer: Trainer, comm: Any = None) -> Checkpoint:
         whole = trainer if self.target is None else self.target
-        state = state_of(whole, Path(trainer.out), comm)
+        state = capture(whole, Path(trainer.out), comm)
         left_out = 0 if self._frozen else _leave_out_frozen(state, whole)
-        encoded = Encoded(state)
+        encoded = Checkpoint(state)
         if left_out:
             encoded.about["left out"] = f"{left_out} parameters that need no gradient, by frozen=False"
         return encoded
@@ -347,7 +347,7 @@ class ModelFile(Snapshot):
 
     def _prepared(self, trainer: Trainer) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
-        tensors = tensors_of(self.target)  # on every rank, each of which may hold parts of them
+        tensors = module_tensors(self.target)  # on every rank, each of which may hold parts of them
         if trainer.comm.rank != 0:
             return None
         tensors = self._staged(tensors)
@@ -362,7 +362,7 @@ def _check_target(target: Any) -> None:
         )
 
 
-def _leave_out_frozen(state: References, whole: Any) -> int:
+def _leave_out_frozen(state: StateCollector, whole: Any) -> int:
     """Puts ``None`` in the place of parameters that need no gradient, whose number is returned.
 
     Where it is loaded later these stay what they are.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring._distributed.sharding import is_sharded, laid_out_like
+from chainring._distributed.sharding import distribute_like, is_sharded
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -117,7 +117,7 @@ def _laid_out(entries: Any, parameter: Tensor) -> Any:
         return entries
     fit = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
     plain = {key for key in fit if not is_sharded(entries[key])}
-    return {key: laid_out_like(value, parameter) if key in plain else value for key, value in entries.items()}
+    return {key: distribute_like(value, parameter) if key in plain else value for key, value in entries.items()}
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:

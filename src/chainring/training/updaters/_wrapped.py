@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from chainring._distributed.sharding import is_sharded, sharded_modules
+from chainring._distributed.sharding import fsdp_modules, is_sharded
 
 
 class Wrapped:
@@ -25,7 +25,7 @@ class Wrapped:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         parts = [part for model in models for part in model.modules()]
         self._replicated = [part for part in parts if isinstance(part, DistributedDataParallel)]
-        self._sharded = [part for model in models for part in sharded_modules(model)]
+        self._sharded = [part for model in models for part in fsdp_modules(model)]
         replicated = [each for part in self._replicated for each in part.parameters()]
         sharded = [each for part in parts for each in part.parameters(recurse=False) if is_sharded(each)]
         self.parameters = {id(parameter) for parameter in replicated + sharded}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring._distributed.sharding import whole
+from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import report
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
 
     def clip(context: UpdateContext) -> None:
         parameters = _parameters(context)
-        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
+        norm = to_full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
         if max_norm != math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         report({"grad_norm": norm})

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import local
+from chainring._distributed.sharding import to_local
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
@@ -171,7 +171,7 @@ def rescale(optimizer: Optimizer, reference: float, total: Any, divided: Set[int
         return
     for parameter in _with_gradient([optimizer]):
         assert parameter.grad is not None
-        local(parameter.grad).mul_(factor * by if id(parameter) in divided else factor)
+        to_local(parameter.grad).mul_(factor * by if id(parameter) in divided else factor)
 
 
 def sum_over_ranks(
