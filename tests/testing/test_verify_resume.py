@@ -6,7 +6,7 @@ import forgetful_programs as programs
 import pytest
 
 from chainring.serializers._checkpoint import read_state
-from chainring.testing import NotTried, ResumeDiffers, verify_resume
+from chainring.testing import ResumeDiffers, ResumeNotVerified, verify_resume
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def test_a_count_that_is_no_buffer_is_named():
     """It scales the loss, so the parameters differ first, while the batch and the reported loss do not."""
     text = difference(programs.counting_model)
     assert "differs first in iteration 5, in the parameters: updater/model:main/layer/weight" in text
-    assert "an attribute of a module that is no buffer" in text
+    assert "an attribute of a module that is not a buffer" in text
     assert "model 'main'.calls: 4 -> 0" in text
     assert "updater/model:main/layer/weight: by at most 0." in text
 
@@ -88,14 +88,14 @@ def test_rows_that_differ_are_named_though_the_training_is_the_same():
     assert "differs first" not in text
     assert "rows of numbered.jsonl/2/number: 3 -> 1" in text
     assert "extensions/numbered/log/2/number: 3 -> 1" in text
-    assert "the training is the same and what is written about it is not" in text
+    assert "the training is the same and its rows or extensions are not" in text
 
 
 def test_a_state_that_is_loaded_otherwise_than_saved_is_found_at_once():
     """Before an update has been made with it."""
     text = difference(programs.wrongly_loaded)
     assert "Right after the snapshot of iteration 4 was loaded" in text
-    assert "what was saved is not put back" in text
+    assert "saved state is not restored" in text
 
 
 def test_an_error_while_loading_is_shown():
@@ -138,7 +138,7 @@ def test_a_stop_trigger_that_forgets_is_named():
 )
 def test_what_cannot_be_tried_says_why(make_trainer, reason):
     """A program that fails, with its traceback; one that ends too early; one that makes no trainer."""
-    with pytest.raises(NotTried, match=reason):
+    with pytest.raises(ResumeNotVerified, match=reason):
         report(make_trainer)
 
 

@@ -1,4 +1,4 @@
-"""Compares what the runs have seen and saved; wall-clock times are no part of it."""
+"""The comparison of an uninterrupted with a resumed run, and its report; times by the clock are not compared."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from typing import Any
 
 from chainring._json import from_json
 from chainring.serializers._checkpoint import read_state
-from chainring.testing._fingerprint import Look, difference, leaves
-from chainring.testing._subprocess import KILLED, RESUMED, WHOLE, Task
+from chainring.testing._fingerprint import Fingerprint, difference, leaves
+from chainring.testing._subprocess import Run, Task
 
 _TIME = "elapsed_time"
-_STATE = ("parameters", "buffers", "optimizer", "iterator", "generators")
-KINDS = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")
-"""What a look holds, a cause before its effect."""
+_CATEGORIES = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")
+"""The categories of a fingerprint, a cause before its effect."""
+_SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")
+"""Those that loading must restore."""
 
 
 @dataclass
 class Difference:
-    """One value that is another.
+    """One value that differs.
 
     Attributes:
-        kind: of `KINDS`, or what the path of a saved value begins with.
+        category: that of a fingerprint, or the beginning of the path of a saved value.
         path: of the value.
-        what: both values, or by how much they differ.
+        text: both values, or by how much they differ.
     """
 
-    kind: str
+    category: str
     path: str
-    what: str
+    text: str
 
 
 @dataclass
 class Findings:
-    """What the comparison has found.
+    """The result of the comparison.
 
     Attributes:
-        iteration: of the first difference, ``None`` if every iteration looked alike.
+        iteration: of the first difference, ``None`` if the fingerprints of all iterations are the same.
         when: ``"before the kill"``, ``"after loading"`` or ``"after the kill"``.
-        first: what differs in that iteration, causes first.
-        last: what differs in the state at the end and in the files of the log.
+        first: the differences in that iteration, causes first.
+        last: the differences in the state at the end and in the rows of the logs.
         count: values compared at the end.
-        iterations: the last iteration of the whole run, and that of the resumed one.
+        iterations: the last iteration of the uninterrupted run, and of the resumed one.
         left_out: keys that two starts of the program report differently, such as speeds.
-        memory: what the killed run remembered and the resumed one does not, by path.
-        facts: of the whole run and of the resumed one.
-        warnings: what the resumed run was warned of and the whole one was not.
+        unsaved: by path, the unsaved state of the killed run that is another one in the resumed run.
+        facts: of the uninterrupted run and of the resumed one.
+        warnings: those of the resumed run which the uninterrupted one did not have.
     """
 
     iteration: int | None = None
@@ -59,107 +60,145 @@ class Findings:
     count: int = 0
     iterations: tuple[int, int] = (0, 0)
     left_out: set[str] = field(default_factory=set)
-    memory: dict[str, tuple[str, str]] = field(default_factory=dict)
+    unsaved: dict[str, tuple[str, str]] = field(default_factory=dict)
     facts: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
     warnings: list[str] = field(default_factory=list)
 
     @property
     def differs(self) -> bool:
-        """Whether the runs are not the same."""
+        """True if the runs are not the same."""
         return bool(self.first or self.last or self.iterations[0] != self.iterations[1])
 
 
-def compare(directory: str, task: Task) -> Findings:
-    """Compares the three runs of a directory."""
-    parts = {part: Task(part, directory, task.iterations, task.kill_after) for part in (WHOLE, KILLED, RESUMED)}
-    looks = {part: _looks(each.place("jsonl")) for part, each in parts.items()}
-    found = Findings(left_out=_unrepeatable(looks[WHOLE], looks[KILLED]))
-    found.iterations = (max(looks[WHOLE]), max(looks[RESUMED], default=-1))
-    warned = [_warnings(parts[part].place("output")) for part in (WHOLE, RESUMED)]
-    found.warnings = [warning for warning in warned[1] if warning not in warned[0]]
-    firsts = list(_firsts(looks, found.left_out))
-    if firsts:
-        found.when, found.iteration, found.first = firsts[0]
-    whole, resumed = (parts[part] for part in (WHOLE, RESUMED))
-    if resumed.place("memory").exists():
-        found.memory = dict(_forgotten(*(json.loads(parts[part].place("memory").read_text()) for part in (KILLED, RESUMED))))
-    facts = [json.loads(each.place("facts").read_text()) for each in (whole, resumed)]
-    found.facts = facts[0], facts[1]
+# --- comparing ---
+
+
+def compare(task: Task) -> Findings:
+    """Compare the three runs of the task's directory."""
+    whole, killed, resumed = (Task(run, task.directory, task.iterations, task.kill_after) for run in Run)
+    fingerprints = {run.run: _fingerprints(run) for run in (whole, killed, resumed)}
+    found = Findings(left_out=_unrepeatable_keys(fingerprints[whole.run], fingerprints[killed.run]))
+    found.iterations = (max(fingerprints[whole.run]), max(fingerprints[resumed.run], default=-1))
+    found.facts = _read_json(whole.path("facts")), _read_json(resumed.path("facts"))
+    found.warnings = [warning for warning in _warnings_of(resumed) if warning not in _warnings_of(whole)]
+    stages = list(_first_differences(fingerprints, found.left_out))
+    if stages:
+        found.when, found.iteration, found.first = stages[0]
+    if resumed.path("memory").exists():
+        found.unsaved = dict(_unsaved_differences(_read_json(killed.path("memory")), _read_json(resumed.path("memory"))))
+    logs = found.facts[0]["logs"]
     if found.when != "before the kill":
-        for name in facts[0]["logs"]:
-            found.left_out |= _unrepeatable_columns(*(_rows(parts[part].rows(name)) for part in (WHOLE, KILLED)))
-    states = [dict(_timeless(read_state(each.place("state")), found.left_out)) for each in (whole, resumed)]
-    for name in facts[0]["logs"]:
-        for state, each in zip(states, (whole, resumed), strict=True):
-            state.update(_named_rows(name, _rows(each.rows(name)), found.left_out))
-    found.last = list(_differences(*states))
-    found.count = len(states[0])
-    if found.when == "after loading" and len(firsts) == 1 and not found.last:
-        found.first = []  # what was not put back is made anew, and has changed nothing
+        for log in logs:
+            found.left_out |= _unrepeatable_columns(_rows(whole, log), _rows(killed, log))
+    one, other = (_final_values(run, logs, found.left_out) for run in (whole, resumed))
+    found.last = list(_differences(one, other))
+    found.count = len(one)
+    if found.when == "after loading" and len(stages) == 1 and not found.last:
+        found.first = []  # a value that was not restored but made anew has changed nothing
     return found
 
 
-def iterations_of(task: Task) -> list[int]:
-    """The iterations after which a run was looked at."""
-    return list(_looks(task.place("jsonl")))
+def observed_iterations(task: Task) -> list[int]:
+    """Return the iterations of a run of which there is a fingerprint."""
+    return list(_fingerprints(task))
 
 
-def _looks(path: Path) -> dict[int, Look]:
+def _fingerprints(task: Task) -> dict[int, Fingerprint]:
+    path = task.path("jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
-    return {line["iteration"]: line["seen"] for line in map(json.loads, lines)}
+    return {line["iteration"]: line["fingerprint"] for line in map(json.loads, lines)}
 
 
-def _firsts(looks: dict[str, dict[int, Look]], left_out: set[str]) -> Iterator[tuple[str, int, list[Difference]]]:
-    """The first iteration with a difference before the kill, after loading and after the kill, as far as there is one."""
-    whole, killed, resumed = looks[WHOLE], looks[KILLED], looks[RESUMED]
-    begun, later = list(resumed)[:1], list(resumed)[1:]
-    stages: list[tuple[str, dict[int, Look], dict[int, Look], Iterable[str], list[int]]] = [
-        ("before the kill", whole, killed, KINDS, list(killed)),
-        ("after loading", killed, resumed, _STATE, begun),
-        ("after the kill", whole, resumed, KINDS, later),
+def _read_json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
+
+
+def _warnings_of(task: Task) -> list[str]:
+    output = task.path("output")
+    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+    return [line.partition("Warning: ")[2] for line in lines if "Warning: " in line]
+
+
+def _rows(task: Task, log: str) -> list[dict[str, Any]]:
+    path = task.rows_path(log)
+    return [from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _first_differences(
+    fingerprints: dict[str, dict[int, Fingerprint]], left_out: set[str]
+) -> Iterator[tuple[str, int, list[Difference]]]:
+    """Yield the first iteration that differs before the kill, after loading and after the kill, as far as there is one."""
+    whole, killed, resumed = (fingerprints[run] for run in Run)
+    loaded, later = list(resumed)[:1], list(resumed)[1:]
+    stages = [
+        ("before the kill", whole, killed, _CATEGORIES, list(killed)),
+        ("after loading", killed, resumed, _SAVED, loaded),
+        ("after the kill", whole, resumed, _CATEGORIES, later),
     ]
-    for when, one, other, kinds, iterations in stages:
+    for when, one, other, categories, iterations in stages:
         for iteration in iterations:
-            differences = list(_unlike(one[iteration], other[iteration], kinds, left_out)) if iteration in one else []
-            if differences:
-                yield when, iteration, differences
+            found = _compare_fingerprints(one[iteration], other[iteration], categories, left_out) if iteration in one else []
+            if found:
+                yield when, iteration, found
                 break
 
 
-def _unlike(one: Look, other: Look, kinds: Iterable[str], left_out: set[str]) -> Iterator[Difference]:
-    for kind in kinds:
-        for path in one[kind] | other[kind]:
-            values = one[kind].get(path, "nothing"), other[kind].get(path, "nothing")
-            if values[0] != values[1] and path.removeprefix("observation/") not in left_out:
-                yield Difference(kind, path, _apart(*values))
+def _compare_fingerprints(
+    one: Fingerprint, other: Fingerprint, categories: Iterable[str], left_out: set[str]
+) -> list[Difference]:
+    found = []
+    for category in categories:
+        for path in one[category] | other[category]:
+            texts = one[category].get(path, "nothing"), other[category].get(path, "nothing")
+            if texts[0] != texts[1] and path.removeprefix("observation/") not in left_out:
+                found.append(Difference(category, path, _describe_texts(*texts)))
+    return found
 
 
-def _apart(one: str, other: str) -> str:
-    form, _, crc = one.partition(" of CRC ")
-    return f"{form} of other bytes" if crc and other.startswith(f"{form} of CRC ") else f"{one} -> {other}"
+def _describe_texts(one: str, other: str) -> str:
+    array, _, crc = one.partition(" of CRC ")
+    return f"{array} of other bytes" if crc and other.startswith(f"{array} of CRC ") else f"{one} -> {other}"
 
 
-def _unrepeatable(whole: dict[int, Look], killed: dict[int, Look]) -> set[str]:
-    """The keys that two starts of the program report differently while all that is trained is the same: speeds, times."""
+def _unrepeatable_keys(whole: dict[int, Fingerprint], killed: dict[int, Fingerprint]) -> set[str]:
+    """Return the keys that two starts report differently while the training is the same: speeds, times."""
     keys: set[str] = set()
     for iteration in killed.keys() & whole.keys():
-        for each in _unlike(whole[iteration], killed[iteration], KINDS, set()):
-            if each.kind != "observation":
+        for found in _compare_fingerprints(whole[iteration], killed[iteration], _CATEGORIES, set()):
+            if found.category != "observation":
                 return set()
-            keys.add(each.path.removeprefix("observation/"))
+            keys.add(found.path.removeprefix("observation/"))
     return keys
 
 
-def _timeless(state: dict[str, Any], left_out: set[str]) -> Iterator[tuple[str, Any]]:
-    """Every value of a saved state by its path, without those that follow the clock, or are left out."""
+def _unrepeatable_columns(whole: list[dict[str, Any]], killed: list[dict[str, Any]]) -> set[str]:
+    """Return the keys of rows that two starts of the program write differently before the kill."""
+    pairs = zip(whole, killed, strict=False)
+    return {key for one, other in pairs for key in one if key != _TIME and difference(one[key], other.get(key)) is not None}
+
+
+def _final_values(task: Task, logs: list[str], left_out: set[str]) -> dict[str, Any]:
+    """Return every value of the state at the end, and of the rows, by path."""
+    values = dict(_repeatable_state(read_state(task.path("state")), left_out))
+    for log in logs:
+        for index, row in enumerate(_rows(task, log)):
+            for key, value in row.items():
+                if key not in {*left_out, _TIME}:
+                    values.update(leaves(f"rows of {log}/{index}/{key}", value))
+    return values
+
+
+def _repeatable_state(state: dict[str, Any], left_out: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield every value of a saved state by its path, without those that follow the clock, or are left out."""
     flat = [pair for path, value in state.items() for pair in leaves(path, value)]
     paths = {path for path, _ in flat}
-    beginnings = [path.removesuffix("passed") for path in paths if path.endswith("/passed")]
-    skipped = [start for start in beginnings if {f"{start}next", f"{start}period"} <= paths]  # the state of a TimeTrigger
+    prefixes = [path.removesuffix("passed") for path in paths if path.endswith("/passed")]
+    skipped = [prefix for prefix in prefixes if {f"{prefix}next", f"{prefix}period"} <= paths]  # a TimeTrigger's state
     for path, value in state.items():
-        if path.endswith("/names") and isinstance(value, list):  # of a summary, whose parts are numbered
-            start = path.removesuffix("names")
-            skipped += [f"{start}{number}/" for number, name in enumerate(value) if name in {*left_out, _TIME}]
+        if path.endswith("/names") and isinstance(value, list):  # of a summary, whose values are numbered
+            prefix = path.removesuffix("names")
+            skipped += [f"{prefix}{index}/" for index, name in enumerate(value) if name in {*left_out, _TIME}]
     for path, value in flat:
         is_reported = path.startswith(("observation/", "extensions/"))
         is_left_out = is_reported and any(path.endswith(f"/{key}") for key in left_out)
@@ -167,61 +206,41 @@ def _timeless(state: dict[str, Any], left_out: set[str]) -> Iterator[tuple[str, 
             yield path, value
 
 
-def _warnings(output: Path) -> list[str]:
-    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
-    return [line.partition("Warning: ")[2] for line in lines if "Warning: " in line]
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _unrepeatable_columns(whole: list[dict[str, Any]], killed: list[dict[str, Any]]) -> set[str]:
-    """The keys of rows that two starts of the program write differently before the kill."""
-    pairs = zip(whole, killed, strict=False)
-    return {key for one, other in pairs for key in one if key != _TIME and difference(one[key], other.get(key)) is not None}
-
-
-def _named_rows(name: str, rows: list[dict[str, Any]], left_out: set[str]) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(rows):
-        for key, value in row.items():
-            if key not in {*left_out, _TIME}:
-                yield from leaves(f"rows of {name}/{number}/{key}", value)
-
-
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
     for path in one | other:
-        kind = path.partition(":")[0] if ":" in path else path.partition("/")[0]
+        category = path.partition(":")[0] if ":" in path else path.partition("/")[0]
         if path not in other or path not in one:
-            yield Difference(kind, path, f"only in the {'whole' if path in one else 'resumed'} run")
-        elif (what := difference(one[path], other[path])) is not None:
-            yield Difference(kind, path, what)
+            yield Difference(category, path, f"only in the {'uninterrupted' if path in one else 'resumed'} run")
+        elif (text := difference(one[path], other[path])) is not None:
+            yield Difference(category, path, text)
 
 
-def _forgotten(killed: dict[str, str], resumed: dict[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Generators first, then numbers and arrays, then the lengths of containers."""
+def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield generators first, then numbers and arrays, then the lengths of containers."""
 
-    def rank(path: str) -> tuple[bool, bool]:
+    def order(path: str) -> tuple[bool, bool]:
         return path.endswith(", length") or "[" in path, "in state" not in killed[path]
 
     paths = [path for path in killed if killed[path] != resumed.get(path)]
-    longer = tuple(f"{path.removesuffix(', length')}[" for path in paths if path.endswith(", length"))
-    for path in sorted((path for path in paths if not path.startswith(longer)), key=rank):
+    containers = tuple(f"{path.removesuffix(', length')}[" for path in paths if path.endswith(", length"))
+    for path in sorted((path for path in paths if not path.startswith(containers)), key=order):
         yield path, (killed[path], resumed.get(path, "nothing"))
 
 
-_SHOWN = 8
+# --- reporting ---
 
-_OUTSIDE = (
+_MAX_LINES = 8
+
+_GENERATOR = (
     "a random generator that is not restored draws in the dataset, the model, the loss or an extension: Python's, NumPy's "
     "and torch's global ones are restored, a numpy Generator, a random.Random or a torch.Generator of one's own is not. "
-    "Draw from the global ones, or give what holds it serialize(serializer)"
+    "Draw from the global ones, or give the object that holds it serialize(serializer)"
 )
-_FORGOTTEN = (
-    "something is remembered and not saved: an attribute of a module that is no buffer (register_buffer), an updater, "
-    "an extension or a callback without serialize(serializer), a scheduler or an average of weights that no one saves"
+_UNSAVED = (
+    "something is remembered and not saved: an attribute of a module that is not a buffer (register_buffer), an updater, "
+    "an extension or a callback without serialize(serializer), a scheduler or an average of weights that is not saved"
 )
-_BY_KIND = {
+_CAUSES = {
     "iterator": [
         "the iterator, or the loader in it, has no state, or leaves some of it out: give it serialize(serializer), or "
         "state_dict() and load_state_dict(state)",
@@ -230,130 +249,119 @@ _BY_KIND = {
     "batch": [
         "a loader without state that begins its passes otherwise after a restart: a generator, or a sampler that draws from "
         "its own random generator",
-        _OUTSIDE,
+        _GENERATOR,
         "the dataset changes while it is used, or is read in an order that changes, such as that of a set or a directory",
     ],
     "generators": [
         "code that draws from a global generator is called at other times in the resumed run: it counts calls, keeps a "
         "cache, or follows the clock",
-        _OUTSIDE,
+        _GENERATOR,
     ],
-    "observation": [_FORGOTTEN, _OUTSIDE],
-    "buffers": [_FORGOTTEN],
-    "parameters": [_FORGOTTEN],
+    "observation": [_UNSAVED, _GENERATOR],
+    "buffers": [_UNSAVED],
+    "parameters": [_UNSAVED],
     "optimizer": [
-        _FORGOTTEN,
+        _UNSAVED,
         "an extension sets the learning rate from a count of its own instead of trainer.updater.iteration",
     ],
 }
-_AT_THE_END = (
-    "the training is the same and what is written about it is not: an extension, a trigger or a postprocess remembers what "
-    "its serialize(serializer) does not save, or the rows hold what is no function of the training"
+_ONLY_REPORTED = (
+    "the training is the same and its rows or extensions are not: an extension, a trigger or a postprocess remembers "
+    "something that its serialize(serializer) does not save, or the rows hold values that do not follow from the training"
 )
-_AT_LOADING = (
-    "what was saved is not put back: a serialize(serializer), or a load_state_dict, leaves it out, or the program changes "
+_NOT_RESTORED = (
+    "saved state is not restored: a serialize(serializer), or a load_state_dict, leaves it out, or the program changes "
     "it in initialize, after it was loaded"
 )
 _UNREPEATABLE = (
     "two starts of the program are not the same, so nothing can be said about a resume: call chainring.deterministic(seed) "
     "first, before the model is made; seed generators of one's own; let nothing depend on the clock, on the order of a set "
-    "or a directory, or on what an earlier run has left"
+    "or a directory, or on files that an earlier run has left"
 )
 
 
-def told(found: Findings, task: Task) -> str:
-    """The report."""
-    return "\n".join(_equal(found, task) if not found.differs else _different(found, task))
+def format_report(found: Findings, task: Task) -> str:
+    """Return the report of a comparison."""
+    opening = f"Killed after {task.kill_after} iterations and resumed, the run is "
+    if found.differs:
+        lines = [
+            f"{opening}not the uninterrupted one.",
+            "Where two values are given, they are: uninterrupted -> resumed",
+            *_first_lines(found),
+            *_last_lines(found),
+            "Why it might:",
+            *(f"- {cause}" for cause in _causes(found)),
+            *_unsaved_lines(found),
+        ]
+        if found.warnings:
+            lines += ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_MAX_LINES])]
+    else:
+        lines = [
+            f"{opening}bit for bit the uninterrupted one: {found.count} values are the same after iteration "
+            f"{found.iterations[0]}, and those of each iteration on the way"
+        ]
+    if found.left_out:
+        keys = ", ".join(sorted(found.left_out))
+        lines.append(f"Left out, because two starts of the program report it differently: {keys}")
+    return "\n".join(lines)
 
 
-def _equal(found: Findings, task: Task) -> list[str]:
-    return [
-        f"Killed after {task.kill_after} iterations and resumed, the run is bit for bit the uninterrupted one: "
-        f"{found.count} values are the same after iteration {found.iterations[0]}, and those of each iteration on the way",
-        *_left_out(found),
-    ]
-
-
-def _different(found: Findings, task: Task) -> list[str]:
-    lines = [
-        f"Killed after {task.kill_after} iterations and resumed, the run is not the uninterrupted one.",
-        "Where two values are given, they are: uninterrupted -> resumed",
-    ]
+def _first_lines(found: Findings) -> Iterator[str]:
     if found.iterations[0] != found.iterations[1]:
-        lines.append(f"One ended after iteration {found.iterations[0]}, the resumed one after {found.iterations[1]}")
-    if found.first:
-        lines += _first(found)
-    if found.last and found.when != "before the kill":
-        lines += _last(found)
-    return [*lines, *_reasons(found), *_remembered(found), *_warned(found), *_left_out(found)]
-
-
-def _first(found: Findings) -> list[str]:
+        yield f"One ended after iteration {found.iterations[0]}, the resumed one after {found.iterations[1]}"
+    if not found.first:
+        return
     where = {
         "before the kill": f"After iteration {found.iteration}, before the kill, two starts of the program differ first in",
-        "after loading": f"Right after the snapshot of iteration {found.iteration} was loaded, it differs from what was "
-        "saved in",
+        "after loading": f"Right after the snapshot of iteration {found.iteration} was loaded, it differs from the saved "
+        "state in",
         "after the kill": f"It differs first in iteration {found.iteration}, in",
     }
     first = found.first[0]
-    lines = [f"{where[found.when]} the {_name(first)}"]
-    others = Counter(each.kind for each in found.first[1:])
+    yield f"{where[found.when]} the {first.category}: {first.path}: {first.text}"
+    others = Counter(other.category for other in found.first[1:])
     if others:
-        listed = ", ".join(f"{count} of {kind}" for kind, count in others.items())
-        lines.append(f"  then also, in the same iteration: {listed}")
-    return lines
+        counts = ", ".join(f"{count} of {category}" for category, count in others.items())
+        yield f"  then also, in the same iteration: {counts}"
 
 
-def _name(each: Difference) -> str:
-    return f"{each.kind}: {each.path}: {each.what}"
+def _last_lines(found: Findings) -> list[str]:
+    if not found.last or found.when == "before the kill":
+        return []
+    first = {item.path for item in found.first}
+    ordered = sorted(found.last, key=lambda item: item.path not in first)
+    lines = [f"  {item.path}: {item.text}" for item in ordered]
+    return [f"At the end {len(lines)} of {found.count} values differ:", *_shortened(lines)]
 
 
-def _last(found: Findings) -> list[str]:
-    lines = [f"At the end {len(found.last)} of {found.count} values differ:"]
-    paths = {each.path for each in found.first}
-    ordered = sorted(found.last, key=lambda each: each.path not in paths)
-    lines += [f"  {each.path}: {each.what}" for each in ordered[:_SHOWN]]
-    return lines if len(ordered) <= _SHOWN else [*lines, f"  and {len(ordered) - _SHOWN} more"]
+def _unsaved_lines(found: Findings) -> list[str]:
+    if not found.unsaved or found.when == "before the kill":
+        return []
+    lines = [f"  {path}: {killed} -> {resumed}" for path, (killed, resumed) in found.unsaved.items()]
+    return ["Unsaved state that differs, of the killed run when it was saved -> of the resumed run:", *_shortened(lines)]
 
 
-def _reasons(found: Findings) -> list[str]:
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _MAX_LINES
+    return lines if more <= 0 else [*lines[:_MAX_LINES], f"  and {more} more"]
+
+
+def _causes(found: Findings) -> list[str]:
+    """Return what may have caused the first difference, the likeliest first."""
     if found.when == "before the kill":
-        reasons = [_UNREPEATABLE]
+        causes = [_UNREPEATABLE]
     elif found.when == "after loading":
-        reasons = [_AT_LOADING]
-    elif found.first:
-        reasons = list(_BY_KIND[found.first[0].kind])
+        causes = [_NOT_RESTORED]
     else:
-        reasons = [_AT_THE_END]
+        causes = list(_CAUSES[found.first[0].category]) if found.first else [_ONLY_REPORTED]
     if found.iterations[0] != found.iterations[1]:
-        reasons.insert(0, "a stop trigger that counts, and does not save what it has counted, ends the run elsewhere")
-    before, after = found.facts
-    if before.get("threads") != after.get("threads"):
-        reasons.insert(
-            0, f"torch used {before.get('threads')} threads and then {after.get('threads')}: sums round otherwise"
-        )
-    if before.get("inexact"):
-        reasons.append(f"the run was {before['inexact']}")
-    if before.get("clocks"):
-        clocks = ", ".join(before["clocks"])
-        reasons.append(f"triggers that follow the clock fire at other iterations each time: those of {clocks}")
-    return ["Why it might:", *(f"- {reason}" for reason in reasons)]
-
-
-def _remembered(found: Findings) -> list[str]:
-    if not found.memory or found.when == "before the kill":
-        return []
-    lines = ["What the killed run remembered when it was saved -> what the resumed one does:"]
-    for path, (before, after) in list(found.memory.items())[:_SHOWN]:
-        lines.append(f"  {path}: {before} -> {after}")
-    return lines if len(found.memory) <= _SHOWN else [*lines, f"  and {len(found.memory) - _SHOWN} more"]
-
-
-def _warned(found: Findings) -> list[str]:
-    return ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_SHOWN])] if found.warnings else []
-
-
-def _left_out(found: Findings) -> list[str]:
-    if not found.left_out:
-        return []
-    return [f"Left out, because two starts of the program report it differently: {', '.join(sorted(found.left_out))}"]
+        causes.insert(0, "a stop trigger that counts, and does not save its count, ends the run at another iteration")
+    whole, resumed = found.facts
+    if whole["threads"] != resumed["threads"]:
+        causes.insert(0, f"torch used {whole['threads']} threads and then {resumed['threads']}: sums round otherwise")
+    if whole["inexact"]:
+        causes.append(f"the run was {whole['inexact']}")
+    if whole["clocks"]:
+        clocks = ", ".join(whole["clocks"])
+        causes.append(f"triggers that follow the clock fire at other iterations each time: those of {clocks}")
+    return causes

@@ -1,4 +1,4 @@
-"""Whole runs and the same runs cut into parts, each part continued by a trainer that was made anew."""
+"""The runs behind the checks: whole, or saved and continued at any point by a trainer that was made anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers.base import DictionarySerializer
-from chainring.testing._fingerprint import leaves, look, text
+from chainring.testing._fingerprint import describe, fingerprint, leaves
 from chainring.testing.fakes import ManualClock
 from chainring.training._trainer_state import visit_part
 from chainring.training.extension import Extension
@@ -25,16 +25,19 @@ from chainring.training.triggers import get_stop_trigger
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
 
+_FIRST, _LAST = 10**9, -(10**9)  # priorities
+_CLOCK_OFFSET = 1000.0  # seconds between the clocks of two segments of a run: that of another process stands anywhere
+
 
 def require(holds: bool, rule: str, found: object, remedy: str) -> None:
-    """Raises an `AssertionError` unless it holds."""
+    """Raise an `AssertionError` with rule, value and remedy unless the rule holds."""
     if not holds:
         raise AssertionError(f"{rule}: {found}. {remedy}")
 
 
 @contextmanager
-def required(rule: str, remedy: str) -> Iterator[None]:
-    """What is done inside does not fail; what an inner rule has found is said as it is."""
+def require_no_error(rule: str, remedy: str) -> Iterator[None]:
+    """Raise an `AssertionError` where the body fails; one that the body raises is left as it is."""
     try:
         yield
     except AssertionError:
@@ -43,158 +46,163 @@ def required(rule: str, remedy: str) -> Iterator[None]:
         raise AssertionError(f"{rule}: {type(error).__name__}: {error}. {remedy}") from error
 
 
-def require_same(expected: Mapping[str, str], found: Mapping[str, str], rule: str, remedy: str) -> None:
-    """Two collections of texts are the same; the first that differ are named."""
+def require_equal(expected: Mapping[str, str], found: Mapping[str, str], rule: str, remedy: str) -> None:
+    """Require two collections of texts to be the same, and name the first that differ."""
     paths = [path for path in {**expected, **found} if expected.get(path) != found.get(path)]
     shown = [f"{path} was {expected.get(path, 'absent')}, is {found.get(path, 'absent')}" for path in paths[:3]]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     require(not paths, rule, "; ".join(shown) + more, remedy)
 
 
-_FIRST, _LAST = 10**9, -(10**9)
-_PART = 1000.0  # seconds between the clocks of two parts: that of another process stands anywhere
-
 Build = Callable[[str], tuple[Trainer, Any]]
-"""Makes a trainer that writes into a directory, and the part of it that is tried."""
-See = Callable[[Trainer, Any], dict[str, str]]
-"""What is compared after each iteration, given the trainer and the part that is tried."""
+"""Makes a trainer that writes into a directory, and returns it with the object under test, the subject."""
+Observe = Callable[[Trainer, Any], dict[str, str]]
+"""Returns the texts that are compared after each iteration, given the trainer and the subject."""
 
 
 @dataclass
-class Course:
-    """A run, whole or cut.
+class ResumeScenario:
+    """A run that may be saved and continued.
 
     Attributes:
-        build: makes its trainer; called for each part of the run, with the random generators where they were at first.
+        build: makes its trainer; called for each segment of the run, with the random generators where they were at first.
         iterations: its length.
-        see: what is taken down after each iteration.
-        seconds: what an iteration takes on a manual clock; ``None`` where time is the real one.
-        resumed_after: iterations after which it is saved and continued.
-        proves: whether loading must give back the very state that was saved, and an error in the run is the part's fault.
-        seen: what was taken down, by iteration.
+        observe: returns the texts that are recorded after each iteration.
+        seconds: the duration of an iteration on a manual clock; ``None`` where time is the real one.
+        resume_points: iterations after which it is saved, and continued by a new trainer.
+        strict: True if loading must restore the very state that was saved, and an error in the run is the subject's fault.
+        observations: the recorded texts by iteration.
     """
 
     build: Build
     iterations: int
-    see: See
+    observe: Observe
     seconds: float | None = None
-    resumed_after: Iterable[int] = ()
-    proves: bool = True
-    seen: dict[int, dict[str, str]] = field(default_factory=dict)
+    resume_points: Iterable[int] = ()
+    strict: bool = True
+    observations: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def run(self) -> dict[int, dict[str, str]]:
-        """Runs it in a directory that is removed afterwards."""
-        start = _random.get_rng_state()
+        """Run it in a directory that is removed afterwards, and return the observations."""
+        generators = _random.get_rng_state()
         state: dict[str, str] = {}
-        cuts = sorted(set(self.resumed_after))
+        resume_points = sorted(set(self.resume_points))
         with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory, _random.preserve_rng():
-            for number, stop in enumerate([*cuts, self.iterations]):
-                saved = Path(directory) / "saved" / str(number)
-                with ExitStack() as inside:
-                    clock = None if self.seconds is None else inside.enter_context(ManualClock(_PART * number))
-                    _random.set_rng_state(start)
-                    trainer, part = self.build(str(Path(directory) / "out"))
-                    self._watch(trainer, part, clock)
+            for segment, stop in enumerate([*resume_points, self.iterations]):
+                snapshot = Path(directory) / "saved" / str(segment)
+                with ExitStack() as stack:
+                    clock = None if self.seconds is None else stack.enter_context(ManualClock(_CLOCK_OFFSET * segment))
+                    _random.set_rng_state(generators)
+                    trainer, subject = self.build(str(Path(directory) / "out"))
+                    self._add_observer(trainer, subject, clock)
                     trainer.stop_trigger = get_stop_trigger((stop, "iteration"))
-                    if number:
-                        self._load(saved.with_name(str(number - 1)), trainer, part, state)
-                    self._run(trainer)
-                    if stop != self.iterations or number < len(cuts):
-                        state = state_of(part)
-                        _save(saved, trainer)
-        return self.seen
+                    if segment:
+                        self._load(snapshot.with_name(str(segment - 1)), trainer, subject, state)
+                    rule = f"a run of {self.iterations} iterations does not fail"
+                    with (
+                        require_no_error(rule, "See the error that is named as its cause") if self.strict else nullcontext()
+                    ):
+                        trainer.run()
+                    if segment < len(resume_points):
+                        state = state_of(subject)
+                        _save(snapshot, trainer)
+        return self.observations
 
-    def _run(self, trainer: Trainer) -> None:
-        rule = f"a run of {self.iterations} iterations does not fail"
-        with required(rule, "See the error that is named as its cause") if self.proves else nullcontext():
-            trainer.run()
-
-    def _load(self, saved: Path, trainer: Trainer, part: Any, state: dict[str, str]) -> None:
-        with required("state that was saved can be loaded into a new object", "serialize reads the keys that it writes"):
-            load(saved, trainer)
-        after = max(self.seen, default=0)
+    def _load(self, snapshot: Path, trainer: Trainer, subject: Any, state: dict[str, str]) -> None:
+        remedy = "serialize reads the keys that it writes"
+        with require_no_error("state that was saved can be loaded into a new object", remedy):
+            load(snapshot, trainer)
+        last = max(self.observations, default=0)
         require(
-            trainer.updater.iteration == after,
+            trainer.updater.iteration == last,
             "an updater saves its iteration",
-            f"it is {trainer.updater.iteration} after loading, and was {after}",
+            f"it is {trainer.updater.iteration} after loading, and was {last}",
             "A serialize of one's own begins with super().serialize(serializer)",
         )
-        if not self.proves:
-            return
-        rule = f"a new object that loads the state saved after iteration {after} has that state"
-        require_same(state, state_of(part), rule, "Assign what the serializer returns: self.x = serializer('x', self.x)")
+        if self.strict:
+            rule = f"a new object that loads the state saved after iteration {last} has that state"
+            remedy = "Assign the value that the serializer returns: self.x = serializer('x', self.x)"
+            require_equal(state, state_of(subject), rule, remedy)
 
-    def _watch(self, trainer: Trainer, part: Any, clock: ManualClock | None) -> None:
+    def _add_observer(self, trainer: Trainer, subject: Any, clock: ManualClock | None) -> None:
         if clock is not None and self.seconds is not None:
             seconds = self.seconds
-            trainer.extend(lambda _: clock.advance(seconds), name="a manual clock", priority=_FIRST)
+            trainer.extend(lambda _: clock.advance(seconds), name="manual clock", priority=_FIRST)
 
-        def watch(trainer: Trainer) -> None:
+        def observe(trainer: Trainer) -> None:
             iteration = trainer.updater.iteration
-            counted = max(self.seen, default=0) + 1
+            updates = max(self.observations, default=0) + 1
             remedy = "update() counts after update_core(), and nothing else does"
-            require(iteration == counted, "an update adds one to iteration", f"{iteration} after {counted} updates", remedy)
-            self.seen[iteration] = self.see(trainer, part)
+            require(iteration == updates, "an update adds one to iteration", f"{iteration} after {updates} updates", remedy)
+            self.observations[iteration] = self.observe(trainer, subject)
 
-        trainer.extend(watch, name="what is seen", trigger=_always, priority=_LAST)
-
-
-def _always(trainer: Trainer) -> bool:
-    return True  # also where an updater does not count
+        # A trigger of its own also calls it where an updater does not count.
+        trainer.extend(observe, name="observer", trigger=lambda trainer: True, priority=_LAST)
 
 
 def _save(path: Path, trainer: Trainer) -> None:
     remedy = "State is numbers, strings, bytes, None, tensors, arrays, and lists, tuples and dicts of such"
-    with required("state can be saved", remedy):
+    with require_no_error("state can be saved", remedy):
         path.parent.mkdir(exist_ok=True)
         save(path, trainer)
 
 
-def require_resumed(course: Callable[[Iterable[int]], Course], remedy: str, before: str = "") -> dict[int, dict[str, str]]:
-    """Two runs are alike, and so is one that is saved and continued after any iteration, and after every one.
+def require_resumable(
+    scenario: Callable[[Iterable[int]], ResumeScenario], remedy: str, subject: str
+) -> dict[int, dict[str, str]]:
+    """Require two runs to be alike, and one that is saved and continued after any iteration, and after every one.
 
     Args:
-        course: a new run, continued after those iterations.
+        scenario: makes a new run with those resume points.
         remedy: for a run that is not the same once it was continued.
-        before: who is tried, as a sentence begins with it.
+        subject: the name of the subject, as a sentence begins with it: ``"An extension"``.
 
     Returns:
-        What was seen in the uninterrupted run.
+        The observations of the uninterrupted run.
     """
-    first = course(())
-    whole = first.run()
-    every = range(first.iterations)
-    alike = f"{before} made anew behaves alike"
-    _require_equal(whole, course(()).run(), alike, "Nothing is kept in the class, the module, or what make() shares")
-    for cuts in [*([k] for k in every), [*every]]:
-        where = f"after iteration {cuts[0]}" if len(cuts) == 1 else "after every iteration"
-        rule = f"a run that is saved {where} and continued with {before[0].lower()}{before[1:]} made anew is the same run"
-        _require_equal(whole, course(cuts).run(), rule, remedy)
-    return whole
+    uninterrupted = scenario(())
+    expected = uninterrupted.run()
+    rule = f"{subject} made anew behaves alike"
+    _require_equal_runs(
+        expected, scenario(()).run(), rule, "Nothing is kept in the class, the module, or what make() shares"
+    )
+    for resume_points, when in resume_points_of(uninterrupted.iterations):
+        rule = f"a run that is saved {when} and continued with {subject[0].lower()}{subject[1:]} made anew is the same run"
+        _require_equal_runs(expected, scenario(resume_points).run(), rule, remedy)
+    return expected
 
 
-def _require_equal(whole: dict[int, dict[str, str]], other: dict[int, dict[str, str]], rule: str, remedy: str) -> None:
-    require(len(other) == len(whole), rule, f"it has {len(other)} iterations instead of {len(whole)}", remedy)
-    for iteration, seen in whole.items():
-        require_same(seen, other[iteration], f"{rule}; in iteration {iteration}", remedy)
+def resume_points_of(iterations: int) -> Iterator[tuple[list[int], str]]:
+    """Yield each single iteration to resume after, then all of them, with words that say which."""
+    for iteration in range(iterations):
+        yield [iteration], f"after iteration {iteration}"
+    yield [*range(iterations)], "after every iteration"
 
 
-def state_of(part: Any) -> dict[str, str]:
-    """The state of an object, by path; empty where it has none."""
+def _require_equal_runs(
+    expected: dict[int, dict[str, str]], found: dict[int, dict[str, str]], rule: str, remedy: str
+) -> None:
+    require(len(found) == len(expected), rule, f"it has {len(found)} iterations instead of {len(expected)}", remedy)
+    for iteration, texts in expected.items():
+        require_equal(texts, found[iteration], f"{rule}; in iteration {iteration}", remedy)
+
+
+def state_of(subject: Any) -> dict[str, str]:
+    """Return the state of an object by path, empty where it has none."""
     serializer = DictionarySerializer()
-    with required("the state of an object can be asked for at any time", "See serialize, or state_dict"):
-        visit_part(serializer, "state", part)
-    return {path: text(leaf) for key, value in serializer.target.items() for path, leaf in leaves(key, value)}
+    with require_no_error("the state of an object can be asked for at any time", "See serialize, or state_dict"):
+        visit_part(serializer, "state", subject)
+    return {path: describe(leaf) for key, value in serializer.target.items() for path, leaf in leaves(key, value)}
 
 
-def seen_of(trainer: Trainer, part: Any) -> dict[str, str]:
-    """Counters, observation, generators, models and optimizers of a trainer, and the state of the part that is tried."""
-    kinds = look(trainer, None).values()
-    return {path: shown for kind in kinds for path, shown in kind.items()} | state_of(part)
+def fingerprint_with_state(trainer: Trainer, subject: Any) -> dict[str, str]:
+    """Return the fingerprint of a trainer and the state of the subject."""
+    categories = fingerprint(trainer, None).values()
+    return {path: text for category in categories for path, text in category.items()} | state_of(subject)
 
 
-def made(make: Callable[..., Any], updater: Updater) -> Any:
-    """What ``make`` makes, which is given the updater where it asks for it."""
+def call_factory(make: Callable[..., Any], updater: Updater) -> Any:
+    """Return what ``make`` makes; it is given the updater where it needs an argument."""
     if not callable(make):
         raise TypeError(f"make is a function that makes a new object at each call, got {make!r}; write lambda: ...")
     try:
@@ -206,76 +214,68 @@ def made(make: Callable[..., Any], updater: Updater) -> Any:
     return make()
 
 
-def uneven(iteration: int) -> dict[str, float]:
-    """What is reported where nothing else is asked for: a loss that falls, with steps back, and an accuracy."""
+def uneven_values(iteration: int) -> dict[str, float]:
+    """Return the values reported by default: a loss that falls, with steps back, and an accuracy."""
     loss = 1 / iteration + 0.25 * (iteration % 3)
     return {"main/loss": loss, "main/accuracy": 1 - loss / 2}
 
 
-class Planned(enum.Enum):
-    """Where a run fails, as a sentence ends with it."""
+class FailurePoint(enum.Enum):
+    """The point at which a run fails, as a sentence ends with it."""
 
-    BEFORE = "that fails before it is initialized"
-    AFTER = "that fails in its fourth iteration"
-    NOT = "that does not fail"
+    BEFORE_INITIALIZE = "that fails before it is initialized"
+    FOURTH_ITERATION = "that fails in its fourth iteration"
+    NEVER = "that does not fail"
 
 
-class _Failure(RuntimeError):  # noqa: N818 - it is wanted
+class _PlannedError(RuntimeError):
     """The planned failure of a run."""
 
 
-class _Fails(Extension):
+class _FailingExtension(Extension):
     """Raises before all others are initialized, or after all others were called."""
 
-    def __init__(self, planned: Planned) -> None:
-        self.planned = planned
-        self.priority = 10**9 if planned is Planned.BEFORE else -(10**9)
+    def __init__(self, point: FailurePoint) -> None:
+        self.point = point
+        self.priority = _FIRST if point is FailurePoint.BEFORE_INITIALIZE else _LAST
 
     def initialize(self, trainer: Trainer) -> None:
-        if self.planned is Planned.BEFORE:
-            raise _Failure
+        if self.point is FailurePoint.BEFORE_INITIALIZE:
+            raise _PlannedError
 
     def __call__(self, trainer: Trainer) -> None:
-        if self.planned is Planned.AFTER and trainer.updater.iteration == 4:
-            raise _Failure
+        if self.point is FailurePoint.FOURTH_ITERATION and trainer.updater.iteration == 4:
+            raise _PlannedError
 
 
-def require_finalized(build: Build, planned: Planned, remedy: str) -> None:
-    """After a run that ends so, no ``on_error`` or ``finalize`` has added an error, and ``finalize`` may be called again."""
+def require_finalized(build: Build, point: FailurePoint, remedy: str) -> None:
+    """Require ``on_error`` and ``finalize`` to add no error to the planned one, and ``finalize`` to be repeatable."""
     with tempfile.TemporaryDirectory(prefix="chainring-testing-") as out, _random.preserve_rng(), ManualClock():
-        trainer, part = build(out)
-        trainer.extend(_Fails(planned), name="fails")
+        trainer, subject = build(out)
+        trainer.extend(_FailingExtension(point), name="fails")
         trainer.stop_trigger = get_stop_trigger((5, "iteration"))
-        rule = f"a run {planned.value} ends with that error alone, and finalize is called"
-        with required(rule, remedy):
-            added = _notes_of(trainer)
-        require(not added, rule, "; ".join(added), remedy)
-        finalize: Any = getattr(part, "finalize", None)
+        rule = f"a run {point.value} ends with that error alone, and finalize is called"
+        with require_no_error(rule, remedy):
+            later_errors = _run_until_planned_error(trainer)
+        require(not later_errors, rule, "; ".join(later_errors), remedy)
+        finalize: Any = getattr(subject, "finalize", None)
         if callable(finalize):
-            with required(f"after a run {planned.value} finalize may be called again", remedy):
+            with require_no_error(f"after a run {point.value} finalize may be called again", remedy):
                 finalize()
 
 
-def _notes_of(trainer: Trainer) -> list[str]:
-    """Runs it; the errors that came after the planned one."""
-    try:
-        with _unsaid():
-            trainer.run()
-    except _Failure as failure:
-        return [note for note in getattr(failure, "__notes__", []) if note.startswith("afterwards")]
-    return []
-
-
-@contextmanager
-def _unsaid() -> Iterator[None]:
-    """What a failing run logs is not logged, because the failure is planned."""
-    logger = logging.getLogger("chainring")
+def _run_until_planned_error(trainer: Trainer) -> list[str]:
+    """Run the trainer without its log of the planned error, and return the errors that came after it."""
 
     def drop(record: logging.LogRecord) -> bool:
         return False
 
+    logger = logging.getLogger("chainring")
     logger.addFilter(drop)
     try:
-        yield
+        trainer.run()
+    except _PlannedError as error:
+        return [note for note in getattr(error, "__notes__", []) if note.startswith("afterwards")]
     finally:
         logger.removeFilter(drop)
+    return []

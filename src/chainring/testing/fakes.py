@@ -1,4 +1,4 @@
-"""FakeUpdater: updates without a model, data or a device."""
+"""Fakes for tests: a clock that is moved by hand, and an updater without a model, data or a device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from chainring._progress import to_fraction
 from chainring.reporting.reporter import report
 from chainring.training.updaters.base import Updater
 
+Values = Mapping[str, Sequence[Any]] | Callable[[int], Mapping[str, Any]]
+"""Values to be reported: a mapping from a key to its values in iterations 1, 2, ..., or a function of the iteration."""
+
 
 class ManualClock:
-    """Inside ``with ManualClock() as clock:`` time passes only by ``clock.advance(seconds)``.
+    """A clock that replaces the monotonic one inside ``with``, and moves only by ``advance(seconds)``.
 
     It takes the place of ``time.monotonic`` and ``time.perf_counter``, by which Chainring measures time: in `TimeTrigger`,
-    a stop trigger in seconds, ``elapsed_time``, `ProgressBar`, `Throughput`, `Profiler`. So does all code of this process
-    that reads them as ``time.monotonic()``, one's own included; what has imported the function itself keeps the real one.
-    Other processes are not reached. A timeout measured on it never passes by itself, so start no worker processes inside.
-    Sleeping takes its time and does not move it.
+    a stop trigger in seconds, ``elapsed_time``, `ProgressBar`, `Throughput`, `Profiler`. All code of this process that
+    reads them as ``time.monotonic()`` sees it too, one's own included; code that has imported the function itself keeps
+    the real one, and so do other processes. A timeout measured on it never passes by itself, so start no worker processes
+    inside. Sleeping takes its time and does not move it.
+
+    Example::
+
+        with ManualClock() as clock:
+            trainer.extend(lambda trainer: clock.advance(60))  # an iteration takes a minute
+            trainer.run()
 
     Args:
-        now: where it stands at first, in seconds.
+        now: its time at first, in seconds.
 
     Attributes:
-        now: where it stands, in seconds.
+        now: its time, in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -33,7 +42,7 @@ class ManualClock:
         self._replaced: list[tuple[Callable[[], float], Callable[[], float]]] = []
 
     def advance(self, seconds: float) -> None:
-        """Lets so many seconds pass.
+        """Let so many seconds pass.
 
         Raises:
             ValueError: they are below 0.
@@ -48,23 +57,24 @@ class ManualClock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         time.monotonic, time.perf_counter = self._replaced.pop()
 
 
-Values = Mapping[str, Sequence[Any]] | Callable[[int], Mapping[str, Any]]
-"""What is reported: a mapping from a key to its values in iterations 1, 2, ..., or a function of the iteration."""
-
-
 class FakeUpdater(Updater):
-    """Counts, and reports what it is told to: for trying triggers and extensions without training anything.
+    """An updater that counts and reports given values, for testing triggers and extensions without training.
+
+    Example::
+
+        updater = FakeUpdater(epoch_length=10, values={"main/loss": [0.5, 0.25]})
+        trainer = Trainer(updater, (2, "epoch"))
 
     Args:
-        epoch_length: iterations in an epoch, above 0; it need be no whole number.
-        values: what each update reports. A mapping has for each key a sequence of its values in iterations 1, 2, ...;
-            ``None`` and what lies beyond its end are not reported. A function is called with the iteration, from 1, and
-            returns a mapping.
+        epoch_length: iterations in an epoch, above 0; it need not be a whole number.
+        values: the values that each update reports. A mapping has for each key a sequence of its values in iterations 1,
+            2, ...; ``None``, and all iterations beyond its end, report nothing. A function is called with the iteration,
+            from 1, and returns a mapping.
 
     Raises:
         TypeError: ``values`` is neither, or a key has no sequence.
@@ -76,7 +86,7 @@ class FakeUpdater(Updater):
         if self._epoch_length <= 0:
             raise ValueError(f"an epoch has more than 0 iterations, got epoch_length={epoch_length!r}")
         self.epoch_length = epoch_length
-        self._values = _reports(values)
+        self._values = _as_function(values)
 
     def update_core(self) -> None:
         values = self._values(self.iteration + 1)
@@ -100,8 +110,8 @@ class FakeUpdater(Updater):
         return self.iteration > 0 and self.epoch != int((self.iteration - 1) / self._epoch_length)
 
 
-def _reports(values: Values | None) -> Callable[[int], Mapping[str, Any]]:
-    """The same as a function of the iteration."""
+def _as_function(values: Values | None) -> Callable[[int], Mapping[str, Any]]:
+    """Return the values as a function of the iteration."""
     if callable(values):
         return values
     if values is not None and not isinstance(values, Mapping):
@@ -116,8 +126,8 @@ def _reports(values: Values | None) -> Callable[[int], Mapping[str, Any]]:
                 f"For the same in each iteration give a function: lambda iteration: {{{key!r}: {column!r}}}"
             )
 
-    def reported(iteration: int) -> dict[str, Any]:
-        given = {key: column[iteration - 1] for key, column in columns.items() if iteration <= len(column)}
-        return {key: value for key, value in given.items() if value is not None}
+    def values_of(iteration: int) -> dict[str, Any]:
+        present = {key: column[iteration - 1] for key, column in columns.items() if iteration <= len(column)}
+        return {key: value for key, value in present.items() if value is not None}
 
-    return reported
+    return values_of

@@ -1,4 +1,4 @@
-"""verify_resume: whether one's own program, killed and resumed, ends where the uninterrupted one does."""
+"""verify_resume: compares one's own program, killed and resumed, with its uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from typing import Any, Literal
 
 from chainring._messages import info
 from chainring.serializers._checkpoint import STATE
-from chainring.testing._diff import compare, iterations_of, told
-from chainring.testing._subprocess import KILLED, RESUMED, SNAPSHOT, WHOLE, Task, run_made
+from chainring.testing._diff import compare, format_report, observed_iterations
+from chainring.testing._subprocess import SNAPSHOT, Run, Task, run_made_trainer
 
-_LINES = 40
-_SAID = {WHOLE: "the uninterrupted run", KILLED: "the run that is killed", RESUMED: "the run that continues it"}
+_MAX_LINES = 40
+_ANNOUNCEMENTS = {
+    Run.UNINTERRUPTED: "the uninterrupted run",
+    Run.KILLED: "the run that is killed",
+    Run.RESUMED: "the run that continues it",
+}
 
 Launch = Callable[[Task], int]
 """Runs a task in a fresh process and returns its exit code, negative for a signal."""
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
-    """The resumed run is not the uninterrupted one; the text says what differs first, and why it might."""
+    """The resumed run is not the uninterrupted one; the text names the first difference and its possible causes."""
 
 
-class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
-    """The program could not be tried; the text says why, with the traceback where it has failed."""
+class ResumeNotVerified(RuntimeError):  # noqa: N818 - it is read as a finding
+    """The program could not be compared; the text says why, with the traceback where it has failed."""
 
 
 def verify_resume(
@@ -42,40 +46,48 @@ def verify_resume(
     directory: str | os.PathLike[str] | None = None,
     start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> str:
-    """Kills a training, resumes it, and compares it bit for bit with one that was not interrupted.
+    """Kill a training, resume it, and compare it bit for bit with one that was not interrupted.
 
-    Three fresh processes each make the trainer anew: one runs all iterations; the second is saved and killed by SIGKILL in
-    the midst; the third loads that snapshot and runs to the end. After each iteration the batches, the random generators,
-    what was reported, the models and the optimizers are compared, and at the end every tensor and value of the state and
+    Three fresh processes each make the trainer anew: one runs all iterations; the second is saved and killed by SIGKILL on
+    the way; the third loads that snapshot and runs to the end. After each iteration the batches, the random generators,
+    the reported values, the models and the optimizers are compared, and at the end every tensor and value of the state and
     every row of the logs. The trainer's own extensions and its stop trigger stay, in an ``out`` of its own.
 
-    Not compared are times: ``elapsed_time`` in rows and state, the state of a `TimeTrigger`, and what is reported otherwise
-    by two starts of the program while all else is the same, such as a speed; the report names those.
+    Times are not compared: ``elapsed_time`` in rows and state, the state of a `TimeTrigger`, and values that two starts of
+    the program report differently while all else is the same, such as a speed; the report names those.
+
+    Example::
+
+        def make_trainer(out):
+            return Trainer(make_updater(), (20, "epoch"), out=out)
+
+        def test_training_can_be_resumed():
+            verify_resume(make_trainer, iterations=20, kill_after=7)
 
     Args:
         make_trainer: a function at the top level of a module, which returns a trainer that has not run. It is called with
             the ``out`` that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
-        iterations: of the whole run.
+        iterations: of the uninterrupted run.
         kill_after: iterations until the kill. Where an epoch is as short as that, one in the second epoch tells more.
-        directory: where everything is left to be looked at, new or empty; by default it is removed.
-        start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share what the server has
-            imported and are there sooner; the order of sets is then the same in all three.
+        directory: for the files of all runs, new or empty; by default they are removed.
+        start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of the server
+            and start sooner; the order of sets is then the same in all three.
 
     Returns:
-        What was compared, and how many values.
+        The report: how many values were compared, and which were left out.
 
     Raises:
         ResumeDiffers: the runs differ.
-        NotTried: the program fails, or ends before it could be killed.
+        ResumeNotVerified: the program fails, or ends before it could be killed.
         TypeError: ``make_trainer`` cannot be called in another process.
-        ValueError: the numbers leave nothing to resume.
+        ValueError: there is nothing to resume with these numbers.
         FileExistsError: ``directory`` is not empty.
     """
     _check_importable(make_trainer)
     context: Any = multiprocessing.get_context(start_method)
 
     def launch(task: Task) -> int:
-        process = context.Process(target=run_made, args=(make_trainer, task))
+        process = context.Process(target=run_made_trainer, args=(make_trainer, task))
         process.start()
         try:
             process.join()
@@ -83,7 +95,7 @@ def verify_resume(
             process.kill()
         return process.exitcode or 0
 
-    return tried(launch, iterations, kill_after, directory)
+    return _verify(launch, iterations, kill_after, directory)
 
 
 def verify_script(
@@ -94,14 +106,14 @@ def verify_script(
     kill_after: int = 7,
     directory: str | os.PathLike[str] | None = None,
 ) -> str:
-    """`verify_resume` for a script that runs one trainer, which is tried in place of that run; the rest is not executed.
+    """Verify a script that runs one trainer as `verify_resume` does a function; the rest of it is not executed.
 
     Args:
         script: the file.
         arguments: its arguments.
-        iterations: of the whole run.
+        iterations: of the uninterrupted run.
         kill_after: iterations until the kill.
-        directory: where everything is left to be looked at.
+        directory: for the files of all runs.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -111,71 +123,72 @@ def verify_script(
 
     def launch(task: Task) -> int:
         command = [sys.executable, "-m", "chainring.testing._subprocess", json.dumps(vars(task)), script, *arguments]
-        with open(task.place("output"), "ab") as output:
-            info(f"{script}: {_SAID[task.part]}")
+        with open(task.path("output"), "ab") as output:
+            info(f"{script}: {_ANNOUNCEMENTS[Run(task.run)]}")
             return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
 
-    return tried(launch, iterations, kill_after, directory)
+    return _verify(launch, iterations, kill_after, directory)
 
 
-def tried(launch: Launch, iterations: int, kill_after: int, directory: str | os.PathLike[str] | None) -> str:
-    """The three runs and their comparison, see `verify_resume`."""
+def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | os.PathLike[str] | None) -> str:
+    """Launch the three runs, compare them, and return the report."""
     if not 1 <= kill_after < iterations:
         raise ValueError(
             f"a run of {iterations} iterations is killed after 1 to {iterations - 1}, got kill_after={kill_after}"
         )
-    place = tempfile.mkdtemp(prefix="verify-resume-") if directory is None else os.path.abspath(directory)
+    path = tempfile.mkdtemp(prefix="verify-resume-") if directory is None else os.path.abspath(directory)
     try:
-        os.makedirs(place, exist_ok=True)
-        if os.listdir(place):
-            raise FileExistsError(f"{place} is not empty; give a new directory")
-        whole, killed, resumed = (Task(part, place, iterations, kill_after) for part in (WHOLE, KILLED, RESUMED))
-        _run_whole(launch, whole)
+        os.makedirs(path, exist_ok=True)
+        if os.listdir(path):
+            raise FileExistsError(f"{path} is not empty; give a new directory")
+        whole, killed, resumed = (Task(run, path, iterations, kill_after) for run in Run)
+        _run_uninterrupted(launch, whole)
         if (code := launch(killed)) != -signal.SIGKILL or not (Path(killed.out) / SNAPSHOT).exists():
-            raise NotTried(_failure(killed, code, "the run that was to be killed ended before"))
-        if (code := launch(resumed)) != 0 or not (resumed.place("state") / STATE).exists():
+            raise ResumeNotVerified(_failure(killed, code, "the run that was to be killed ended before"))
+        if (code := launch(resumed)) != 0 or not (resumed.path("state") / STATE).exists():
             raise ResumeDiffers(_failure(resumed, code, "the killed run cannot be resumed"))
-        found = compare(place, whole)
-        report = told(found, whole)
-        if found.differs:
+        findings = compare(whole)
+        report = format_report(findings, whole)
+        if findings.differs:
             raise ResumeDiffers(report)
         return report
     finally:
         if directory is None:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _run_whole(launch: Launch, task: Task) -> None:
+def _run_uninterrupted(launch: Launch, task: Task) -> None:
     code = launch(task)
-    if code != 0 or not (task.place("state") / STATE).exists():
-        raise NotTried(_failure(task, code, "the uninterrupted run failed"))
-    seen = iterations_of(task)
-    if seen[-1] - seen[0] <= task.kill_after:
-        raise NotTried(
-            f"the run ended after {seen[-1] - seen[0]} iterations by itself, and was to be killed after {task.kill_after}: "
+    if code != 0 or not (task.path("state") / STATE).exists():
+        raise ResumeNotVerified(_failure(task, code, "the uninterrupted run failed"))
+    observed = observed_iterations(task)
+    length = observed[-1] - observed[0]
+    if length <= task.kill_after:
+        raise ResumeNotVerified(
+            f"the run ended after {length} iterations by itself, and was to be killed after {task.kill_after}: "
             "kill it earlier, or let it train for longer"
         )
 
 
-def _failure(task: Task, code: int, what: str) -> str:
-    """What a process has said before it failed."""
-    if task.place("refusal").exists():
-        return task.place("refusal").read_text()
-    output = task.place("output").read_text(errors="replace") if task.place("output").exists() else ""
-    shown = "\n".join(output.splitlines()[-_LINES:])
+def _failure(task: Task, code: int, summary: str) -> str:
+    """Return the reason that a process has given for its failure, or the end of its output."""
+    if task.path("refusal").exists():
+        return task.path("refusal").read_text()
+    output = task.path("output").read_text(errors="replace") if task.path("output").exists() else ""
+    shown = "\n".join(output.splitlines()[-_MAX_LINES:])
     if not shown and code != 0:
         shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
-    return f"{what}; its process ended with {code}:\n{shown}".rstrip(":\n")
+    return f"{summary}; its process ended with {code}:\n{shown}".rstrip(":\n")
 
 
 def _check_importable(make_trainer: Any) -> None:
     rule = "make_trainer is called in fresh processes, which import it by its name"
     if not callable(make_trainer):
-        raise TypeError(f"{rule}; got {make_trainer!r}, which is no function")
+        raise TypeError(f"{rule}; got {make_trainer!r}, which is not a function")
     remedy = "define it at the top level of a module"
     try:
         multiprocessing.reduction.ForkingPickler.dumps(make_trainer)
     except Exception as error:
         raise TypeError(f"{rule}, and {make_trainer!r} cannot be: {error}; {remedy}") from error
     if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise TypeError(f"{rule}, and what was typed in is in no file; {remedy}")
+        raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
