@@ -196,7 +196,7 @@ class IndexedIterator(Iterator):
 
     def _known_seed(self) -> int:
         if self._seed is None:
-            self._seed = stable_hash("order", self.derived_from(), self.name)
+            self._seed = stable_hash("order", self.base_seed(), self.name)
         return self._seed
 
     def _key(self, epoch: int) -> tuple[int, int]:

@@ -1,25 +1,33 @@
-"""What an iterator is, and the batch that it returns."""
+"""Iterator, the base class of iterators, and Batch, which they return."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 
 from chainring.datasets._columns import select_rows
 from chainring.serializers.base import Stateful
 
+if TYPE_CHECKING:
+    from chainring._distributed.communicator import Communicator
+
 
 class Batch(Sequence[Any]):
-    """Examples, as a sequence. It may hold them as columns, which a converter can then take over without stacking.
+    """Examples, as a sequence. It may hold them as columns, which a converter then takes over without stacking.
 
     Attributes:
         columns: the batch as whole arrays (an array, or a tuple or mapping of arrays whose first dimension is the
-            example), or ``None`` where the examples are held one by one.
-        weight: how many examples count; 0 for a batch that only keeps a rank in step with the others.
+            example), or ``None`` if the examples are held one by one.
+        weight: the number of examples that count; 0 for a batch that only keeps a rank in step with the others.
+
+    Example::
+
+        batch = Batch(columns=(np.zeros((3, 2)), np.arange(3)), length=3)
+        x, t = batch[2]  # the last example
     """
 
     __slots__ = ("_examples", "_length", "columns", "weight")
@@ -40,13 +48,13 @@ class Batch(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             if self._examples is not None:
-                part = Batch(self._examples[index])
+                batch = Batch(self._examples[index])
             else:
-                part = Batch(columns=select_rows(self.columns, index), length=len(range(*index.indices(self._length))))
-            part.weight = min(self.weight, part.weight)  # none of a batch of weight 0 counts
-            return part
+                batch = Batch(columns=select_rows(self.columns, index), length=len(range(*index.indices(self._length))))
+            batch.weight = min(self.weight, batch.weight)  # no example of a batch of weight 0 counts
+            return batch
         if not -self._length <= index < self._length:
-            raise IndexError(f"a batch of {self._length} examples has no number {index}")
+            raise IndexError(f"a batch of {self._length} examples has no example {index}")
         return self._examples[index] if self._examples is not None else select_rows(self.columns, index)
 
     def __repr__(self) -> str:
@@ -54,20 +62,28 @@ class Batch(Sequence[Any]):
 
 
 class Iterator(Stateful):
-    """Where batches come from. Its attributes describe the batch most recently returned.
+    """The base class of iterators over batches. Its attributes describe the batch most recently returned.
 
     Attributes:
         batch_size: examples in a batch, over all ranks.
-        repeat: whether it goes on into the next epoch; otherwise it ends after one.
+        repeat: True if it continues with the next epoch; otherwise it ends after one.
         epoch: epochs completed.
-        is_new_epoch: whether the last batch reached the end of an epoch.
+        is_new_epoch: True if the last batch reached the end of an epoch.
         epoch_detail: epochs completed, with the fraction of the current one.
         previous_epoch_detail: ``epoch_detail`` before the last batch; ``None`` before the first.
         progress: ``(epoch, position, size)``, the exact form of ``epoch_detail`` = epoch + position / size; ``size`` is
-            ``None`` where an epoch's length is unknown.
-        step: by how much a batch advances the position.
-        name: what its updater calls it.
-        initial_seed: from which a seed of ``None`` is derived beside the name; by default ``torch.initial_seed()``.
+            ``None`` if the length of an epoch is unknown.
+        step: the positions that a batch advances.
+        name: its name in its updater.
+        initial_seed: a seed of ``None`` is derived from it and the name; by default it is ``torch.initial_seed()``.
+
+    Example::
+
+        class Ones(Iterator):
+            batch_size = 4
+
+            def __next__(self):
+                return Batch([1.0] * 4)
     """
 
     batch_size: int
@@ -91,7 +107,7 @@ class Iterator(Stateful):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; ``StopIteration`` when there is none.
+        """Return the next batch.
 
         Raises:
             StopIteration: the data has ended.
@@ -99,19 +115,19 @@ class Iterator(Stateful):
         raise NotImplementedError(f"{type(self).__name__} must define __next__")
 
     def next(self) -> Batch:
-        """The next batch, as ``next(iterator)``."""
+        """Return the next batch, as ``next(iterator)`` does."""
         return self.__next__()
 
     def reset(self) -> None:
-        """Begins the next unused epoch's order, and counts epochs from 0 again."""
+        """Begin the next unused epoch's order, and count epochs from 0 again."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     def rewind(self) -> None:
-        """Begins the same order again from its start, as an Evaluator does before each evaluation."""
+        """Begin the same order again from its start, as an Evaluator does before each evaluation."""
         self.reset()
 
     def share(self, rank: int, size: int) -> None:
-        """Tells the iterator that it serves rank ``rank`` of ``size``: it returns ``batch[rank::size]`` of each batch.
+        """Serve rank ``rank`` of ``size``: from now on return ``batch[rank::size]`` of each batch.
 
         Raises:
             ValueError: the rank is not one of the world's, or a repeated batch has fewer examples than there are ranks.
@@ -122,7 +138,7 @@ class Iterator(Stateful):
         self.rank, self.size = rank, size
 
     def check_share(self, size: int) -> None:
-        """Whether ranks can share a batch.
+        """Refuse a world size that is too large for the batch.
 
         Raises:
             ValueError: a repeated batch has fewer examples than there are ranks.
@@ -133,18 +149,18 @@ class Iterator(Stateful):
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"
             )
 
-    def derived_from(self) -> int:
-        """What a seed of ``None`` is derived from, beside the name."""
+    def base_seed(self) -> int:
+        """Return the number from which, with the name, a seed of ``None`` is derived."""
         return torch.initial_seed() if self.initial_seed is None else self.initial_seed
 
     def finalize(self) -> None:
-        """Lets go of what the iterator holds, such as worker processes. Calling it again does nothing."""
+        """Release what the iterator holds, such as worker processes. Calling it again does nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.finalize()
 
@@ -152,8 +168,8 @@ class Iterator(Stateful):
 PythonIterator.register(Iterator)
 
 
-def share_among_ranks(iterator: Any, comm: Any) -> None:
-    """Tells an iterator its rank's share; a seed that is not given becomes that of rank 0 on all."""
+def share_among_ranks(iterator: Any, comm: Communicator) -> None:
+    """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks."""
     if hasattr(iterator, "share"):
         if comm.size > 1:
             iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
