@@ -41,13 +41,15 @@ def test_a_page_is_written_anew_and_any_other_file_stays(tmp_path, capsys):
     other = tmp_path / "train.py"
     other.write_text("pass")
     assert main(["report", str(out), "--out", str(other)]) == 2
-    assert "is no page of a run" in capsys.readouterr().err
+    assert "is not the page of a run" in capsys.readouterr().err
     assert other.read_text() == "pass"
     assert main(["report", str(out), "--out", str(tmp_path)]) == 2
 
 
-@pytest.mark.parametrize(("place", "words"), [("nowhere", "there is no directory"), ("empty", "is no directory of a run")])
-def test_what_is_no_run_is_said_so(tmp_path, place, words, capsys):
+@pytest.mark.parametrize(
+    ("place", "words"), [("nowhere", "there is no directory"), ("empty", "is not the directory of a run")]
+)
+def test_a_directory_without_a_run_is_refused(tmp_path, place, words, capsys):
     """Exit status 2, a sentence with what to give instead, and no page."""
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / place)]) == 2

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from chainring.html_report._curves import MOST_OF_A_CURVE, charts_of, sampled
+from chainring.html_report._curves import MAX_CURVE_POINTS, charts_of, sample
 from chainring.html_report._run import Log
 from report_runs import falling
 
@@ -60,7 +60,7 @@ def test_what_is_not_finite_is_a_gap_and_counted():
 
 def test_few_values_are_all_kept():
     """Up to the number that there is room for."""
-    assert sampled([1.0] * 50, 50) == list(range(50))
+    assert sample([1.0] * 50, 50) == list(range(50))
 
 
 @pytest.mark.parametrize("count", [51, 99, 1000, 100_000])
@@ -68,7 +68,7 @@ def test_few_values_are_all_kept():
 def test_many_values_are_cut_to_what_there_is_room_for(count, most):
     """In their order, the first and the last among them."""
     values = [random.random() for _ in range(count)]
-    kept = sampled(values, most)
+    kept = sample(values, most)
     assert len(kept) <= most
     assert kept == sorted(set(kept))
     assert (kept[0], kept[-1]) == (0, count - 1)
@@ -80,15 +80,15 @@ def test_a_spike_of_one_value_is_never_lost(spike, place):
     """Nor is a dip."""
     values = [math.sin(i / 100) for i in range(5000)]
     values[place] = math.copysign(50.0, spike)
-    assert place in sampled(values, 100)
+    assert place in sample(values, 100)
 
 
 def test_a_gap_is_never_lost():
     """Also where a whole stretch is one."""
     values = [1.0] * 5000
     values[1234] = math.nan
-    assert 1234 in sampled(values, 100)
-    kept = sampled([math.nan] * 5000, 100)
+    assert 1234 in sample(values, 100)
+    kept = sample([math.nan] * 5000, 100)
     assert 2 <= len(kept) <= 100
 
 
@@ -99,7 +99,7 @@ def test_a_page_of_many_curves_draws_fewer_points_of_each_and_then_fewer_curves(
     assert found.drawn <= 1200
     assert len(found.charts) == 50
     assert found.left_out == [f"k{k}" for k in range(50, 60)]
-    assert charts(falling(100_000)).drawn <= MOST_OF_A_CURVE
+    assert charts(falling(100_000)).drawn <= MAX_CURVE_POINTS
 
 
 def test_rows_within_an_epoch_stand_between_its_ends():

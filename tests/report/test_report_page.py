@@ -11,7 +11,6 @@ import pytest
 
 import chainring
 from chainring import html_report
-from chainring.html_report import _parts
 from report_runs import falling, logged, recorded, trained
 
 VENDOR = Path(html_report.__file__).parent / "vendor"
@@ -84,9 +83,9 @@ def test_a_trained_run_shows_every_part(shown):
 
 
 def test_the_page_refers_to_nothing_outside_itself(shown):
-    """Links lead within the page; the only other is an empty icon. Styles fetch nothing."""
+    """Links lead within the page or are data themselves. Styles fetch nothing."""
     reader = Reader(shown)
-    assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
+    assert [link for link in reader.links if not link.startswith(("#", "data:"))] == []
     styles = "".join(re.findall(r"<style>(.*?)</style>", shown, re.DOTALL))
     assert "url(" not in styles
     assert "@import" not in styles
@@ -162,16 +161,22 @@ HOSTILE_PLACES = {
     "models": lambda out: recorded(out, models={HOSTILE: {"class": HOSTILE, "parameters": {HOSTILE: "3"}, "frozen": []}}),
     "keys": lambda out: logged(out, [{HOSTILE: 1.5, "iteration": 1}]),
     "values": lambda out: logged(out, [{"a": HOSTILE, "iteration": HOSTILE}]),
-    "profile": lambda out: written(out, "profile.txt", f"3 iterations\nphase\n{HOSTILE}  10.0%  1.0  1.0\n"),
-    "graph": lambda out: written(
-        out, "cg.dot", f'digraph {{\n  n0 [label="{HOSTILE.replace(chr(34), "")}", shape=box];\n}}\n'
-    ),
+    "profile": lambda out: written(out, "profile.json", {"iterations": 3, "seconds": {HOSTILE: 1.5}}),
+    "graph": lambda out: written(out, "cg.json", graph(HOSTILE)),
 }
 
 
-def written(out, name, text):
-    (logged(out, []) / name).write_text(text)
+def written(out, name, content):
+    (logged(out, []) / name).write_text(json.dumps(content))
     return out
+
+
+def graph(label, operations=1):
+    """Of a leaf of this label, and of operations of that label one after the other."""
+    nodes = [{"kind": "operation", "label": label} for _ in range(operations)] + [
+        {"kind": "leaf", "label": label, "shape": [3]}
+    ]
+    return {"nodes": nodes, "edges": [[index + 1, index] for index in range(operations)], "is_truncated": False}
 
 
 @pytest.mark.parametrize("place", HOSTILE_PLACES)
@@ -233,25 +238,25 @@ def test_the_page_says_when_it_was_made(shown):
     assert f"As of {datetime.datetime.now().astimezone():%Y-}" in Reader(shown).text
 
 
-def test_the_graph_is_drawn_in_layers():
-    """A node stands above what it flows into."""
-    dot = 'digraph {\n  n0 [label="Mul", shape=ellipse];\n  n1 [label="a\\n(3,)", fillcolor=lightblue];\n'
-    dot += '  root [label="main/loss\\n()", fillcolor=lightgrey];\n  n1 -> n0;\n  n0 -> root;\n}\n'
-    svg, count = _parts.svg_of(dot)
-    tops = {text: float(y) for y, text in re.findall(r'<text x="[\d.]+" y="([\d.]+)">(.*?)</text>', svg)}
-    assert count == 3
-    assert tops["a"] < tops["Mul"] < tops["main/loss"]
-    assert svg.count('class="edge"') == 2
+def test_the_operations_of_the_graph_are_listed_with_their_inputs(tmp_path):
+    """In the order of the forward; of thousands the last."""
+    assert "Add #1 w (3,) Add #0 Add #1" in Reader(page(written(tmp_path, "cg.json", {**graph("w"), **named()}))).text
+    text = Reader(page(written(tmp_path, "cg.json", graph("x", 5000)))).text
+    assert "4,700 more are in cg.json" in text
+    assert "x #0 x #1" in text
 
 
-@pytest.mark.parametrize("edges", [["a -> b", "b -> a"], ["a -> a"]])
-def test_a_graph_that_goes_in_a_circle_is_not_drawn(edges):
-    """It is none of `dump_graph`'s."""
-    lines = ['  a [label="a", x];', '  b [label="b", x];', *(f"  {edge};" for edge in edges)]
-    assert _parts.svg_of("\n".join(["digraph {", *lines, "}"])) is None
+def named():
+    nodes = [{"kind": "operation", "label": "Add"}, {"kind": "operation", "label": "Add"}]
+    return {"nodes": [*nodes, {"kind": "leaf", "label": "w", "shape": [3]}], "edges": [[1, 0], [2, 1]]}
 
 
-def test_a_graph_of_thousands_of_nodes_is_left_to_graphviz(tmp_path):
-    """The page says so."""
-    nodes = "".join(f'  n{i} [label="x", shape=box];\n' for i in range(5000))
-    assert "too large to be drawn here" in Reader(page(written(tmp_path, "cg.dot", f"digraph {{\n{nodes}}}\n"))).text
+def test_the_picture_that_graphviz_has_drawn_is_in_the_page(tmp_path):
+    """As an image, in which no script runs."""
+    out = written(tmp_path, "cg.json", graph("x"))
+    (out / "cg.svg").write_text("<svg><script>alert(3)</script></svg>")
+    reader = Reader(page(out))
+    (image,) = [attributes for tag, attributes in reader.tags if tag == "img"]
+    assert image["src"].startswith("data:image/svg+xml;base64,")
+    assert image["alt"]
+    assert [tag for tag, _ in reader.tags].count("script") == 3

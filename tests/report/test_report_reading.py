@@ -24,13 +24,13 @@ def test_a_trained_run_is_read_whole(run):
         "stop trigger": ["ReachedTrigger(3, 'epoch')", "ReachedTrigger(6, 'epoch')"],
     }
     (model,) = run.models
-    assert (model.name, model.kind, model.count(), model.count(trainable=True)) == ("main", "Classifier", 67, 67)
+    assert (model.name, model.class_name, model.count(), model.count(trainable=True)) == ("main", "Classifier", 67, 67)
     assert model.shapes["predictor/0/weight"] == (8, 4)
-    iterations, phases = run.profile
-    assert iterations == 9
-    assert {"forward", "backward", "extension:LogReport"} <= {phase.name for phase in phases}
-    assert sum(phase.share for phase in phases) == pytest.approx(1, abs=0.01)
-    assert run.graph[0] == "cg.dot"
+    assert run.profile.iterations == 9
+    assert {"forward", "backward", "extension:LogReport"} <= run.profile.seconds.keys()
+    assert run.graph.name == "cg.json"
+    assert list(run.graph.inputs)[-1] == "main/loss ()"
+    assert "main/predictor/0/weight (8, 4)" in {label for inputs in run.graph.inputs.values() for label in inputs}
     expected = [(3 * epoch, epoch, "verified") for epoch in (6, 5, 4, 3, 2, 1)]
     assert [(each.iteration, each.epoch, each.state) for each in run.snapshots] == expected
 
@@ -130,14 +130,24 @@ def test_a_record_that_cannot_be_read_is_said_so(tmp_path, text):
     out = logged(tmp_path, falling(2))
     (out / "run.json").write_text(text)
     run = read_run(out)
-    assert run.trouble
+    assert run.record_error
     assert len(run.logs[0].rows) == 2
 
 
-@pytest.mark.parametrize("text", ["", "x", "3 iterations", "3 iterations\nphase\nforward 10.% 1..2 3", "\udcff"])
-def test_a_profile_that_is_none_shows_no_phase(tmp_path, text):
-    """A file of that name may be anybody's."""
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "x", "\udcff", "[]", "{}", "[" * 100_000, '{"iterations": 0, "seconds": {}}', '{"iterations": 3, "seconds": 1}',
+        '{"iterations": 3, "seconds": {"a": "b", "c": -1, "d": NaN, "e": null, "f": true}}', '{"nodes": 3}',
+        '{"nodes": {"a": 1}, "edges": []}', '{"nodes": [3], "edges": []}', '{"nodes": [], "edges": [[0, 1]]}',
+        '{"nodes": [{"kind": "leaf", "label": 3, "shape": 3}], "edges": []}', '{"nodes": [], "edges": [3]}',
+    ],
+)  # fmt: skip
+def test_another_file_of_the_name_of_a_profile_or_graph_is_passed_over(tmp_path, content):
+    """It may be anybody's."""
     out = logged(tmp_path, falling(2))
-    (out / "profile.txt").write_text(text, errors="surrogateescape")
-    profile = read_run(out).profile
-    assert profile is None or profile[1] == []
+    for name in ("profile.json", "cg.json"):
+        (out / name).write_text(content, errors="surrogateescape")
+    run = read_run(out)
+    assert run.graph is None
+    assert run.profile is None or run.profile.seconds == {}

@@ -1,8 +1,8 @@
 """The page of a run: its curves, log, settings, plan, times, parameters, graph and snapshots in one HTML file.
 
-A run's directory is read into plain values (`_run`, `_logs`, `_snapshots`), of the points of long curves a few thousand are
-chosen (`_curves`), and one template becomes the page (`_page`). The name is not ``report``, because `chainring.report` is
-the function that reports values.
+A run's directory is read into plain values (`_run`), and one template becomes the page (`_page`) with the curves and rows of
+the log (`_curves`) and all other sections (`_parts`). The name is not ``report``, because `chainring.report` is the function
+that reports values.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from chainring.html_report._run import DAMAGED, read_run
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Page:
     """A page that was written.
 
     Attributes:
-        file: where.
+        file: the HTML file.
         size: of the file in bytes.
-        rows: of the logs.
-        snapshots: how many there are.
-        damaged: the names of those that are not what was written.
+        rows: the number of rows of the logs.
+        snapshots: the number of snapshots.
+        damaged: the names of those whose bytes are not those that were written.
     """
 
     file: Path
@@ -36,8 +36,8 @@ class Written:
     damaged: list[str]
 
 
-def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> Written:
-    """Writes the page of a run, which may still be going on, in the place of an earlier one by one rename.
+def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> Page:
+    """Write the page of a run, which may still be going on; an earlier page is replaced by one rename.
 
     Args:
         directory: the trainer's ``out``.
@@ -46,25 +46,25 @@ def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> 
 
     Raises:
         FileNotFoundError: there is no run.
-        FileExistsError: something that is no such page is in the way.
+        FileExistsError: something that is not such a page is in the way.
         OSError: the page cannot be written.
     """
     run = read_run(directory, verify=verify)
     text = page_of(run, datetime.datetime.now().astimezone()).encode()
-    place = directory / "report.html" if file is None else file
-    _refuse_other(place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(place) as output:
+    path = directory / "report.html" if file is None else file
+    _refuse_other_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as output:
         output.write(text)
     damaged = [snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED]
-    return Written(place, len(text), sum(len(log.rows) for log in run.logs), len(run.snapshots), damaged)
+    return Page(path, len(text), sum(len(log.rows) for log in run.logs), len(run.snapshots), damaged)
 
 
-def _refuse_other(place: Path) -> None:
-    if not os.path.lexists(place):
+def _refuse_other_file(path: Path) -> None:
+    if not os.path.lexists(path):
         return
-    if place.is_file():
-        with open(place, encoding="utf-8", errors="replace") as file:
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as file:
             if SIGN in file.read(1000):
                 return
-    raise FileExistsError(f"{place} is there already and is no page of a run; move it, or give another --out")
+    raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")

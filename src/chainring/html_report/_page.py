@@ -1,4 +1,4 @@
-"""The page of a run: one file that holds all it needs and asks the network for nothing."""
+"""The page of a run: one file that contains all it needs and asks the network for nothing."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SECTIONS = {
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 SIGN = '<meta name="generator" content="chainring '
-"""By this near its beginning a page is known."""
+"""A page has this near its beginning."""
 
 
 def page_of(run: Run, made: datetime.datetime) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
-    Every text out of a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
+    Every text from a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
 
     Args:
-        run: what there is to show.
-        made: when the run was read, which the page says.
+        run: the content of its directory.
+        made: when that was read, which the page says.
     """
     chart_script, script = _file("vendor/uPlot.iife.min.js"), _file("page.js")
     curves, tables, data = curves_and_tables(run.logs, run.starts)
-    others = (_parts.settings, _parts.starts, _parts.plan, _parts.time, _parts.parameters, _parts.graph, _parts.snapshots)
+    sections = (_parts.settings, _parts.starts, _parts.plan, _parts.time, _parts.parameters, _parts.graph, _parts.snapshots)
     return Template(_file("page.html")).substitute(
         sign=SIGN,
         policy=f"{_POLICY}; script-src {_hash(chart_script)} {_hash(script)}",
@@ -44,7 +44,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
         facts=_facts(run),
         curves=curves,
         tables=tables,
-        others="".join(part(run) for part in others),
+        others="".join(section(run) for section in sections),
         made=made.isoformat(" ", "minutes"),
         version=__version__,
         licence=_tags.text(_file("vendor/LICENSE").splitlines()[2]),
@@ -55,7 +55,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
 
 
 def _facts(run: Run) -> str:
-    """What a reader wants to know first."""
+    """Return the numbers at the head of the page."""
     last = run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
     seconds = last.get("elapsed_time")
     facts = {
@@ -72,8 +72,8 @@ def _facts(run: Run) -> str:
     return "".join(f'<div class="{name}"><dt>{name}</dt><dd>{fact}</dd></div>' for name, fact in shown.items())
 
 
-def _count(found: object) -> str | None:
-    return f"{found:,}" if type(found) is int and 0 < found < 10**18 else None
+def _count(value: object) -> str | None:
+    return f"{value:,}" if type(value) is int and 0 < value < 10**18 else None
 
 
 def _file(name: str) -> str:
@@ -81,5 +81,5 @@ def _file(name: str) -> str:
 
 
 def _hash(script: str) -> str:
-    """A script as a content security policy names it (https://www.w3.org/TR/CSP3/#grammardef-hash-source)."""
+    """Return the hash of a script as a content security policy has it (https://www.w3.org/TR/CSP3/#grammardef-hash-source)."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

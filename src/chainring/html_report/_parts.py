@@ -1,186 +1,73 @@
-"""The parts of the page that are tables and pictures. Each says in one line how to get it where there is nothing."""
+"""The sections of the page below the log. An empty section says in one line how to fill it."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict, deque
-from html import escape
+import base64
+from collections.abc import Mapping
 from typing import Any
 
 from chainring.html_report import _tags
 from chainring.html_report._run import COMPLETE, DAMAGED, Model, Run
 
-_NODE = re.compile(r'\s*(\w+) \[label="((?:[^"\\]|\\.)*)", (.*)\];')
-_EDGE = re.compile(r"\s*(\w+) -> (\w+);")
-_MOST = 400  # nodes: beyond that nobody follows an arrow
-_CHARACTER, _LINE, _GAP, _LAYER = 7.3, 16, 18, 64  # pixels
-
-Places = dict[str, tuple[float, float, float]]
-"""Of each node the middle, the top and the width."""
-
-
-def svg_of(dot: str) -> tuple[str, int] | None:
-    """The picture as SVG whose colours come from the page, and the number of nodes; ``None`` if there is none to draw.
-
-    It reads what `dump_graph` writes, one node or edge a line, and is no reader of DOT at large. A node stands one layer
-    above the highest that it flows into, and in its layer where those are on average.
-    """
-    labels = {match[1]: (_lines(match[2]), match[3]) for line in dot.splitlines() if (match := _NODE.fullmatch(line))}
-    edges = [(match[1], match[2]) for line in dot.splitlines() if (match := _EDGE.fullmatch(line))]
-    edges = [(source, target) for source, target in dict.fromkeys(edges) if source in labels and target in labels]
-    heights = _heights(list(labels), edges)
-    if not labels or len(labels) > _MOST or heights is None:
-        return None
-    places = _places({name: lines for name, (lines, _) in labels.items()}, edges, heights)
-    width = max(middle + size / 2 for middle, _, size in places.values())
-    height = max(top for _, top, _ in places.values()) + 2 * _LINE + 12
-    drawn = [_arrow(places[source], places[target], labels[source][0]) for source, target in edges]
-    drawn += [_box(places[name], lines, style) for name, (lines, style) in labels.items()]
-    whole = f'viewBox="-4 -4 {width + 8:.0f} {height + 8:.0f}" width="{width + 8:.0f}" height="{height + 8:.0f}"'
-    arrow = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    defs = f'<defs>{arrow}<path d="M0 0 8 4 0 8z"/></marker></defs>'
-    head = f'<svg class="graph" {whole} role="img" aria-label="Graph of {len(labels)} nodes">'
-    return f"{head}{defs}{''.join(drawn)}</svg>", len(labels)
-
-
-def _lines(label: str) -> list[str]:
-    parts = re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], label).split("\n")
-    return [part if len(part) <= 60 else f"{part[:59]}…" for part in parts[:2]]
-
-
-def _heights(names: list[str], edges: list[tuple[str, str]]) -> dict[str, int] | None:
-    """How many layers each node stands above the lowest; ``None`` where the arrows go in a circle."""
-    sources, waiting = defaultdict(list), dict.fromkeys(names, 0)
-    for source, target in edges:
-        sources[target].append(source)
-        waiting[source] += 1
-    heights = dict.fromkeys(names, 0)
-    ready = deque(name for name, count in waiting.items() if not count)
-    done = 0
-    while ready:
-        target = ready.popleft()
-        done += 1
-        for source in sources[target]:
-            heights[source] = max(heights[source], heights[target] + 1)
-            waiting[source] -= 1
-            if not waiting[source]:
-                ready.append(source)
-    return heights if done == len(names) else None
-
-
-def _places(labels: dict[str, list[str]], edges: list[tuple[str, str]], heights: dict[str, int]) -> Places:
-    targets, layers = defaultdict(list), defaultdict(list)
-    for source, target in edges:
-        targets[source].append(target)
-    for name, height in heights.items():
-        layers[height].append(name)
-    places: Places = {}
-    for height in range(max(heights.values()) + 1):
-        wanted = {name: _mean([places[target][0] for target in targets[name]]) for name in layers[height]}
-        edge = float("-inf")
-        for name in sorted(wanted, key=lambda name: wanted[name]):
-            width = max(len(line) for line in labels[name]) * _CHARACTER + 20
-            middle = max(wanted[name], edge + _GAP + width / 2)
-            edge = middle + width / 2
-            places[name] = (middle, (max(heights.values()) - height) * _LAYER, width)
-        shift = _mean([places[name][0] - wanted[name] for name in wanted])  # what pushing to the right has moved
-        places |= {name: (places[name][0] - shift, *places[name][1:]) for name in wanted}
-    left = min(middle - width / 2 for middle, _, width in places.values())
-    return {name: (middle - left, top, width) for name, (middle, top, width) in places.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _arrow(source: tuple[float, float, float], target: tuple[float, float, float], lines: list[str]) -> str:
-    x, y, end_x, end_y = source[0], source[1] + _height(lines), target[0], target[1] - 1
-    bend = (y + end_y) / 2
-    curve = f"M{x:.0f} {y:.0f}C{x:.0f} {bend:.0f} {end_x:.0f} {bend:.0f} {end_x:.0f} {end_y:.0f}"
-    return f'<path class="edge" d="{curve}" marker-end="url(#tip)"/>'
-
-
-def _box(place: tuple[float, float, float], lines: list[str], style: str) -> str:
-    middle, top, width = place
-    kind = "leaf" if "lightblue" in style else "root" if "lightgrey" in style else "operation"
-    height = _height(lines)
-    corner = 4 if kind != "operation" else height / 2
-    corners = f'x="{middle - width / 2:.0f}" y="{top:.0f}" width="{width:.0f}" height="{height}" rx="{corner:.0f}"'
-    box = f'<rect class="{kind}" {corners}/>'
-    texts = [
-        f'<text x="{middle:.0f}" y="{top + 4 + _LINE * number + 10:.0f}">{escape(line)}</text>'
-        for number, line in enumerate(lines)
-    ]
-    return box + "".join(texts)
-
-
-def _height(lines: list[str]) -> int:
-    return _LINE * len(lines) + 8
-
-
-_MOST_ROWS = 300
+_MAX_ROWS = 300
+_MAX_INPUTS = 20
 _RECORD = "<code>run.json</code>, which a <code>Trainer</code> writes when a run starts"
 
 
 def settings(run: Run) -> str:
-    """The configuration, and with what the run was made."""
+    """Return the section of the configuration, the versions and the device."""
     record = run.record
-    config = record.get("config") or {}
-    parts = []
-    if run.trouble is not None:
-        parts.append(_tags.note(f"<code>run.json</code> cannot be read: {_tags.text(run.trouble)}"))
+    content = []
+    if run.record_error is not None:
+        content.append(_tags.note(f"<code>run.json</code> cannot be read: {_tags.text(run.record_error)}"))
     elif not record:
-        parts.append(_tags.note(f"Nothing is recorded: it would be in {_RECORD}."))
-    if config:
-        parts.append(_pairs("Configuration", config))
+        content.append(_tags.note(f"Nothing is recorded: it would be in {_RECORD}."))
+    if config := _mapping(record.get("config")):
+        content.append(_settings_table("Configuration", config))
     elif record:
-        parts.append(_tags.note("No configuration is recorded: pass <code>Trainer(..., config=vars(args))</code>."))
-    made = {"command": record.get("argv"), "commit": record.get("git_commit"), "device": record.get("device")}
-    made |= {"threads": record.get("threads")} | {
-        f"{key} version": each for key, each in (record.get("versions") or {}).items()
-    }
-    made |= {f"optimizer {name}": each for name, each in _mapping(record.get("optimizers")).items()}
-    made |= {f"seeds of {name}": each for name, each in _mapping(record.get("seeds")).items()}
-    known = {name: each for name, each in made.items() if each is not None}
-    if known:
-        parts.append(f"<details><summary>Made with</summary>{_pairs('Made with', known)}</details>")
-    return _tags.section("settings", "Settings", *parts)
+        content.append(_tags.note("No configuration is recorded: pass <code>Trainer(..., config=vars(args))</code>."))
+    names = {"argv": "command", "git_commit": "commit", "device": "device", "threads": "threads"}
+    values = {name: record.get(key) for key, name in names.items()}
+    values |= {f"{name} version": version for name, version in _mapping(record.get("versions")).items()}
+    values |= {f"optimizer {name}": optimizer for name, optimizer in _mapping(record.get("optimizers")).items()}
+    values |= {f"seeds of {name}": seeds for name, seeds in _mapping(record.get("seeds")).items()}
+    if known := {name: value for name, value in values.items() if value is not None}:
+        content.append(f"<details><summary>Made with</summary>{_settings_table('Made with', known)}</details>")
+    return _tags.section("settings", "Settings", *content)
 
 
-def _mapping(found: Any) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
+def _mapping(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
 
 
-def _pairs(caption: str, pairs: dict[str, Any]) -> str:
-    rows = [[_tags.text(name), _spelled(content)] for name, content in list(pairs.items())[:_MOST_ROWS]]
-    left_out = len(pairs) - len(rows)
-    more = _tags.note(f"{left_out:,} more are in <code>run.json</code>.") if left_out else ""
-    return _tags.table(caption, ["setting", "value"], rows) + more
+def _settings_table(caption: str, values: Mapping[str, Any]) -> str:
+    rows = []
+    for name, value in list(values.items())[:_MAX_ROWS]:
+        is_command = isinstance(value, list) and value and all(isinstance(word, str) for word in value)
+        rows.append([_tags.text(name), _tags.text(" ".join(value)) if is_command else _tags.value(value)])
+    return _tags.table(caption, ["setting", "value"], rows) + _more(len(values), "run.json")
 
 
-def _spelled(content: Any) -> str:
-    """A list of texts, as a command line is one, word by word."""
-    if isinstance(content, list) and content and all(isinstance(word, str) for word in content):
-        return _tags.text(" ".join(content))
-    return _tags.value(content)
+def _more(count: int, file: str) -> str:
+    """Return the note that a table is cut off after its first rows, if it is."""
+    return _tags.note(f"{count - _MAX_ROWS:,} more are in <code>{file}</code>.") if count > _MAX_ROWS else ""
 
 
 def starts(run: Run) -> str:
-    """When the run was started and resumed, and what had changed by then."""
-    found = run.starts
-    if not found:
+    """Return the section of the starts of the run: when, where, and with which changes."""
+    if not run.starts:
         return _tags.section("starts", "Starts", _tags.note(f"No start is recorded: they would be in {_RECORD}."))
     rows = []
-    for number, start in list(enumerate(found))[-_MOST_ROWS:]:
-        changed = _mapping(start.get("changed"))
-        lines = [_change(name, pair) for name, pair in list(changed.items())[:_MOST_ROWS]]
-        what = "<br>".join(lines) or ("" if number == 0 else "nothing")
-        place = f"{start.get('host', '')}, process {start.get('pid', '')}"
-        began = "started" if number == 0 else "resumed"
-        rows.append([began, _tags.value(start.get("iteration")), what, _tags.text(start.get("time", "")), _tags.text(place)])
-    said = _tags.note("It was never resumed.") if len(found) == 1 else ""
+    for index, start in list(enumerate(run.starts))[-_MAX_ROWS:]:
+        changes = list(_mapping(start.get("changed")).items())[:_MAX_ROWS]
+        changed = "<br>".join(_change(name, pair) for name, pair in changes) or ("" if index == 0 else "nothing")
+        process = f"{start.get('host', '')}, process {start.get('pid', '')}"
+        began = "started" if index == 0 else "resumed"
+        time = _tags.text(start.get("time", ""))
+        rows.append([began, _tags.value(start.get("iteration")), changed, time, _tags.text(process)])
+    note = _tags.note("It was never resumed.") if len(rows) == 1 else ""
     head = ["", "after iteration", "changed", "when", "where"]
-    return _tags.section("starts", "Starts", said, _tags.table("Starts of the run", head, rows, [1]))
+    return _tags.section("starts", "Starts", note, _tags.table("Starts of the run", head, rows, [1]))
 
 
 def _change(name: str, pair: Any) -> str:
@@ -189,78 +76,71 @@ def _change(name: str, pair: Any) -> str:
 
 
 def plan(run: Run) -> str:
-    """The extensions in the order in which they run, and what stops the run."""
+    """Return the section of the extensions in the order in which they run, and of the stop trigger."""
     recorded = _mapping(run.record.get("plan"))
-    extensions = recorded.get("extensions")
-    extensions = [each for each in extensions if isinstance(each, dict)] if isinstance(extensions, list) else []
     if not recorded:
         return _tags.section("plan", "Plan", _tags.note(f"No plan is recorded: it would be in {_RECORD}."))
+    extensions = recorded.get("extensions")
+    flags = {"before_training": "before training", "observes": "sees each iteration"}
     rows = [
         [
-            _tags.text(each.get("name", "")),
-            _tags.text(each.get("class", "")),
-            _tags.value(each.get("priority")),
-            f"<code>{_tags.text(each.get('trigger', ''))}</code>",
-            ", ".join(
-                word
-                for key, word in (("before_training", "before training"), ("observes", "sees each iteration"))
-                if each.get(key)
-            ),
+            _tags.text(extension.get("name", "")),
+            _tags.text(extension.get("class", "")),
+            _tags.value(extension.get("priority")),
+            f"<code>{_tags.text(extension.get('trigger', ''))}</code>",
+            ", ".join(words for key, words in flags.items() if extension.get(key)),
         ]
-        for each in extensions[:_MOST_ROWS]
+        for extension in (extensions[:_MAX_ROWS] if isinstance(extensions, list) else ())
+        if isinstance(extension, dict)
     ]
-    stop = f"Training ends by <code>{_tags.text(recorded.get('stop_trigger', ''))}</code>."
-    how = "Each iteration is an update, and then every extension whose trigger fires, in this order."
-    empty = "There is no extension: <code>trainer.extend(...)</code> adds one."
+    note = f"Training ends by <code>{_tags.text(recorded.get('stop_trigger', ''))}</code>. "
+    if not rows:
+        empty = "There is no extension: <code>trainer.extend(...)</code> adds one."
+        return _tags.section("plan", "Plan", _tags.note(note + empty))
+    note += "Each iteration is an update, and then every extension whose trigger fires, in this order."
     head = ["extension", "class", "priority", "trigger", "besides"]
-    shown = _tags.table("Plan of the extensions", head, rows, [2]) if rows else ""
-    return _tags.section("plan", "Plan", _tags.note(f"{stop} {how if rows else empty}"), shown)
+    return _tags.section("plan", "Plan", _tags.note(note), _tags.table("Plan of the extensions", head, rows, [2]))
 
 
 def time(run: Run) -> str:
-    """Where the time goes, by phase."""
+    """Return the section of the time of each phase."""
     if run.profile is None:
-        how = "Add <code>extensions.Profiler()</code>: it writes the time of each phase when the run ends."
-        return _tags.section("time", "Time by phase", _tags.note(how))
-    iterations, phases = run.profile
+        note = "Add <code>extensions.Profiler()</code>: it writes the time of each phase when the run ends."
+        return _tags.section("time", "Time by phase", _tags.note(note))
+    iterations, total = run.profile.iterations, sum(run.profile.seconds.values())
     rows = [
         [
-            _tags.text(phase.name),
-            f'<span class="bar"><i style="width:{100 * min(max(phase.share, 0), 1):.1f}%"></i></span>{phase.share:.1%}',
-            f"{phase.milliseconds:.3f}",
-            f"{phase.seconds:.3f}",
+            _tags.text(phase),
+            f'<span class="bar"><i style="width:{seconds / total:.1%}"></i></span>{seconds / total:.1%}',
+            f"{1000 * seconds / iterations:.3f}",
+            f"{seconds:.3f}",
         ]
-        for phase in sorted(phases, key=lambda phase: -phase.seconds)[:_MOST_ROWS]
+        for phase, seconds in sorted(run.profile.seconds.items(), key=lambda item: -item[1])[:_MAX_ROWS]
     ]
-    total = sum(phase.seconds for phase in phases)
-    said = f"{iterations:,} iterations in {_tags.duration(total)}: the last part of the run that came to its end."
+    note = f"{iterations:,} iterations in {_tags.duration(total)}: the last part of the run that came to its end."
     head = ["phase", "share", "ms an iteration", "seconds"]
-    return _tags.section("time", "Time by phase", _tags.note(said), _tags.table("Time by phase", head, rows, [2, 3]))
+    return _tags.section("time", "Time by phase", _tags.note(note), _tags.table("Time by phase", head, rows, [2, 3]))
 
 
 def parameters(run: Run) -> str:
-    """How many parameters the models have, and which."""
+    """Return the section of the models and their parameters."""
     if not run.models:
-        how = f"No model is recorded: it would be in {_RECORD} with an updater that has models."
-        return _tags.section("parameters", "Parameters", _tags.note(how))
+        note = f"No model is recorded: it would be in {_RECORD} with an updater that has models."
+        return _tags.section("parameters", "Parameters", _tags.note(note))
     rows = [
         [
             _tags.text(model.name),
-            _tags.text(model.kind),
-            f"{model.count():,}",
-            f"{model.count(trainable=True):,}",
-            f"{len(model.shapes):,}",
+            _tags.text(model.class_name),
+            *(f"{count:,}" for count in (model.count(), model.count(trainable=True), len(model.shapes))),
         ]
-        for model in run.models[:_MOST_ROWS]
+        for model in run.models[:_MAX_ROWS]
     ]
     head = ["model", "class", "parameters", "trainable", "tensors"]
-    details = "".join(map(_tensors, run.models[:20]))
+    details = "".join(map(_parameters_of, run.models[:20]))
     return _tags.section("parameters", "Parameters", _tags.table("Models", head, rows, [2, 3, 4]), details)
 
 
-def _tensors(model: Model) -> str:
-    name = _tags.text(model.name)
-    listed = list(model.shapes.items())
+def _parameters_of(model: Model) -> str:
     rows = [
         [
             _tags.text(path),
@@ -268,65 +148,69 @@ def _tensors(model: Model) -> str:
             "" if shape is None else f"{Model('', '', {path: shape}, frozenset()).count():,}",
             "no" if path in model.frozen else "yes",
         ]
-        for path, shape in listed[:_MOST_ROWS]
+        for path, shape in list(model.shapes.items())[:_MAX_ROWS]
     ]
-    left_out = len(listed) - len(rows)
-    more = _tags.note(f"{left_out:,} more are in <code>run.json</code>.") if left_out else ""
-    head = ["parameter", "shape", "numbers", "trainable"]
-    shown = _tags.table(f"Parameters of {model.name}", head, rows, [2])
-    return f"<details><summary>Parameters of {name}</summary>{shown}{more}</details>"
+    table = _tags.table(f"Parameters of {model.name}", ["parameter", "shape", "numbers", "trainable"], rows, [2])
+    more = _more(len(model.shapes), "run.json")
+    return f"<details><summary>Parameters of {_tags.text(model.name)}</summary>{table}{more}</details>"
 
 
 def graph(run: Run) -> str:
-    """The graph of the loss."""
-    title = "Graph"
+    """Return the section of the graph behind a reported value."""
     if run.graph is None:
-        how = 'Add <code>extensions.dump_graph("main/loss")</code>: it writes the graph behind the first loss.'
-        return _tags.section("graph", title, _tags.note(how))
-    name, dot = run.graph
-    drawn = svg_of(dot)
-    if drawn is None:
-        what = "is too large to be drawn here, or is not what <code>dump_graph</code> writes"
-        how = f"<code>{_tags.text(name)}</code> {what}; Graphviz draws it."
-        return _tags.section("graph", title, _tags.note(how))
-    svg, count = drawn
-    said = f"{count} nodes of <code>{_tags.text(name)}</code>: boxes are parameters and the result, the others operations."
-    region = f'<div class="scroll" tabindex="0" role="region" aria-label="Graph">{svg}</div>'
-    return _tags.section("graph", title, _tags.note(said), region)
+        note = 'Add <code>extensions.dump_graph("main/loss")</code>: it writes the graph behind the first loss.'
+        return _tags.section("graph", "Graph", _tags.note(note))
+    name, inputs = run.graph.name, run.graph.inputs
+    rows = [
+        [_tags.text(label), ", ".join(map(_tags.text, [*sources[:_MAX_INPUTS], *(["…"] if sources[_MAX_INPUTS:] else [])]))]
+        for label, sources in list(inputs.items())[-_MAX_ROWS:]
+    ]
+    note = f"The operations of the forward and their inputs, from <code>{_tags.text(name)}</code>."
+    picture = ""
+    if run.graph.picture is not None:
+        # As an image it runs no script and fetches nothing.
+        data = base64.b64encode(run.graph.picture).decode()
+        image = f'<img src="data:image/svg+xml;base64,{data}" alt="Graph, drawn by Graphviz">'
+        picture = f'<div class="scroll" tabindex="0" role="region" aria-label="Graph">{image}</div>'
+    table = _tags.table("Operations of the graph", ["operation", "inputs"], rows)
+    return _tags.section("graph", "Graph", _tags.note(note), picture, table, _more(len(inputs), _tags.text(name)))
 
 
 def snapshots(run: Run) -> str:
-    """The snapshots, and whether each is what was written."""
-    title = "Snapshots"
+    """Return the section of the snapshots and their states."""
     if not run.snapshots:
-        how = 'Add <code>extensions.snapshot(autoload=True), trigger=(1, "epoch")</code>: a run that is killed then goes on.'
-        return _tags.section("snapshots", title, _tags.note(how))
+        note = (
+            'Add <code>extensions.snapshot(autoload=True), trigger=(1, "epoch")</code>: a run that is killed then goes on.'
+        )
+        return _tags.section("snapshots", "Snapshots", _tags.note(note))
     rows = [
         [
-            _tags.text(each.name) + "".join(f' <span class="link">{_tags.text(link)}</span>' for link in each.links),
-            "" if each.iteration is None else f"{each.iteration:,}",
-            "" if each.epoch is None else f"{each.epoch:,}",
-            _tags.size(each.size),
-            f'<span class="state {each.state}">{each.state}</span>',
-            _tags.text(each.note),
+            _tags.text(snapshot.name) + "".join(f' <span class="link">{_tags.text(link)}</span>' for link in snapshot.links),
+            "" if snapshot.iteration is None else f"{snapshot.iteration:,}",
+            "" if snapshot.epoch is None else f"{snapshot.epoch:,}",
+            _tags.size(snapshot.size),
+            f'<span class="state {snapshot.state}">{snapshot.state}</span>',
+            _tags.text(snapshot.note),
         ]
-        for each in run.snapshots[:_MOST_ROWS]
+        for snapshot in run.snapshots[:_MAX_ROWS]
     ]
-    states = [each.state for each in run.snapshots]
-    said = [f"{states.count(state):,} {state}" for state in dict.fromkeys(states)]
-    total = _tags.size(sum(each.size for each in run.snapshots))
-    notes = f"{', '.join(said)}; {total} in all."
-    if COMPLETE in states:
-        notes += " Complete: names and sizes are as written; the bytes were not compared."
-    if DAMAGED in states:
-        first = next(each.name for each in run.snapshots if each.state == DAMAGED)
-        notes += (
-            f" Damaged is <code>{_tags.text(first)}</code>{' and others' if states.count(DAMAGED) > 1 else ''}: a run that"
-        )
-        notes += " resumes by itself passes over it."
-    if len(rows) < len(states):
-        notes += f" The newest {len(rows):,} are shown."
     head = ["snapshot", "iteration", "epoch", "size", "state", "note"]
-    if not any(each.note for each in run.snapshots):
+    if not any(snapshot.note for snapshot in run.snapshots):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return _tags.section("snapshots", title, _tags.note(notes), _tags.table("Snapshots", head, rows, [1, 2, 3]))
+    table = _tags.table("Snapshots", head, rows, [1, 2, 3])
+    return _tags.section("snapshots", "Snapshots", _tags.note(_snapshots_note(run)), table)
+
+
+def _snapshots_note(run: Run) -> str:
+    states = [snapshot.state for snapshot in run.snapshots]
+    counts = ", ".join(f"{states.count(state):,} {state}" for state in dict.fromkeys(states))
+    note = f"{counts}; {_tags.size(sum(snapshot.size for snapshot in run.snapshots))} in all."
+    if COMPLETE in states:
+        note += " Complete: names and sizes are as written; the bytes were not compared."
+    if DAMAGED in states:
+        first = _tags.text(run.snapshots[states.index(DAMAGED)].name)
+        others = " and others" if states.count(DAMAGED) > 1 else ""
+        note += f" Damaged is <code>{first}</code>{others}: a run that resumes by itself passes over it."
+    if len(states) > _MAX_ROWS:
+        note += f" The newest {_MAX_ROWS:,} are shown."
+    return note

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Whatever comes from a file is escaped here, and cut where it would fill the page."""
+"""Pieces of HTML. All that comes from a file is escaped here, and cut if it would fill the page."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-_LONGEST = 600  # characters of one text
+_MAX_CHARACTERS = 600  # of one text
 
 
 def text(value: object) -> str:
-    """Any value as text for between tags or between quotes."""
+    """Return any value as text for between tags or between quotes."""
     shown = str(value)
-    if len(shown) > _LONGEST:
-        shown = f"{shown[:_LONGEST]}… ({len(shown):,} characters)"
+    if len(shown) > _MAX_CHARACTERS:
+        shown = f"{shown[:_MAX_CHARACTERS]}… ({len(shown):,} characters)"
     return escape(shown.encode("utf-8", "backslashreplace").decode())
 
 
 def value(content: Any) -> str:
-    """A value of JSON as a reader writes it: texts without quotes, all else as it is spelled."""
+    """Return a value of JSON as text: a string without its quotes, anything else as in JSON."""
     if isinstance(content, str) and content:
         return text(content)
     if isinstance(content, float) and math.isfinite(content):
@@ -29,15 +29,15 @@ def value(content: Any) -> str:
 
 
 def number(content: float) -> str:
-    """A number in six digits, as a table shows it."""
+    """Return a number with six digits, as a table shows it."""
     return f"{content:.6g}"
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Iterable[int] = ()) -> str:
-    """A table, whose first column names its rows, in a region that scrolls by itself.
+    """Return a table, whose first column names its rows, in a region that scrolls by itself.
 
     Args:
-        caption: what it is, for those who do not see the heading above it.
+        caption: for readers who do not see the heading above it.
         head: the names of its columns, as text.
         rows: the cells, as HTML.
         numeric: the columns to be set flush right.
@@ -59,19 +59,19 @@ def _cells(row: Sequence[str], right: dict[int, str]) -> str:
 
 
 def note(content: str) -> str:
-    """A sentence beside what it is about; ``content`` is HTML."""
+    """Return a paragraph of explanation; ``content`` is HTML."""
     return f'<p class="note">{content}</p>'
 
 
 def section(name: str, title: str, *content: str) -> str:
-    """A part of the page with its heading; ``content`` is HTML."""
+    """Return a section of the page with its heading; ``content`` is HTML."""
     return (
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{"".join(content)}</section>'
     )
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Return a number of bytes as a person reads it."""
     scaled = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if scaled < 1000:
@@ -81,7 +81,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them, such as ``2 h 5 min`` or ``12.3 s``."""
+    """Return seconds as a person reads them, such as ``2 h 5 min`` or ``12.3 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
