@@ -15,7 +15,7 @@ from chainring._json import from_json
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, verify_sizes
 from chainring.serializers._store import verify as verify_bytes
 from chainring.training import _run_record
-from chainring.training._run_directory import pattern_of
+from chainring.training._run_directory import compile_template
 from chainring.writers.base import COUNTERS
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -207,7 +207,7 @@ def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -
 def _pattern(template: str) -> re.Pattern[str] | None:
     """Return the pattern of the names of snapshots; a name without fields is that of a link or of a file."""
     try:
-        return pattern_of(template) if "{" in template else None
+        return compile_template(template) if "{" in template else None
     except ValueError:  # a person may have edited the list
         return None
 

@@ -17,7 +17,7 @@ from chainring.serializers._checkpoint import load, save
 from chainring.serializers.base import DictionarySerializer
 from chainring.testing._fingerprint import describe, fingerprint, leaves
 from chainring.testing.fakes import ManualClock
-from chainring.training._trainer_state import visit_part
+from chainring.training._trainer_state import visit_if_stateful
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger
@@ -191,7 +191,7 @@ def state_of(subject: Any) -> dict[str, str]:
     """Return the state of an object by path, empty where it has none."""
     serializer = DictionarySerializer()
     with require_no_error("the state of an object can be asked for at any time", "See serialize, or state_dict"):
-        visit_part(serializer, "state", subject)
+        visit_if_stateful(serializer, "state", subject)
     return {path: describe(leaf) for key, value in serializer.target.items() for path, leaf in leaves(key, value)}
 
 

@@ -27,7 +27,7 @@ from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer
 from chainring.testing._fingerprint import BatchRecorder, fingerprint
 from chainring.testing._unsaved import unsaved_state
-from chainring.training._trainer_state import visit_part
+from chainring.training._trainer_state import visit_if_stateful
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
@@ -205,7 +205,7 @@ class _Observer:
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the trainer's own trigger."""
-        visit_part(serializer, "inner", self._stop_trigger)
+        visit_if_stateful(serializer, "inner", self._stop_trigger)
 
     def __call__(self, trainer: Trainer) -> bool:
         iteration = trainer.updater.iteration

@@ -1,4 +1,4 @@
-"""A rehearsal: a little of everything that a run does, and then as if nothing had been."""
+"""A rehearsal: a few iterations of a run with every extension, after which all state is put back."""
 
 from __future__ import annotations
 
@@ -12,79 +12,77 @@ from torch.nn.parameter import is_lazy
 from chainring import _random
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer
 from chainring.training import _run
-from chainring.training._trainer_state import visit_part
+from chainring.training._trainer_state import visit_if_stateful
 
 if TYPE_CHECKING:
     from torch import nn
 
     from chainring.serializers.base import AbstractSerializer
-    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
 _UPDATES = 2
 
 
 def rehearse(trainer: Trainer) -> None:
-    """Updates twice and calls every extension once, see `Trainer.rehearse`. Triggers are not asked."""
-    _refuse_lazy(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
-    entries = trainer.entries
-    with _put_back(trainer, entries), ExitStack() as stack:
+    """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not asked."""
+    _check_initialized(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
+    with _state_put_back(trainer), ExitStack() as stack:
         _run.prepare(trainer)
-        for entry in entries:
+        for entry in trainer.entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)
             stack.callback(entry.method("finalize"))
         trainer.extension_name = None
         try:
-            for number in range(1, _UPDATES + 1):
-                _iterate(trainer, entries, calls=number == _UPDATES)
+            for iteration in range(1, _UPDATES + 1):
+                _iterate(trainer, calls_extensions=iteration == _UPDATES)
         except StopIteration:
             raise RuntimeError(f"the data ended before {_UPDATES} updates, so there is nothing to rehearse") from None
 
 
-def _refuse_lazy(models: Mapping[str, nn.Module]) -> None:
+def _check_initialized(models: Mapping[str, nn.Module]) -> None:
     for name, model in models.items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
-                f"a rehearsal puts parameters back, and those of a lazy module are none before its first batch: {lazy} of "
-                f"model {name!r}; call the model once with a batch under torch.no_grad() before"
+                f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
+                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
             )
 
 
-def _iterate(trainer: Trainer, entries: list[Entry], calls: bool) -> None:
+def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
     trainer.observation = {}
     with trainer.reporter.scope(trainer.observation):
         trainer.updater.update()
-        for entry in entries:
+        for entry in trainer.entries:
             if entry.observe is not None:
                 entry.observe(trainer)
-            if calls:
+            if calls_extensions:
                 trainer.extension_name = entry.name
                 entry.extension(trainer)
                 trainer.extension_name = None
 
 
 @contextmanager
-def _put_back(trainer: Trainer, entries: list[Entry]) -> Generator[None]:
-    """A scratch directory as ``out``; afterwards everything that has changed is what it was, come what may."""
+def _state_put_back(trainer: Trainer) -> Generator[None]:
+    """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
-    _visit(saved, trainer, entries)
+    _visit_state(saved, trainer)
     out, observation = trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
             trainer.out, trainer.is_rehearsing = scratch, True
             yield
     except BaseException as error:
-        where = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
-        error.add_note(f"raised in the rehearsal{where}; all state has been put back")
+        position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
+        error.add_note(f"raised in the rehearsal{position}; all state has been put back")
         raise
     finally:
         trainer.out, trainer.observation, trainer.extension_name = out, observation, None
         trainer.is_rehearsing = False
-        _visit(DictionaryDeserializer(saved.target), trainer, entries)
+        _visit_state(DictionaryDeserializer(saved.target), trainer)
 
 
-def _visit(serializer: AbstractSerializer, trainer: Trainer, entries: list[Entry]) -> None:
+def _visit_state(serializer: AbstractSerializer, trainer: Trainer) -> None:
     serializer.visit("updater", trainer.updater)
-    for entry in entries:
-        visit_part(serializer["extensions"], entry.name, entry.extension)
+    for entry in trainer.entries:
+        visit_if_stateful(serializer["extensions"], entry.name, entry.extension)

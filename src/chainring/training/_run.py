@@ -17,7 +17,7 @@ from chainring.iterators.base import share_among_ranks
 from chainring.training import _run_record
 from chainring.training._run_directory import RunDirectory, create_out
 from chainring.training._signals import Interruption
-from chainring.training._trainer_state import Restored
+from chainring.training._trainer_state import LoadedState
 from chainring.training.extension import RollBack
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ class Run:
 
     Attributes:
         has_begun: True once `Trainer.run` was called.
-        restored: what was loaded into the trainer, and waits for the start.
+        loaded_state: what was loaded into the trainer, and waits for the start.
         earlier_time: seconds of training in the runs before a resume.
     """
 
     def __init__(self) -> None:
         self.has_begun = False
-        self.restored = Restored()
+        self.loaded_state = LoadedState()
         self.earlier_time = 0.0
         self._started_at: float | None = None
         self._total_time: float | None = None
@@ -82,7 +82,7 @@ class Run:
             self._total_time = self.elapsed_time
             if self._directory is not None:
                 self._directory.release()
-            if failure is None and trainer.interruption.received is not None:
+            if failure is None and trainer.interruption.signum is not None:
                 failure = trainer.interruption.error()
         if failure is not None:
             raise failure
@@ -126,7 +126,7 @@ class Run:
         self._started_triggers = []
         for trigger in (trainer.stop_trigger, *(entry.trigger for entry in trainer.entries)):
             self.initialize_trigger(trigger, trainer)
-        self.restored.warn_of_differences()
+        self.loaded_state.warn_of_differences()
         for entry in trainer.entries:
             trainer.extension_name = entry.name
             entry.method("initialize")(trainer)
@@ -139,24 +139,24 @@ class Run:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
         entries = trainer.entries
         _check_names(entries)
-        origin = self.restored.origin
+        origin = self.loaded_state.directory
         earlier = _run_record.read(directory.path)
         files = {_run_record.NAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
         known = files.union(earlier.get("files", ()))
         if trainer.is_resumed:
-            directory.go_back(known, trainer.updater.iteration)
+            directory.archive_later_snapshots(known, trainer.updater.iteration)
             earlier = (_run_record.read(origin) if origin is not None else {}) or earlier
-            _run_record.write(trainer, earlier, known, self.restored.changes)
+            _run_record.write(trainer, earlier, known, self.loaded_state.changes)
         else:
-            directory.begin(known)
-            _run_record.write(trainer, {}, files, self.restored.changes)
+            directory.archive_earlier_run(known)
+            _run_record.write(trainer, {}, files, self.loaded_state.changes)
 
     def _restore_generators(self, trainer: Trainer) -> None:
-        restored, rank = self.restored, trainer.comm.rank
-        if restored.generators is not None:
-            _random.set_rng_state(restored.generators)
-            restored.generators = None
-        elif restored.happened:  # saved by fewer ranks
+        loaded, rank = self.loaded_state, trainer.comm.rank
+        if loaded.generators is not None:
+            _random.set_rng_state(loaded.generators)
+            loaded.generators = None
+        elif loaded.exists:  # saved by fewer ranks
             _random.seed_all("rank", rank, trainer.updater.iteration)
         elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
             _random.seed_all("rank", rank, torch.initial_seed())

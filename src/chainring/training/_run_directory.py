@@ -1,7 +1,8 @@
-"""The directory of a run: who writes there, and what becomes of what lies there already."""
+"""The directory of a run: who writes there, and what happens to the files of an earlier run."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -11,17 +12,17 @@ from string import Formatter
 
 from chainring._files import DirectoryLock, flush_directory, make_numbered_directory, temporary_path
 from chainring._messages import info
-from chainring.serializers._store import Manifest, Store
+from chainring.serializers._store import Store
 
-_SHOWN = 6
-_PLACES = ("previous", "abandoned")
+_MAX_SHOWN = 6
+_ARCHIVES = ("previous", "abandoned")
 _COUNTS = {"iteration": r"(?P<iteration>\d+)", "epoch": r"\d+", "epoch_detail": r"[\d.e+-]+"}
 
 
 class RunDirectory:
-    """Where one run writes, and no other run meanwhile.
+    """The directory in which one run writes, and no other run meanwhile.
 
-    What killed runs have left unfinished is removed. What a run has saved is never deleted here, only moved.
+    Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
 
     Args:
         out: the directory; it exists.
@@ -41,105 +42,92 @@ class RunDirectory:
             raise
 
     def release(self) -> None:
-        """Lets another run in."""
+        """Let other runs write there."""
         self._lock.release()
 
-    def begin(self, templates: Iterable[str]) -> None:
-        """Moves what an earlier run has written under these names to ``previous/<n>``, for a run that starts anew."""
-        own = list(self._own(templates))
-        if own:
-            moved = self._move(own, "previous")
-            info(f"{self.path} holds an earlier run: {_listed(own)} moved to {moved}")
+    def archive_earlier_run(self, templates: Iterable[str]) -> None:
+        """Move the files of an earlier run with these names to ``previous/<n>``, for a run that starts anew."""
+        names = list(self._find(templates))
+        if names:
+            archive = self._move(names, "previous")
+            info(f"{self.path} holds an earlier run: {_list_names(names)} moved to {archive}")
 
-    def go_back(self, templates: Iterable[str], iteration: int) -> None:
-        """Moves snapshots of later iterations to ``abandoned/<n>``, for a run that continues from this one.
+    def archive_later_snapshots(self, templates: Iterable[str], iteration: int) -> None:
+        """Move snapshots of later iterations to ``abandoned/<n>``, for a run that continues from this one.
 
         The files beside them, such as the log, are copied there, because the run will cut them back.
         """
-        own = self._own(templates)
-        later = [name for name, since in own.items() if since is not None and since > iteration]
+        found = self._find(templates)
+        later = [name for name, saved_at in found.items() if saved_at is not None and saved_at > iteration]
         if not later:
             return
-        # Links go first, so that none leads nowhere when the process is killed on the way.
-        later = [name for name in own if "/" not in name and self._store.link_target(name) in later] + later
-        files = [name for name in own if (self.path / name).is_file() and name not in later]
-        moved = self._move(later, "abandoned", copies=files)
-        info(f"resumed at iteration {iteration}: the later {_listed(later)} moved to {moved}")
+        # Links go first, so that none is left dangling when the process is killed in between.
+        later = [name for name in found if "/" not in name and self._store.link_target(name) in later] + later
+        files = [name for name in found if (self.path / name).is_file() and name not in later]
+        archive = self._move(later, "abandoned", copies=files)
+        info(f"resumed at iteration {iteration}: the later {_list_names(later)} moved to {archive}")
 
-    def _own(self, templates: Iterable[str]) -> dict[str, float | None]:
-        """The run's own entries and the iteration of each, infinite for a damaged snapshot, ``None`` for other files."""
-        templates = list(templates)
-        patterns = [pattern_of(template) for template in templates]
+    def _find(self, templates: Iterable[str]) -> dict[str, float | None]:
+        """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
+        patterns = {template: compile_template(template) for template in templates}
         manifests = dict(self._store.listing())
         found: dict[str, float | None] = {}
-        names = sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _PLACES)
+        names = sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
-            matches = [match for pattern in patterns if (match := pattern.fullmatch(name))]
+            matches = [match for pattern in patterns.values() if (match := pattern.fullmatch(name))]
             manifest = manifests.get(name)
-            if not matches and not (manifest is not None and "series" in manifest.about):
-                continue
-            numbers = [match["iteration"] for match in matches if "iteration" in match.re.groupindex]
-            if name in manifests:
-                found[name] = _iteration(manifest, numbers)
-            else:
-                found[name] = int(numbers[0]) if numbers else None
+            if manifest is not None and (matches or "series" in manifest.about):
+                found[name] = manifest.iteration
+            elif matches:
+                found[name] = _iteration_of(matches, math.inf if name in manifests else None)
         found |= {name: None for name in names if name not in found and self._store.link_target(name) in found}
-        return found | self._nested(templates)
-
-    def _nested(self, templates: Iterable[str]) -> dict[str, float | None]:
-        """The same of the files that lie in folders within."""
-        found: dict[str, float | None] = {}
-        for template in templates:
+        for template, pattern in patterns.items():
             folder = template.partition("{")[0].rpartition("/")[0]
-            if not folder or os.path.isabs(template) or ".." in Path(template).parts:
-                continue
-            pattern = pattern_of(template)
-            for path in sorted((self.path / folder).rglob("*")):
-                name = path.relative_to(self.path).as_posix()
-                if path.is_file() and (match := pattern.fullmatch(name)):
-                    found[name] = int(match["iteration"]) if "iteration" in match.re.groupindex else None
+            if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
+                for path in sorted((self.path / folder).rglob("*")):
+                    name = path.relative_to(self.path).as_posix()
+                    if path.is_file() and (match := pattern.fullmatch(name)):
+                        found[name] = _iteration_of([match], None)
         return found
 
-    def _move(self, names: list[str], where: str, copies: Iterable[str] = ()) -> Path:
-        place = make_numbered_directory(self.path / where)
+    def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> Path:
+        archive = make_numbered_directory(self.path / archives)
         for name in (*copies, *names):
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (archive / name).parent.mkdir(parents=True, exist_ok=True)
         for name in copies:
-            shutil.copy2(self.path / name, place / name)
+            shutil.copy2(self.path / name, archive / name)
         for name in names:
-            os.rename(self.path / name, place / name)
-        flush_directory(place)
+            os.rename(self.path / name, archive / name)
+        flush_directory(archive)
         flush_directory(self.path)
-        return place
+        return archive
 
 
-def pattern_of(template: str) -> re.Pattern[str]:
-    """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
+def compile_template(template: str) -> re.Pattern[str]:
+    """Return the pattern of the names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
 
-    Fields that count, iterations and epochs, stand for digits, so that what others call ``snapshot_iter_old`` is not taken
-    for the run's own; the first iteration is the group of that name. A field of any other kind stands for any text, unless
-    it is all of the name, which would then be every name.
+    Fields that count, iterations and epochs, stand for digits, so that ``snapshot_iter_old`` of another program does not
+    match; the first iteration is the group of that name. Any other field stands for any text, unless the template consists
+    of it alone, which would then match every name.
     """
     fields = list(Formatter().parse(template))
-    other = ".+" if any(literal for literal, *_ in fields) else r"(?!)"
-    parts: list[str] = []
+    any_text = ".+" if any(literal for literal, *_ in fields) else r"(?!)"
+    regexes: list[str] = []
     for literal, field, _, _ in fields:
-        parts.append(re.escape(literal))
+        regexes.append(re.escape(literal))
         if field is not None:
-            part = _COUNTS.get(field.rpartition(".")[2], other)
-            parts.append(r"\d+" if part in parts and "<" in part else part)
-    return re.compile("".join(parts))
+            regex = _COUNTS.get(field.rpartition(".")[2], any_text)
+            regexes.append(r"\d+" if regex in regexes and "<" in regex else regex)
+    return re.compile("".join(regexes))
 
 
-def _iteration(manifest: Manifest | None, numbers: list[str]) -> float:
-    if manifest is not None:
-        return manifest.iteration
-    return int(numbers[0]) if numbers else float("inf")
+def _iteration_of(matches: list[re.Match[str]], default: float | None) -> float | None:
+    return next((int(match["iteration"]) for match in matches if "iteration" in match.re.groupindex), default)
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+def _list_names(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return shown if len(names) <= _MAX_SHOWN else f"{shown} and {len(names) - _MAX_SHOWN} more"
 
 
 def check_out(out: str | os.PathLike[str]) -> None:
@@ -160,10 +148,10 @@ def check_out(out: str | os.PathLike[str]) -> None:
 
 
 def create_out(out: str | os.PathLike[str]) -> None:
-    """Create the directory, and try whether a file can be written there.
+    """Create the directory and check that a file can be written there.
 
     Raises:
-        OSError: it cannot.
+        OSError: the directory cannot be created, or not written to.
     """
     try:
         os.makedirs(out, exist_ok=True)

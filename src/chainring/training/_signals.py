@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: taken down when they come, acted upon at the end of the iteration."""
+"""Signals that ask a run to end: recorded when they come, acted upon at the end of the iteration."""
 
 from __future__ import annotations
 
@@ -10,99 +10,107 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from chainring._distributed.communicator import Communicator
+
 
 class Interrupted(SystemExit):
-    """A signal has ended the run, after the iteration was finished, snapshots were taken and everything was finalized.
+    """Raised when a signal has ended the run: the iteration is finished, snapshots are taken, everything is finalized.
 
     Left alone, it ends the process with the code of a process that the signal has killed: 143 for SIGTERM, 130 for SIGINT.
+
+    Example::
+
+        try:
+            trainer.run()
+        except Interrupted:
+            notify("the run was interrupted; its state is saved")
+            raise
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
 
     def __str__(self) -> str:
         return f"the run was ended by {signal.Signals(int(str(self.code)) - 128).name}"
 
 
 class Interruption:
-    """While it is entered, SIGTERM and the first SIGINT only set `received`; the second SIGINT raises KeyboardInterrupt.
+    """While it is entered, SIGTERM and the first SIGINT only set `signum`; the second SIGINT raises KeyboardInterrupt.
 
-    A handler that was there is called too, and is put back at the end. What is ignored stays ignored. In a thread, where
+    A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
     Python sets no handlers, nothing is changed.
 
     Of several ranks, all end after the same iteration: at the beginning of each they start to compare what they have
-    received, and read at the beginning of the next what came out. So none waits for the others, and a run ends at most two
+    received, and read the result at the beginning of the next. So none waits for the others, and a run ends at most two
     iterations after the signal.
 
     Args:
         comm: the communicator of the ranks.
 
     Attributes:
-        received: the number of the first signal, ``None`` before one came; of several ranks, of the largest that any got.
+        signum: the number of the first signal, ``None`` before one came; of several ranks, the largest that any received.
     """
 
-    def __init__(self, comm: Any = None) -> None:
-        self.received: int | None = None
-        self._comm = comm
-        self._compared: Callable[[], int] | None = None
-        self._count = 0
-        self._before: dict[int, Any] = {}
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self.signum: int | None = None
+        self._comm = comm or Communicator()
+        self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
+        self._sigint_count = 0
+        self._handlers: dict[int, Any] = {}  # those that were there
         self._pid = os.getpid()
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # None: set by other than Python, and it could not be put back
-                    self._before[number] = before
-                    signal.signal(number, self._receive)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before = {}
-
-    def asks_to_end(self) -> bool:
-        """Whether the run is to end here; asked at the beginning of each iteration."""
-        if self._comm is None or self._comm.size == 1:
-            return self.received is not None
-        compared, self._compared = self._compared, self._comm.start_max(self.received or 0)
-        number = 0 if compared is None else compared()
-        self.received = number or self.received
-        return number > 0
-
-    def settle(self) -> None:
-        """At the end of the loop: what was received too late to be agreed upon does not count among several ranks."""
-        if self._comm is not None and self._comm.size > 1:
-            compared, self._compared = self._compared, None
-            number = 0 if compared is None else compared()
-            self.received = number or None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked worker has inherited this handler, and its trainer decides
-        self._count += number == signal.SIGINT
-        self.received = self.received or number
-        before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
-        if number == signal.SIGINT and self._count > 1:
-            raise KeyboardInterrupt
 
     @property
     def name(self) -> str:
-        """What the signal is called."""
-        return signal.Signals(self.received or 0).name
+        """The name of the signal, such as ``SIGTERM``."""
+        return signal.Signals(self.signum or 0).name
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                handler = signal.getsignal(signum)
+                if handler not in (None, signal.SIG_IGN):  # None: not set by Python, which could not restore it
+                    self._handlers[signum] = handler
+                    signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked worker has inherited this handler, and its trainer decides
+        self._sigint_count += signum == signal.SIGINT
+        self.signum = self.signum or signum
+        handler = self._handlers.get(signum)
+        if callable(handler) and handler is not signal.default_int_handler:
+            handler(signum, frame)
+        if self._sigint_count > 1 and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def stops_loop(self) -> bool:
+        """Return True if the run ends here; asked at the beginning of each iteration."""
+        if self._comm.size == 1:
+            return self.signum is not None
+        read, self._read_maximum = self._read_maximum, self._comm.start_max(self.signum or 0)
+        agreed = read()
+        self.signum = agreed or self.signum
+        return agreed > 0
+
+    def settle(self) -> None:
+        """Drop, at the end of the loop, a signal that came too late for several ranks to agree upon."""
+        if self._comm.size > 1:
+            self.signum = self._read_maximum() or None
 
     def error(self) -> BaseException:
-        """What ends the run; in a notebook, whose kernel must not end, SIGINT stays the interrupt that it is there."""
-        assert self.received is not None
-        if self.received == signal.SIGINT and _is_in_notebook():
+        """Return what ends the run; in a notebook, whose kernel must go on, SIGINT stays a KeyboardInterrupt."""
+        assert self.signum is not None
+        if self.signum == signal.SIGINT and _is_in_notebook():
             return KeyboardInterrupt(f"{self.name}: the iteration was finished and its state saved")
-        return Interrupted(self.received)
+        return Interrupted(self.signum)
 
 
 def _is_in_notebook() -> bool:

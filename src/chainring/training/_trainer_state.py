@@ -1,4 +1,4 @@
-"""The state of a trainer: what is saved, and how it finds its way back whatever the order of load and extend."""
+"""The state of a trainer: what is saved, and how it is loaded whatever the order of ``load`` and ``extend``."""
 
 from __future__ import annotations
 
@@ -19,103 +19,96 @@ if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 
-_OTHER_RANKS = "examples and their order are the same, and the last bits are not"
-
-
-class Restored:
-    """What was loaded into a trainer and waits: for an extension that is not registered yet, for the run to start.
+class LoadedState:
+    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start.
 
     Attributes:
-        happened: whether anything was loaded, so that the run continues an earlier one.
+        exists: True once anything was loaded, so that the run continues an earlier one.
         generators: the state of the random generators, put back immediately before the first update.
-        origin: the directory in which the snapshot lies that was loaded; ``None`` where it came from memory.
-        changes: the settings that the script has otherwise than that of the saved run: by name, the old value and the new.
+        directory: the directory of the snapshot that was loaded; ``None`` where it came from memory.
+        changes: the settings in which the script differs from the saved run: by name, the old value and the new.
     """
 
     def __init__(self) -> None:
-        self.happened = False
+        self.exists = False
         self.generators: Any = None
-        self.origin: Path | None = None
+        self.directory: Path | None = None
         self.changes: dict[str, list[Any]] = {}
         self._source: Deserializer | None = None
-        self._saved: dict[str, list[str]] = {}
-        self._new: list[str] = []
+        self._saved: dict[str, list[str]] = {}  # extensions that only the saved run has, with their class names
+        self._new: list[str] = []  # extensions that only this run has
 
-    def begin(self, source: Deserializer, kinds: dict[str, list[str]], drawn: Any, entries: list[Entry]) -> None:
-        """Takes over a saved run, whose extensions had these names and types."""
-        self.happened = True
-        self.generators = drawn
-        self.origin = source.directory
-        self._source, self._saved, self._new = source, dict(kinds), []
+    def begin(self, source: Deserializer, class_names: dict[str, list[str]], generators: Any, entries: list[Entry]) -> None:
+        """Take over a saved run, whose extensions had these names and classes, and restore those that are registered."""
+        self.exists = True
+        self.generators = generators
+        self.directory = source.directory
+        self._source, self._saved, self._new = source, dict(class_names), []
         for entry in entries:
-            self.claim(entry)
+            self.restore(entry)
 
-    def claim(self, entry: Entry) -> None:
-        """Puts back the state of an extension and of its trigger. What is of another class now starts anew."""
+    def restore(self, entry: Entry) -> None:
+        """Load the state of an extension and of its trigger, each unless its class is another one now."""
         if self._source is None:
             return
         if entry.name not in self._saved:
             self._new.append(entry.name)
             return
-        saved, own = self._saved.pop(entry.name), entry.kinds
+        saved, current = self._saved.pop(entry.name), entry.class_names
         with recording_changes(self.changes):
-            if saved[0] == own[0]:
-                visit_part(self._source["extensions"], entry.name, entry.extension)
+            if saved[0] == current[0]:
+                visit_if_stateful(self._source["extensions"], entry.name, entry.extension)
             else:
                 self._new.append(entry.name)
-            if saved[1] == own[1]:
-                visit_part(self._source["extension_triggers"], entry.name, entry.trigger)
+            if saved[1] == current[1]:
+                visit_if_stateful(self._source["extension_triggers"], entry.name, entry.trigger)
             _visit_trigger_setting(self._source, entry)
 
     def warn_of_differences(self) -> None:
-        """Names the extensions that only the saved run had, and those that only this one has; called when a run starts."""
+        """Name the extensions that only the saved run had, and those that only this one has; called when a run starts."""
         if self._saved or self._new:
             warnings.warn(
-                "this run has other extensions than the one it continues: "
-                f"only there {list(self._saved)}, only here {self._new}. "
-                "What is only there is forgotten, what is only here starts from now",
+                f"this run has other extensions than the one it continues: only there {list(self._saved)}, only here "
+                f"{self._new}. The state of those only there is dropped; those only here start from now",
                 stacklevel=2,
             )
         self._source, self._saved, self._new = None, {}, []
 
 
 def serialize(trainer: Trainer, run: Run, serializer: AbstractSerializer, entries: list[Entry]) -> None:
-    """Saves or loads all of a trainer.
-
-    Raises:
-        RuntimeError: state is loaded into a trainer that has run.
-    """
+    """Save or load all of a trainer; ``entries`` are its extensions in the order of registration."""
+    loaded_state = run.loaded_state
     if isinstance(serializer, Deserializer):
-        run.restored.changes = {}
-    with recording_changes(run.restored.changes):
-        _visit(trainer, run, serializer, entries)
+        loaded_state.changes = {}
+    with recording_changes(loaded_state.changes):
+        serializer.visit("updater", trainer.updater)
+        elapsed = serializer("elapsed_time", trainer.elapsed_time)
+        weight = serializer("weight", getattr(trainer.updater, "weight", 1))  # of the observation, for who averages it
+        class_names = serializer("extension_types", {entry.name: entry.class_names for entry in entries})
+        stop = type(trainer.stop_trigger).__name__
+        if serializer("stop_trigger_type", stop) == stop:
+            visit_if_stateful(serializer, "stop_trigger", trainer.stop_trigger)
+        visit_setting(serializer, "stop_trigger_setting", describe_setting(trainer.stop_trigger), "stop trigger")
+        generators = _visit_generators(trainer, serializer["generators"], loaded_state)
+        if isinstance(serializer, Deserializer):
+            observation = serializer["observation"]
+            trainer.observation = {key: observation(key, None) for key in observation.paths()}
+            run.earlier_time = elapsed
+            with contextlib.suppress(AttributeError):  # of an updater that computes it
+                trainer.updater.weight = weight
+            loaded_state.begin(serializer, class_names, generators, entries)
+        else:
+            _save_observation(serializer["observation"], trainer.observation)
+            for entry in entries:
+                visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
+                visit_if_stateful(serializer["extension_triggers"], entry.name, entry.trigger)
+                _visit_trigger_setting(serializer, entry)
 
 
-def _visit(trainer: Trainer, run: Run, serializer: AbstractSerializer, entries: list[Entry]) -> None:
-    serializer.visit("updater", trainer.updater)
-    elapsed = serializer("elapsed_time", trainer.elapsed_time)
-    weight = serializer("weight", getattr(trainer.updater, "weight", 1))  # of the observation, for who averages it
-    kinds = serializer("extension_types", {entry.name: entry.kinds for entry in entries})
-    stop = type(trainer.stop_trigger).__name__
-    if serializer("stop_trigger_type", stop) == stop:
-        visit_part(serializer, "stop_trigger", trainer.stop_trigger)
-    visit_setting(serializer, "stop_trigger_setting", describe_setting(trainer.stop_trigger), "stop trigger")
-    drawn = _generators(trainer, serializer["generators"], run.restored)
-    observation = serializer["observation"]
-    if isinstance(serializer, Deserializer):
-        trainer.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
-        run.earlier_time = elapsed
-        with contextlib.suppress(AttributeError):  # of an updater that computes it
-            trainer.updater.weight = weight
-        run.restored.begin(serializer, kinds, drawn, entries)
-        return
-    for key, value in trainer.observation.items():
+def _save_observation(serializer: AbstractSerializer, observation: dict[str, Any]) -> None:
+    for key, value in observation.items():
         if is_scalar(value):
-            observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
-    for entry in entries:
-        visit_part(serializer["extensions"], entry.name, entry.extension)
-        visit_part(serializer["extension_triggers"], entry.name, entry.trigger)
-        _visit_trigger_setting(serializer, entry)
+            serializer(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
 
 
 def _visit_trigger_setting(serializer: AbstractSerializer, entry: Entry) -> None:
@@ -123,27 +116,28 @@ def _visit_trigger_setting(serializer: AbstractSerializer, entry: Entry) -> None
     visit_setting(serializer["extension_trigger_settings"], entry.name, setting, name)
 
 
-def _generators(trainer: Trainer, serializer: AbstractSerializer, restored: Restored) -> Any:
-    """The state of this rank's generators, ``None`` where there is none of it because fewer ranks have saved.
+def _visit_generators(trainer: Trainer, serializer: AbstractSerializer, loaded_state: LoadedState) -> Any:
+    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
 
-    It is put back immediately before the first update, because a script may draw between load and run.
+    They are put back immediately before the first update, because a script may draw between load and run.
     """
-    own = str(trainer.comm.rank)
+    comm = trainer.comm
     if isinstance(serializer, Deserializer):
-        saved = {path.partition("/")[0] for path in serializer.paths()}
-        if trainer.comm.rank == 0 and len(saved) != trainer.comm.size:
-            announce_change("number of ranks", len(saved), trainer.comm.size, _OTHER_RANKS)
-        return serializer(own, None) if own in saved else None
-    drawn = restored.generators or _random.get_rng_state()
+        ranks = {path.partition("/")[0] for path in serializer.paths()}
+        if comm.rank == 0 and len(ranks) != comm.size:
+            consequence = "examples and their order are the same, and the last bits are not"
+            announce_change("number of ranks", len(ranks), comm.size, consequence)
+        return serializer(str(comm.rank), None) if str(comm.rank) in ranks else None
+    generators = loaded_state.generators or _random.get_rng_state()
     if serializer.comm.size == 1:
-        serializer(own, drawn)
+        serializer(str(comm.rank), generators)
     else:
-        for rank, state in enumerate(serializer.comm.gather_object(drawn)):
+        for rank, state in enumerate(serializer.comm.gather_object(generators)):
             serializer(str(rank), state)
-    return drawn
+    return generators
 
 
-def visit_part(serializer: AbstractSerializer, name: str, part: Any) -> None:
-    """Saves or loads an extension or a trigger, if it has state."""
-    if serialize_method(part) is not None or has_state(part):
-        serializer.visit(name, part)
+def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
+    """Save or load an extension or a trigger, if it has state."""
+    if serialize_method(obj) is not None or has_state(obj):
+        serializer.visit(key, obj)

@@ -1,4 +1,4 @@
-"""What else happens besides updating: the base class of extensions, and the trainer's entry of one."""
+"""Extensions: the base class, the decorator, and the entry of one in a trainer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from chainring._checks import find_call_error, is_number
 from chainring.serializers.base import Stateful
-from chainring.training.triggers import IntervalTrigger, get_trigger
+from chainring.training.triggers import IntervalTrigger, TriggerLike, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -20,31 +21,44 @@ PRIORITY_READER = 100
 """For extensions that read the observation, such as a LogReport."""
 
 
-class RollBack(RuntimeError):  # noqa: N818 - it asks for something, and is an error only where that cannot be had
-    """Raised by an extension, it puts the run back to its newest snapshot, from which it goes on.
+class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
+    """Raised by an extension to put the run back to its newest snapshot, from which it continues.
 
     Without a snapshot it ends the run, as any error does.
+
+    Example::
+
+        if math.isnan(trainer.observation["main/loss"]):
+            raise RollBack("the loss is NaN")
     """
 
 
 class Extension(Stateful):
-    """Something that a trainer does when a trigger fires. Write ``__call__``; everything else is optional.
+    """An action of a trainer when a trigger fires. Define ``__call__``; everything else is optional.
 
-    Any callable of one argument, the trainer, can be an extension: this class gives defaults and names the methods that
+    Any callable of one argument, the trainer, can be an extension: this class gives defaults, and names the methods that
     a trainer looks for.
+
+    Example::
+
+        class PrintLoss(Extension):
+            trigger = (100, "iteration")
+
+            def __call__(self, trainer):
+                print(trainer.updater.iteration, float(trainer.observation["main/loss"]))
 
     Attributes:
         trigger: when it is called, unless `Trainer.extend` says otherwise.
         priority: extensions of higher priority run first.
-        invoke_before_training: whether it is also called once just before the loop.
-        skip_on_resume: whether the call before training is left out in a run that continues an earlier one.
-        is_snapshot: whether it takes down the state of the run. Such extensions are called last, after every trigger of
-            the iteration has been asked.
-        has_fixed_name: of a snapshot, whether every one has the same name, as the best has.
-        autoload: of a snapshot, whether a run continues from the newest one, and is taken down when it ends.
+        invoke_before_training: True to call it once just before the loop too.
+        skip_on_resume: True to leave out the call before training in a run that continues an earlier one.
+        is_snapshot: True if it saves the state of the run. Such extensions are called last, after every trigger of the
+            iteration has been asked.
+        has_fixed_name: of a snapshot, True if each replaces the one before under the same name, such as the best one.
+        autoload: of a snapshot, True to begin a run from the newest one, and to take one when the run ends.
     """
 
-    trigger: Any = (1, "iteration")
+    trigger: TriggerLike = (1, "iteration")
     priority: int = PRIORITY_READER
     invoke_before_training: bool = False
     skip_on_resume: bool = False
@@ -66,7 +80,7 @@ class Extension(Stateful):
         return type(self).__name__
 
     def __call__(self, trainer: Trainer) -> Any:
-        """What happens when the trigger fires."""
+        """Act; called when the trigger fires."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(trainer)")
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
@@ -77,50 +91,56 @@ class Extension(Stateful):
         return None
 
     def before_snapshot(self, trainer: Trainer) -> None:
-        """Called at the end of an iteration in which snapshots are taken, before the first; an error leaves them untaken."""
+        """Prepare for snapshots at the end of an iteration, before the first is taken; an error prevents all of them."""
 
     def initialize(self, trainer: Trainer) -> None:
-        """Called once before the loop, when the state of a resumed run is back."""
+        """Prepare for the loop; called once, when the state of a resumed run is back."""
 
     def observe(self, trainer: Trainer) -> None:
-        """Called every iteration, at its place in the order, before its trigger is asked."""
+        """Look at the observation of an iteration; called in each, in order of priority, before the trigger is asked."""
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        """Called when the run fails, before anything is finalized."""
+        """React to the failure of the run; called before anything is finalized."""
 
     def finalize(self) -> None:
-        """Called once when a run ends, however it ends."""
+        """Release what it holds; called once when a run ends, however it ends."""
 
 
 def make_extension(
-    trigger: Any = None,
+    trigger: TriggerLike = None,
     default_name: str | None = None,
     priority: int | None = None,
     invoke_before_training: bool = False,
     finalizer: Callable[[], None] | None = None,
     initializer: Callable[[Trainer], None] | None = None,
-    on_error: Callable[..., None] | None = None,
+    on_error: Callable[[Trainer, BaseException], None] | None = None,
 ) -> Callable[[Callable[[Trainer], Any]], Callable[[Trainer], Any]]:
-    """Makes a function an extension with defaults of its own; the function itself is returned.
+    """Give a function the settings of an extension; the function itself is returned.
+
+    Example::
+
+        @make_extension(trigger=(1, "epoch"))
+        def print_epoch(trainer):
+            print(trainer.updater.epoch)
 
     Args:
         trigger: when it is called, by default every iteration.
         default_name: by default the name of the function.
         priority: by default `PRIORITY_READER`.
-        invoke_before_training: whether it is also called once just before the loop.
+        invoke_before_training: True to call it once just before the loop too.
         finalizer: called when a run ends.
         initializer: called with the trainer before the loop.
         on_error: called with the trainer and the exception when the run fails.
 
     Raises:
-        TypeError, ValueError: the trigger is none, see `get_trigger`; the priority is no number; or a function cannot be
-            called.
+        TypeError: the trigger, the priority or a function is of a wrong type.
+        ValueError: the unit of the trigger is unknown, or its period is not above 0.
     """
     get_trigger(trigger)
     _check_priority(priority)
-    for name, call in (("finalizer", finalizer), ("initializer", initializer), ("on_error", on_error)):
-        if call is not None and not callable(call):
-            raise TypeError(f"{name} is a function, got {call!r}; write {name}=f and not {name}=f()")
+    for name, function in (("finalizer", finalizer), ("initializer", initializer), ("on_error", on_error)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is a function, got {function!r}; write {name}=f and not {name}=f()")
 
     def decorate(function: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
         if not callable(function):
@@ -145,71 +165,83 @@ def make_extension(
 
 
 class Entry:
-    """An extension as it is registered in one trainer: under what name, when, and in which place.
+    """An extension as it is registered in one trainer: its name, its trigger and its priority there.
+
+    Arguments that are ``None`` are looked up on the extension; see `Trainer.extend`.
 
     Attributes:
         extension: the callable.
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         trigger: asked once an iteration.
-        asks: the call of the trigger, or ``None`` if it fires in every iteration.
-        observe: the extension's `observe`, or ``None`` if it has none of its own.
-        call: calls the extension. A profiler puts a call that it times in its place.
+        fires: the call of the trigger, or ``None`` if it fires in every iteration.
+        observe: the extension's `observe`, or ``None`` if it defines none.
+        call: calls the extension. A profiler replaces it by a call that it times.
     """
 
     __slots__ = (
-        *("name", "extension", "call", "observe", "trigger", "asks"),
+        *("name", "extension", "call", "observe", "trigger", "fires"),
         *("priority", "invoke_before_training", "is_snapshot"),
     )
 
     def __init__(
-        self, extension: Any, name: str, trigger: Any, priority: int | None, invoke_before_training: bool | None
+        self,
+        extension: Callable[[Trainer], Any],
+        name: str | None,
+        trigger: TriggerLike,
+        priority: int | None,
+        invoke_before_training: bool | None,
     ) -> None:
+        default_name = _default_name(extension)
+        _check_extension(extension, default_name)
         _check_priority(priority)
-        self.extension = extension
+        self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
-        self.name = name
+        self.name: str = _first(name, default_name)
         self.trigger = get_trigger(_first(trigger, getattr(extension, "trigger", None), Extension.trigger))
         # By type: a trigger around another may pass the attributes of that one on.
-        every = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
-        self.asks: Callable[[Trainer], bool] | None = None if every else _bound(self.trigger)
+        always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
+        self.fires: Callable[[Trainer], bool] | None = None if always else _bound(self.trigger)
         self.priority: int = _first(priority, getattr(extension, "priority", None), Extension.priority)
-        before = getattr(extension, "invoke_before_training", None)
-        self.invoke_before_training: bool = _first(invoke_before_training, before, False)
+        default = getattr(extension, "invoke_before_training", None)
+        self.invoke_before_training: bool = _first(invoke_before_training, default, False)
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
-        has_own = getattr(type(extension), "observe", None) is not Extension.observe
-        self.observe: Callable[[Trainer], None] | None = getattr(extension, "observe", None) if has_own else None
+        observes = getattr(type(extension), "observe", None) is not Extension.observe
+        self.observe: Callable[[Trainer], None] | None = getattr(extension, "observe", None) if observes else None
 
     @property
-    def kinds(self) -> list[str]:
-        """The class names of the extension and of its trigger: saved state is for the same ones only."""
+    def class_names(self) -> list[str]:
+        """The class names of the extension and of its trigger: saved state is loaded into the same classes only."""
         return [type(self.extension).__name__, type(self.trigger).__name__]
 
     def method(self, name: str) -> Callable[..., Any]:
-        """An optional method of the extension; where there is none, one that does nothing."""
-        found = getattr(self.extension, name, None)
-        return found if callable(found) else _nothing
+        """Return an optional method of the extension; a function that does nothing if the extension lacks it."""
+        method = getattr(self.extension, name, None)
+        return method if callable(method) else lambda *_: None
 
 
-def _bound(part: Any) -> Any:
-    """What is called in every iteration: a method costs half of an object that is called, of which Python looks it up."""
-    return part if inspect.isroutine(part) else part.__call__
+def _bound(function: Any) -> Any:
+    # hot path: "an idle extension more": Python calls a bound method in half the time of an object with __call__
+    return function if inspect.isroutine(function) else function.__call__
 
 
-def name_of(extension: Any, name: str | None) -> str:
-    """What an extension is called: the given name, its ``default_name``, its ``__name__``, or that of its class."""
-    own = (getattr(extension, "default_name", None), getattr(extension, "__name__", None))
-    return str(_first(name, *own, type(extension).__name__))
+def _default_name(extension: Any) -> str:
+    names = (getattr(extension, "default_name", None), getattr(extension, "__name__", None), type(extension).__name__)
+    return str(_first(*names))
+
+
+def _check_extension(extension: Any, name: str) -> None:
+    if isinstance(extension, type):
+        raise TypeError(f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)")
+    if not callable(extension):
+        raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
+    if error := find_call_error(extension, None):
+        raise TypeError(f"an extension is called with one argument, the trainer, and {name!r} cannot be: {error}")
 
 
 def _check_priority(priority: Any) -> None:
-    """Refuses now what could not be ordered when the run starts."""
-    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, (int, float))):
+    if priority is not None and not is_number(priority):
         raise TypeError(f"a priority is a number, such as PRIORITY_WRITER (300); got {priority!r}")
 
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
-
-
-def _nothing(*_: Any) -> None:
-    return None

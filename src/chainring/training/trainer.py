@@ -1,13 +1,12 @@
-"""The loop: nothing else."""
+"""The training loop."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from chainring._distributed.communicator import as_communicator
+from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._messages import info
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
@@ -15,43 +14,55 @@ from chainring.training import _plan, _rehearsal, _trainer_state
 from chainring.training._run import Run
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
-from chainring.training.extension import Entry, RollBack, name_of
-from chainring.training.triggers import get_stop_trigger
+from chainring.training.extension import Entry, RollBack
+from chainring.training.triggers import TriggerLike, get_stop_trigger
 
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
 
 
 class Trainer(Stateful):
-    """Runs an updater until the stop trigger says so, and extensions whenever theirs do.
+    """Runs an updater until the stop trigger fires, and each extension whenever its trigger fires.
+
+    Example::
+
+        trainer = Trainer(StandardUpdater(iterator, optimizer, model), (20, "epoch"), out="result")
+        trainer.extend(LogReport())
+        trainer.extend(snapshot(autoload=True), trigger=(1, "epoch"))
+        trainer.run()
 
     Args:
         updater: does one update of the parameters when asked.
         stop_trigger: when training ends. A pair means *reached*: ``(20, "epoch")``, ``(1000, "iteration")``,
             ``(3600, "second")``, those before a resume included. ``None`` trains until the data end.
-        out: the directory of what the run writes; it is made when the run starts.
+        out: the directory in which the run writes; it is created when the run starts.
         extensions: extensions to begin with, as by `extend`.
         config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
 
     Attributes:
-        observation: what was reported in this iteration, by the updater and by the extensions so far.
-        extension_name: while an extension is initialised or called, the name under which it is registered.
-        is_rehearsing: whether `rehearse` is under way.
-        is_final_snapshot: True while snapshots are taken because the run ends, whatever their triggers say.
+        updater: the updater.
+        stop_trigger: a callable of the trainer that returns True when training ends.
+        out: the directory in which the run writes.
+        config: the settings of the run.
+        reporter: collects the reported values.
+        observation: the values that the updater and the extensions have reported in this iteration so far.
+        extension_name: the name of the extension that is being initialized or called, ``None`` outside of extensions.
+        is_rehearsing: True during `rehearse`.
+        is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
         interruption: the signal that asks the run to end, if one came.
 
     Raises:
-        TypeError: the updater has no ``update``, or the stop trigger is of another form.
-        ValueError: the stop trigger's unit or length is none.
-        OSError: ``out`` can be no directory that is written to.
+        TypeError: the updater has no ``update``; the stop trigger, ``out`` or ``config`` is of a wrong type.
+        ValueError: the unit of the stop trigger is unknown, or its length is negative.
+        OSError: ``out`` cannot be a directory to write to.
     """
 
     def __init__(
         self,
         updater: Updater,
-        stop_trigger: Any = None,
+        stop_trigger: TriggerLike = None,
         out: str = "result",
-        extensions: Iterable[Any] = (),
+        extensions: Iterable[Callable[[Trainer], Any]] = (),
         *,
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -78,8 +89,8 @@ class Trainer(Stateful):
             updater.connect_trainer(self)
 
     @property
-    def comm(self) -> Any:
-        """The communicator of the ranks that train together, which is the updater's."""
+    def comm(self) -> Communicator:
+        """The communicator of the ranks that train together: that of the updater."""
         return as_communicator(self.updater.comm)
 
     @property
@@ -89,13 +100,13 @@ class Trainer(Stateful):
 
     @property
     def is_before_training(self) -> bool:
-        """Whether no update has been made yet, in a run that does not continue an earlier one."""
+        """True until the first update of a run that does not continue an earlier one."""
         return not self.is_resumed and self.updater.iteration == 0
 
     @property
     def is_resumed(self) -> bool:
-        """Whether this run continues an earlier one."""
-        return self._run.restored.happened
+        """True if the run continues an earlier one."""
+        return self._run.loaded_state.exists
 
     @property
     def entries(self) -> list[Entry]:
@@ -111,11 +122,11 @@ class Trainer(Stateful):
         self,
         extension: Callable[[Trainer], Any],
         name: str | None = None,
-        trigger: Any = None,
+        trigger: TriggerLike = None,
         priority: int | None = None,
         invoke_before_training: bool | None = None,
     ) -> None:
-        """Registers an extension.
+        """Register an extension.
 
         Args:
             extension: any callable of one argument, the trainer.
@@ -124,43 +135,37 @@ class Trainer(Stateful):
             trigger: when it is called; by default the extension's own, or every iteration.
             priority: extensions of higher priority run first, of equal priority in the order of registration; by default
                 the extension's own, or 100.
-            invoke_before_training: whether it is also called once just before the loop; by default the extension's own.
+            invoke_before_training: True to call it once just before the loop too; by default the extension's own.
 
         Raises:
-            TypeError: the extension is not a callable of one argument, or the trigger of another form.
-            ValueError: the name is ``"training"``, or the trigger's unit or period is none.
+            TypeError: the extension is not a callable of one argument; the trigger or the priority is of a wrong type.
+            ValueError: the name is ``"training"``; the unit of the trigger is unknown, or its period is not above 0.
             RuntimeError: the run has begun.
         """
         if self._run.has_begun:
             raise RuntimeError("extensions are registered before run(), which has begun; call extend before it")
-        _check_extension(extension)
-        base = name_of(extension, name)
-        if base == "training":
+        entry = Entry(extension, name, trigger, priority, invoke_before_training)
+        if entry.name == "training":
             raise ValueError('the name "training" is reserved for the training itself; give name= to extend')
-        unique, number = base, 0
-        while unique in self._entries:
-            number += 1
-            unique = f"{base}_{number}"
-        entry = Entry(extension, unique, trigger, priority, invoke_before_training)
-        self._entries[unique] = entry
-        self._run.restored.claim(entry)
+        base, suffix = entry.name, 0
+        while entry.name in self._entries:
+            suffix += 1
+            entry.name = f"{base}_{suffix}"
+        self._entries[entry.name] = entry
+        self._run.loaded_state.restore(entry)
 
     def get_extension(self, name: str) -> Any:
-        """The extension registered as ``name``.
+        """Return the extension registered as ``name``.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no extension of that name.
         """
         if name not in self._entries:
             raise KeyError(f"no extension {name!r}; registered: {list(self._entries)}")
         return self._entries[name].extension
 
-    def initialize_trigger(self, trigger: Any) -> None:
-        """Initialize a trigger that another one asks: once a run, however many extensions and triggers share it."""
-        self._run.initialize_trigger(trigger, self)
-
     def run(self) -> None:
-        """Trains until the stop trigger fires or the data end.
+        """Train until the stop trigger fires or the data end.
 
         Each iteration is a fresh observation, one update, and every extension whose trigger fires, highest priority
         first; snapshots come last, when every trigger has been asked. A trainer runs once.
@@ -176,10 +181,10 @@ class Trainer(Stateful):
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
-            while not self.interruption.asks_to_end() and not self.stop_trigger(self):
+            while not self.interruption.stops_loop() and not self.stop_trigger(self):
                 try:
                     if not self._iterate(entries, snapshots):
-                        self._warn_of_the_end()
+                        self._warn_of_early_end()
                         break
                 except RollBack as reason:
                     self._run.roll_back(self, reason)
@@ -187,52 +192,52 @@ class Trainer(Stateful):
             self._take_final_snapshots(entries, snapshots)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
-        """One iteration; false when there was no more data for it."""
-        before = self.observation
+        """Run one iteration; return False if there are no data left for it."""
+        # hot path: "no extension", "an idle extension more"
+        previous = self.observation
         self.observation = self.reporter.observation = {}
         try:
             self.updater.update()
         except StopIteration:
-            self.observation = before
+            self.observation = previous
             return False
         for entry in entries:
             if entry.observe is not None:
                 entry.observe(self)
-            if entry.asks is None or entry.asks(self):
+            if entry.fires is None or entry.fires(self):
                 self.extension_name = entry.name
                 entry.call(self)
                 self.extension_name = None
-        due = list(filter(self._is_due, snapshots))
+        due = list(filter(self._is_due, snapshots))  # all of them are asked before the first is taken
         if due:
             self._take_snapshots(due, entries)
         return True
 
+    def _is_due(self, entry: Entry) -> bool:
+        if entry.observe is not None:
+            entry.observe(self)
+        return entry.fires is None or entry.fires(self)
+
     def _take_snapshots(self, due: list[Entry], entries: list[Entry]) -> None:
         for entry in entries:
             entry.method("before_snapshot")(self)
-        for entry in sorted(due, key=_continues):
+        for entry in sorted(due, key=_resume_order):
             self.extension_name = entry.name
             entry.call(self)
             self.extension_name = None
 
     def _take_final_snapshots(self, entries: list[Entry], snapshots: list[Entry]) -> None:
-        """Take all snapshots when a signal ends the run, else those with ``autoload``."""
+        """Take all snapshots if a signal ends the run, else those with ``autoload``."""
         self.is_final_snapshot = True
-        signalled = self.interruption.received is not None
-        due = [entry for entry in snapshots if signalled or getattr(entry.extension, "autoload", False)]
+        is_interrupted = self.interruption.signum is not None
+        due = [entry for entry in snapshots if is_interrupted or getattr(entry.extension, "autoload", False)]
         if due:
             self._take_snapshots(due, entries)
-        if signalled:
+        if is_interrupted:
             saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
             info(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
 
-    def _is_due(self, entry: Entry) -> bool:
-        """Lets a snapshot observe and asks its trigger: both for all snapshots before the first of them is taken."""
-        if entry.observe is not None:
-            entry.observe(self)
-        return entry.asks is None or entry.asks(self)
-
-    def _warn_of_the_end(self) -> None:
+    def _warn_of_early_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):
             warnings.warn(
                 f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
@@ -240,54 +245,49 @@ class Trainer(Stateful):
                 stacklevel=3,
             )
 
-    def rehearse(self) -> None:
-        """Tries everything in seconds: two updates and a call of every extension, then all state is put back.
+    def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
+        """Initialize a trigger that another one asks: once a run, however many extensions and triggers share it."""
+        self._run.initialize_trigger(trigger, self)
 
-        So the bug in the validation shows now and not after the first epoch. What extensions write goes to a scratch
+    def rehearse(self) -> None:
+        """Try everything in seconds: two updates and a call of every extension, then all state is put back.
+
+        A bug in the validation then shows now, and not after the first epoch. What extensions write goes to a scratch
         directory. The run that follows is bit for bit the run without a rehearsal. An extension is initialized and
         finalized as in a run; what it remembers beside its ``serialize`` cannot be put back.
 
         Raises:
             RuntimeError: the run has begun, or the data end before two updates.
-            ValueError: a lazy module has no parameters yet.
+            ValueError: a lazy module has uninitialized parameters.
         """
         if self._run.has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
         _rehearsal.rehearse(self)
 
     def explain(self, iterations: int = 100) -> str:
-        """The plan of the run as text: which extensions run, in which order, and at which of the next iterations.
+        """Return the plan of the run as text: which extensions run, in which order, and in which of the next iterations.
 
-        Interval, schedule and once triggers are foretold; of the others it says that they are asked each iteration.
+        Interval, schedule and once triggers are predicted; the others are shown as asked in each iteration.
+
+        Raises:
+            ValueError: ``iterations`` is below 1.
         """
         return _plan.explain(self, iterations, self._run.is_started)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Everything that changes in a run: updater, triggers, extensions, observation, time and random generators.
+        """Save or load all that changes in a run: updater, triggers, extensions, observation, time, random generators.
 
         Settings are not part of it: a run may be resumed with another stop trigger, batch size or set of extensions.
+
+        Raises:
+            RuntimeError: state is loaded after the run has started.
         """
         if isinstance(serializer, Deserializer) and self._run.is_started:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
         _trainer_state.serialize(self, self._run, serializer, list(self._entries.values()))
 
 
-def _continues(entry: Entry) -> tuple[bool, bool]:
-    """Puts snapshots last from which a run continues: it does not take the others of that iteration again."""
-    fixed = getattr(entry.extension, "has_fixed_name", False)
-    return bool(getattr(entry.extension, "autoload", False)), not fixed
-
-
-def _check_extension(extension: Any) -> None:
-    if isinstance(extension, type):
-        raise TypeError(f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)")
-    if not callable(extension):
-        raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
-    try:
-        inspect.signature(extension).bind(None)
-    except ValueError:
-        return  # some callables of C have no signature
-    except TypeError as error:
-        raise TypeError(
-            f"an extension is called with one argument, the trainer, and {name_of(extension, None)!r} cannot be: {error}"
-        ) from None
+def _resume_order(entry: Entry) -> tuple[bool, bool]:
+    """Sort snapshots with ``autoload`` last: a run resumed from one does not take the others of that iteration again."""
+    is_fixed = getattr(entry.extension, "has_fixed_name", False)
+    return bool(getattr(entry.extension, "autoload", False)), not is_fixed

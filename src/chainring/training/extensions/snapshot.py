@@ -17,7 +17,7 @@ from chainring.serializers._background import BackgroundWriter, StagingBuffers
 from chainring.serializers._checkpoint import Checkpoint, capture, is_module, load, module_tensors, save_tensors
 from chainring.serializers._store import Manifest, Store, find_newest
 from chainring.serializers.base import StateCollector, has_state, serialize_method
-from chainring.training._run_directory import pattern_of
+from chainring.training._run_directory import compile_template
 from chainring.training.extension import Extension
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Series:
 
     def _listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
         """Its snapshots in that order but the one ``without``, each with its manifest if that can be read."""
-        patterns = [pattern_of(template) for template in self.templates]
+        patterns = [compile_template(template) for template in self.templates]
         found = []
         for name, manifest in store.listing(without):
             if manifest is None:
