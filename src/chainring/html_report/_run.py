@@ -76,18 +76,18 @@ def read_run(directory: Path, *, verify: bool = True) -> Run:
     logs, snapshots = read_logs(directory, files), read_snapshots(directory, files, verify=verify)
     if not (record or record_error or logs or snapshots):
         raise FileNotFoundError(
-            f"{directory} is not the directory of a run: it has no {_run_record.NAME}, no log.jsonl and no snapshot; "
+            f"{directory} is not the directory of a run: it has no {_run_record.FILENAME}, no log.jsonl and no snapshot; "
             'give the out= of the Trainer, "result" by default'
         )
     return Run(directory, record, record_error, logs, snapshots, _read_profile(directory), _read_graph(directory, files))
 
 
 def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
-    path = inside(directory, _run_record.NAME)
+    path = inside(directory, _run_record.FILENAME)
     if path is None:
         return {}, None
     try:
-        return _run_record.parsed(path), None
+        return _run_record.parse(path), None
     except (OSError, ValueError) as error:
         return {}, str(error)
 

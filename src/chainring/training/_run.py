@@ -141,7 +141,7 @@ class Run:
         _check_names(entries)
         origin = self.loaded_state.directory
         earlier = _run_record.read(directory.path)
-        files = {_run_record.NAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
+        files = {_run_record.FILENAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
         known = files.union(earlier.get("files", ()))
         if trainer.is_resumed:
             directory.archive_later_snapshots(known, trainer.updater.iteration)

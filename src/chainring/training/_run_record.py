@@ -1,4 +1,4 @@
-"""``run.json``: with what settings a run was made, and when it was started and resumed."""
+"""``run.json``: the settings of a run, and when it was started and resumed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from chainring.training._plan import plan_of
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
-NAME = "run.json"
-FORMAT = 1
+FILENAME = "run.json"
+_FORMAT = 1
+_TYPES = {"config": dict, "versions": dict, "files": list, "starts": list}
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """What a run in this directory has recorded; empty where there is no record that can be read."""
-    path = directory / NAME
+    """Return the record of the run in this directory; empty if there is none that can be read."""
+    path = directory / FILENAME
     try:
-        return parsed(path)
+        return parse(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -41,81 +42,96 @@ def read(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def parsed(path: Path) -> dict[str, Any]:
-    """The record in this file.
+def parse(path: Path) -> dict[str, Any]:
+    """Return the record in this file, which a person may have edited.
 
     Raises:
-        OSError: it cannot be opened.
-        ValueError: it is not what `write` writes.
+        OSError: the file cannot be opened.
+        ValueError: it is not a record that `write` has written.
     """
     try:
-        return _checked(json.loads(path.read_bytes()))
+        record = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-
-
-def _checked(record: Any) -> dict[str, Any]:
-    """The record, if its parts are of the types in which they are written: a person may have edited it."""
-    kinds = {"config": dict, "versions": dict, "files": list, "starts": list}
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is no record of format {FORMAT}")
-    if wrong := [part for part, kind in kinds.items() if not isinstance(record.get(part), kind)]:
-        raise ValueError(f"these parts of it are not what was written: {wrong}")
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise ValueError(f"it is not a record of format {_FORMAT}")
+    if wrong := [key for key, cls in _TYPES.items() if not isinstance(record.get(key), cls)]:
+        raise ValueError(f"these entries are not of the type that was written: {wrong}")
     return record
 
 
 def write(trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], changes: Mapping[str, list[Any]]) -> None:
-    """Records this start after those of ``earlier``, the record of the run that is continued, and prints what has changed.
+    """Record this start after those of ``earlier``, the record of the run that is continued, and print what has changed.
 
     Args:
         trainer: the trainer.
-        earlier: what `read` returned, empty for a run that starts anew.
+        earlier: the record of the run that is continued; empty for a run that starts anew.
         files: templates of the names of all that this run and the starts before it write.
         changes: settings that differ from those in the loaded state: by name, the old value and the new.
     """
-    settings = settings_of(trainer)
-    changed = _changes(earlier, settings) if earlier else {}
+    settings = _settings_of(trainer)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "argv": settings["argv"],
-        "changed": {**changed, **_plain(changes)},  # by name, the old value and the new
+        "changed": {**(_announce_changes(earlier, settings) if earlier else {}), **_to_record(changes)},
     }
-    starts = [*earlier.get("starts", ()), start]
-    shown = {"models": _models(trainer), "plan": plan_of(trainer)}
-    record = {"format": FORMAT, **settings, **shown, "files": sorted(files), "starts": starts}
-    with atomic_write(Path(trainer.out) / NAME) as file:
+    record = {
+        "format": _FORMAT,
+        **settings,
+        "models": {name: _describe(model) for name, model in trainer.updater.get_all_models().items()},
+        "plan": plan_of(trainer),
+        "files": sorted(files),
+        "starts": [*earlier.get("starts", ()), start],
+    }
+    with atomic_write(Path(trainer.out) / FILENAME) as file:
         file.write((json.dumps(record, indent=1) + "\n").encode())
 
 
-def settings_of(trainer: Trainer) -> dict[str, Any]:
-    """The settings that the results depend on, as plain JSON values."""
+def _settings_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings that the results depend on, as JSON values."""
     iterators = trainer.updater.get_all_iterators()
     seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
     return {
-        "config": _plain(trainer.config),
+        "config": _to_record(trainer.config),
         "argv": list(sys.argv),
         "git_commit": _environment.git_commit(),
         "versions": _environment.versions(),
         "device": _environment.device_name(),
         "threads": torch.get_num_threads(),
-        "seeds": _plain({"torch": torch.initial_seed(), "iterators": seeds}),
-        "optimizers": _plain(getattr(trainer.updater, "constructed", {})),
+        "seeds": _to_record({"torch": torch.initial_seed(), "iterators": seeds}),
+        "optimizers": _to_record(getattr(trainer.updater, "constructed", {})),
     }
 
 
-def _models(trainer: Trainer) -> dict[str, Any]:
-    """Of each model its class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
-    found = {}
-    for name, model in trainer.updater.get_all_models().items():
-        clean = name_cleaner(model)
-        parameters = {clean(path).replace(".", "/"): each for path, each in model.named_parameters()}
-        shapes = {path: _shape(parameter) for path, parameter in parameters.items()}
-        frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
-        found[name] = {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
-    return found
+def _announce_changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the settings that differ from those of the start before: by name, the old value and the new; print each."""
+    inexact = "the run goes on, and may differ in the last bits"
+    changes = {}
+
+    def compare(key: str, name: str, old: Any, new: Any, consequence: str) -> None:
+        if old != new:
+            changes[key] = [old, new]
+            announce_change(name, old, new, consequence)
+
+    for group, label, consequence in (("config", "config", "the new value holds"), ("versions", "version of", inexact)):
+        old, new = earlier.get(group, {}), settings[group]
+        for key in sorted(old.keys() | new.keys()):
+            compare(f"{group}.{key}", f"{label} {key}", old.get(key), new.get(key), consequence)
+    for key, consequence in (("git_commit", "the code of now runs"), ("device", inexact), ("threads", inexact)):
+        compare(key, key, earlier.get(key), settings[key], consequence)
+    return changes
+
+
+def _describe(model: torch.nn.Module) -> dict[str, Any]:
+    """Return a model's class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
+    clean = name_cleaner(model)
+    parameters = {clean(name).replace(".", "/"): parameter for name, parameter in model.named_parameters()}
+    shapes = {path: _shape(parameter) for path, parameter in parameters.items()}
+    frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
+    return {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
 
 
 def _shape(parameter: torch.nn.Parameter) -> str:
@@ -124,33 +140,14 @@ def _shape(parameter: torch.nn.Parameter) -> str:
     return "x".join(map(str, parameter.shape)) or "scalar"
 
 
-def _changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What this start has otherwise than the one before, as pairs of old and new by name; each is printed."""
-    changed = {}
-    inexact = "the run goes on, and may differ in the last bits"
-    for part, label, consequence in (("config", "config", "the new value holds"), ("versions", "version of", inexact)):
-        before, now = earlier.get(part, {}), settings[part]
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                changed[f"{part}.{key}"] = [before.get(key), now.get(key)]
-                announce_change(f"{label} {key}", before.get(key), now.get(key), consequence)
-    for part, consequence in (("git_commit", "the code of now runs"), ("device", inexact), ("threads", inexact)):
-        if earlier.get(part) != settings[part]:
-            changed[part] = [earlier.get(part), settings[part]]
-            announce_change(part, earlier.get(part), settings[part], consequence)
-    return changed
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it; what it has no word for is recorded as a text that is the same in every process."""
+def _to_record(value: Any) -> Any:
+    """Return a value as JSON has it; any other as a text that is the same in every process."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_record(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_record(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((_plain(item) for item in value), key=repr)
-    if isinstance(value, type) or hasattr(
-        value, "__qualname__"
-    ):  # a class or a function: its address would be new each time
+        return sorted((_to_record(item) for item in value), key=repr)
+    if hasattr(value, "__qualname__"):  # the text of a class or a function has its address, which is new each time
         return ".".join(filter(None, (value.__module__, value.__qualname__)))
     return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
