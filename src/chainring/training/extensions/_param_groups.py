@@ -1,8 +1,8 @@
-"""The settings of an optimizer's groups of parameters: found, compared, and written."""
+"""The settings in the parameter groups of an optimizer: finding, comparing and setting them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,44 +10,42 @@ from torch.optim import Optimizer
 
 from chainring.serializers.base import copy_value
 
-_NO_SETTINGS = ("params", "param_names")
+OptimizerLike: TypeAlias = Optimizer | str | None
+"""An optimizer, or something that wraps one; its name in the updater; or ``None`` for the updater's main one."""
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether it is an optimizer, or something that wraps one and shows its groups."""
+    """Return True for an optimizer, or something that wraps one and has its parameter groups."""
     return isinstance(value, Optimizer) or isinstance(getattr(value, "param_groups", None), list)
 
 
-def find_optimizer(updater: Any, wanted: Any) -> Any:
-    """The optimizer that is meant: ``None`` is the updater's ``"main"``, a string its name, all else is one.
+def find_optimizer(updater: Any, optimizer: OptimizerLike) -> Any:
+    """Return the optimizer that a setting stands for.
 
     Raises:
-        KeyError: the updater has none of that name.
+        KeyError: the updater has no optimizer of that name.
     """
-    if wanted is None:
-        wanted = "main"
-    return updater.get_optimizer(wanted) if isinstance(wanted, str) else wanted
+    name = "main" if optimizer is None else optimizer
+    return updater.get_optimizer(name) if isinstance(name, str) else name
 
 
 def constructed_settings(updater: Any, optimizer: Any) -> list[dict[str, Any]]:
-    """The plain settings of each group as the script had made them; empty where the updater does not know them."""
-    recorded = getattr(updater, "constructed", {})
-    found: dict[str, Any] = getattr(updater, "get_all_optimizers", dict)()
-    for name, each in found.items():
-        if each is optimizer and name in recorded:
-            return list(recorded[name])
-    return []
+    """Return the settings of each group as the script constructed them; empty if the updater does not know them."""
+    constructed = getattr(updater, "constructed", {})
+    optimizers: dict[str, Any] = getattr(updater, "get_all_optimizers", dict)()
+    names = [name for name, candidate in optimizers.items() if candidate is optimizer and name in constructed]
+    return list(constructed[names[0]]) if names else []
 
 
-def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """A copy of all settings of each group, tensors included."""
+def copy_settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return a copy of all settings of each group, tensors included."""
     groups = getattr(optimizer, "param_groups", [])
-    own = [{key: value for key, value in group.items() if key not in _NO_SETTINGS} for group in groups]
-    return copy_value(own)  # type: ignore[no-any-return]
+    settings = [{key: group[key] for key in group if key not in ("params", "param_names")} for group in groups]
+    return copy_value(settings)  # type: ignore[no-any-return]
 
 
-def write(group: dict[str, Any], key: str, value: Any) -> None:
-    """Sets one setting. A tensor stays the one that it is, because a compiled or captured step reads it."""
+def set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set one setting. A tensor is changed in place, because a compiled or captured step reads it."""
     current = group.get(key)
     if not isinstance(current, Tensor) or isinstance(value, (tuple, list)):
         group[key] = value
@@ -57,12 +55,12 @@ def write(group: dict[str, Any], key: str, value: Any) -> None:
         current.fill_(value)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two settings are equal; a tensor equals the number that it becomes when it is written there."""
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two settings are equal; a tensor equals the number that it becomes when `set_value` sets it."""
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(are_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(are_equal(value, other[key]) for key, value in one.items())
     if isinstance(other, Tensor) and not isinstance(one, Tensor):
         one, other = other, one
     if isinstance(one, Tensor):

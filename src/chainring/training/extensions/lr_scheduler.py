@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from chainring._messages import OneTimeWarning, announce_change
 from chainring.serializers.base import AbstractSerializer, Serializer, copy_value, has_state
 from chainring.training.extension import Extension
-from chainring.training.extensions._param_groups import constructed_settings, is_optimizer, same, settings_of, write
+from chainring.training.extensions._param_groups import (
+    are_equal,
+    constructed_settings,
+    copy_settings,
+    is_optimizer,
+    set_value,
+)
 from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
@@ -61,7 +67,7 @@ class LRScheduler(Extension):
         self.monitor = monitor
         self._optimizer = getattr(scheduler, "optimizer", None)
         self._made_state = copy_value(scheduler.state_dict())
-        self._made = settings_of(self._optimizer)
+        self._made = copy_settings(self._optimizer)
         self._constructed: Groups = []
         self._pending: _Saved | None = None  # what was loaded, until the run starts
         self._seen: Groups = []  # what the groups had then: what the script writes to them in between, holds
@@ -86,15 +92,15 @@ class LRScheduler(Extension):
                     continue
                 if key == "lr":
                     old, new = (one.get("initial_lr", other.get("lr")) for one, other in ((before, had), (made, given)))
-                    write(group, key, _scaled(value, old, new))
+                    set_value(group, key, _scaled(value, old, new))
                 elif _differs(key, given, had):
                     continue  # the updater has let it hold
                 elif key not in defaults and _differs(key, made, before):
                     if key != "initial_lr":  # which is told as the base_lrs of the scheduler
                         announce_change(f"{key} of the scheduler, group {index},", before[key], made[key])
-                    write(group, key, made[key])
+                    set_value(group, key, made[key])
                 else:
-                    write(group, key, value)
+                    set_value(group, key, value)
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -126,7 +132,7 @@ class LRScheduler(Extension):
             self.scheduler.step(*value)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        live = _Saved(settings_of(self._optimizer), self._made, self._constructed)
+        live = _Saved(copy_settings(self._optimizer), self._made, self._constructed)
         saved = _Saved(*serializer("groups", list(live if self._pending is None else self._pending)))
         kind, own = serializer("kind", _kind(self.scheduler)), _kind(self.scheduler)
         monitor = serializer("monitor", self.monitor)
@@ -154,7 +160,7 @@ def _with_changes(state: Any, made: Any, before: Any, name: str) -> Any:
         }
     if _are_parts(state, made, before):
         return [_with_changes(*each, name) for each in zip(state, made, before, strict=True)]
-    if same(made, before):
+    if are_equal(made, before):
         return state
     announce_change(f"{name} of the scheduler", before, made)
     return copy_value(made)
@@ -179,12 +185,12 @@ def _at(groups: Groups, index: int) -> dict[str, Any]:
 
 
 def _differs(key: str, given: dict[str, Any], had: dict[str, Any]) -> bool:
-    return key in given and key in had and not same(given[key], had[key])
+    return key in given and key in had and not are_equal(given[key], had[key])
 
 
 def _scaled(rate: Any, old: Any, new: Any) -> Any:
     """A learning rate that was reached from ``old``, as it would have been reached from ``new``."""
-    if old is None or new is None or same(old, new):
+    if old is None or new is None or are_equal(old, new):
         return rate
     return rate * (float(new) / float(old)) if float(old) else new
 

@@ -1,4 +1,4 @@
-"""What the shifts share: an attribute of the groups of parameters is a function of the number of calls."""
+"""The shifts: extensions that set an attribute of the parameter groups to a function of the number of their calls."""
 
 from __future__ import annotations
 
@@ -9,73 +9,84 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from chainring._checks import is_number
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.extensions._param_groups import constructed_settings, find_optimizer, is_optimizer, same, write
+from chainring.training.extensions._param_groups import (
+    OptimizerLike,
+    are_equal,
+    constructed_settings,
+    find_optimizer,
+    is_optimizer,
+    set_value,
+)
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 
 class Shift(Extension):
-    """Sets an attribute in every group of parameters to `value`, once before the first update and then at every call.
+    """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
     State is the number of calls and, where ``init`` is ``None``, the value that the script had constructed. So a resumed
-    run neither decays twice nor starts anew; an attribute that its script constructs otherwise is a changed setting, from
-    which the shift is computed then.
+    run neither decays twice nor starts anew. If its script constructs another value, this is a changed setting, from
+    which the shift is then computed.
 
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``.
-        init: the value before the first call; ``None`` takes the one that the groups have.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        attr, init, optimizer: as for `ExponentialShift`.
     """
 
     skip_on_resume = True
 
-    def __init__(self, attr: str, init: float | None, optimizer: Any) -> None:
+    def __init__(self, attr: str, init: float | None, optimizer: OptimizerLike) -> None:
         if not isinstance(attr, str):
             raise TypeError(f'attr is the name of a setting in param_groups, such as "lr"; got {attr!r}')
         if not (optimizer is None or isinstance(optimizer, str) or is_optimizer(optimizer)):
             raise TypeError(f"optimizer is None, a name in the updater or an optimizer; got {type(optimizer).__name__}")
         self.attr = attr
-        self.init = None if init is None else _number("init", init)
+        self.init = None if init is None else _check_number("init", init)
         self.optimizer = optimizer
         self._target: Any = None  # the optimizer, from `initialize` on
         self._restored = False
-        self._begin()
+        self._reset()
         if is_optimizer(optimizer):
-            self._check(optimizer)
+            self._check_groups(optimizer)
             if self.init is None:
-                self._common([group[attr] for group in optimizer.param_groups])
+                self._common_value(self._values(optimizer))
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._calls = 0
-        self._found: float | None = None
+        self._found: float | None = None  # the initial value, where `init` is None
         self._constructed: list[Any] = []
-        self._was_last: bool | None = None  # to write, when the state was saved; None where it had not begun
+        self._was_last: bool | None = None  # to set the attribute when the state was saved; None if the run had not started
 
     def value(self, calls: int, init: float) -> float:
-        """The value of the attribute after so many calls."""
+        """Return the value of the attribute after so many calls."""
         raise NotImplementedError(f"{type(self).__name__} must define value(calls, init)")
 
     def initialize(self, trainer: Trainer) -> None:
         optimizer = find_optimizer(trainer.updater, self.optimizer)
-        self._check(optimizer)
+        self._check_groups(optimizer)
         was_last = self._was_last if self._restored else None
         if was_last is None:
-            self._begin()
-        made = [group.get(self.attr) for group in constructed_settings(trainer.updater, optimizer)]
-        is_changed = bool(made and self._constructed) and not same(made, self._constructed)
+            self._reset()
+        constructed = [group.get(self.attr) for group in constructed_settings(trainer.updater, optimizer)]
+        is_changed = bool(constructed and self._constructed) and not are_equal(constructed, self._constructed)
         if self.init is None and (self._found is None or is_changed):
-            self._found = self._common(made if is_changed else [group[self.attr] for group in optimizer.param_groups])
+            self._found = self._common_value(constructed if is_changed else self._values(optimizer))
         self._check_init(self._init)
-        self._target, self._constructed, self._restored = optimizer, made, False
-        if was_last is not False:  # else another extension has written since, and what it wrote has come back
-            self._write()
+        self._target, self._constructed, self._restored = optimizer, constructed, False
+        if was_last is not False:  # otherwise another extension had set the attribute since, and its value was restored
+            self._set_value()
 
     def __call__(self, trainer: Trainer) -> None:
         self._calls += 1
-        self._write()
+        self._set_value()
+
+    def _set_value(self) -> None:
+        value = self.value(self._calls, self._init)
+        for group in self._target.param_groups:
+            set_value(group, self.attr, value)
 
     @property
     def _init(self) -> float:
@@ -83,40 +94,40 @@ class Shift(Extension):
         assert init is not None
         return init
 
-    def _write(self) -> None:
-        value = self.value(self._calls, self._init)
-        for group in self._target.param_groups:
-            write(group, self.attr, value)
+    def _values(self, optimizer: Any) -> list[Any]:
+        return [group[self.attr] for group in optimizer.param_groups]
 
-    def _check(self, optimizer: Any) -> None:
-        """Refuses an attribute that a group lacks, or that is no number."""
-        groups = optimizer.param_groups
-        known = sorted(set(groups[0]) - {"params", "param_names"})
+    def _check_groups(self, optimizer: Any) -> None:
+        groups, name = optimizer.param_groups, type(optimizer).__name__
         for index, group in enumerate(groups):
             if self.attr not in group:
+                known = sorted(set(groups[0]) - {"params", "param_names"})
                 raise ValueError(
-                    f"a shift sets an attribute of every group of parameters, and group {index} of "
-                    f"{type(optimizer).__name__} has no {self.attr!r}; group 0 has {known}"
+                    f"a shift sets an attribute of every parameter group, and group {index} of {name} has no "
+                    f"{self.attr!r}; group 0 has {known}"
                 )
             value = group[self.attr]
-            if isinstance(value, bool) or not (isinstance(value, (int, float)) or _is_scalar(value)):
-                raise TypeError(f"a shift sets a number, and {self.attr!r} of {type(optimizer).__name__} is {value!r}")
+            is_scalar_tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+            if not is_number(value) and not is_scalar_tensor:
+                raise TypeError(f"a shift sets a number, and {self.attr!r} of {name} is {value!r}")
 
-    def _common(self, values: list[Any]) -> float:
+    def _common_value(self, values: list[Any]) -> float:
         numbers = [float(value) for value in values]
         if any(value != numbers[0] for value in numbers):
             raise ValueError(
-                f"without init a shift begins with the value of the groups of parameters, and they have several values of "
-                f"{self.attr!r}: {numbers}; give init, or an LRScheduler, which scales each group by itself"
+                f"without init a shift begins with the value of the parameter groups, and they have several values of "
+                f"{self.attr!r}: {numbers}; give init, or use an LRScheduler, which scales each group by itself"
             )
         return numbers[0]
 
     def _check_init(self, init: float) -> None:
-        """Refuses a beginning that the other settings do not fit."""
+        """Refuse an initial value that the other settings do not fit."""
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        is_begun = self._target is not None
-        was_last = self._is_last() if is_begun and isinstance(serializer, Serializer) else self._was_last
+        was_last = self._was_last
+        if self._target is not None and isinstance(serializer, Serializer):
+            value = self.value(self._calls, self._init)
+            was_last = all(are_equal(current, value) for current in self._values(self._target))
         attr = serializer("attr", self.attr)
         self._calls = serializer("calls", self._calls)
         self._found = serializer("found", self._found)
@@ -124,39 +135,31 @@ class Shift(Extension):
         was_last = serializer("was_last", was_last)
         if not isinstance(serializer, Serializer):
             self._target, self._restored, self._was_last = None, True, was_last
-            if attr != self.attr:  # settings are never state: how far another attribute had come says nothing
-                self._begin()
-
-    def _is_last(self) -> bool:
-        """Whether the groups have the value of this shift, which no other extension has changed since."""
-        value = self.value(self._calls, self._init)
-        return all(same(group[self.attr], value) for group in self._target.param_groups)
+            if attr != self.attr:  # settings are never state: what is known of another attribute says nothing
+                self._reset()
 
 
 class ScalingShift(Shift):
     """``init`` times a factor that follows from the number of calls, up to a target.
 
     Args:
-        attr: as for `Shift`.
-        init: as for `Shift`.
-        target: where the shift ends; ``None`` has no end.
-        grows: whether the factor grows with the calls, or falls.
-        optimizer: as for `Shift`.
+        attr, init, target, optimizer: as for `ExponentialShift`.
+        grows: True if the factor grows with the calls, False if it falls.
     """
 
-    def __init__(self, attr: str, init: float | None, target: float | None, grows: bool, optimizer: Any) -> None:
-        self.target = None if target is None else _number("target", target)
+    def __init__(self, attr: str, init: float | None, target: float | None, grows: bool, optimizer: OptimizerLike) -> None:
+        self.target = None if target is None else _check_number("target", target)
         self._grows = grows
         super().__init__(attr, init, optimizer)
         if self.init is not None:
             self._check_init(self.init)
 
     def factor(self, calls: int) -> float:
-        """By what the initial value is multiplied after so many calls."""
+        """Return the factor of the initial value after so many calls."""
         raise NotImplementedError(f"{type(self).__name__} must define factor(calls)")
 
     def value(self, calls: int, init: float) -> float:
-        """The value of the attribute after so many calls."""
+        """Return the value of the attribute after so many calls."""
         if not init:
             return init
         value = init * self.factor(calls)
@@ -170,66 +173,22 @@ class ScalingShift(Shift):
     def _check_init(self, init: float) -> None:
         if self.target is None or not init:
             return
-        if init > self.target if self._rises(init) else init < self.target:
-            way = "up" if self._rises(init) else "down"
+        rises = self._rises(init)
+        if init > self.target if rises else init < self.target:
             raise ValueError(
-                f"target is where the shift ends, and {self.attr!r} goes {way} from {init} and never comes to "
-                f"{self.target}; give a target on its way"
+                f"target is where the shift ends, and {self.attr!r} goes {'up' if rises else 'down'} from {init} and never "
+                f"comes to {self.target}; give a target on its way"
             )
-
-
-def _power(base: float, exponent: float) -> float:
-    """``base ** exponent`` for a base of 0 or above; infinite where it is too large for a float."""
-    try:
-        return float(base**exponent)
-    except OverflowError:
-        return math.inf
-
-
-def _number(name: str, value: Any) -> float:
-    """A setting as a finite float.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is NaN or infinite.
-    """
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is a finite number, got {value!r}")
-    return float(value)
-
-
-def _not_negative(name: str, value: Any) -> float:
-    """The same, 0 or above."""
-    checked = _number(name, value)
-    if checked < 0:
-        raise ValueError(f"{name} is 0 or above, got {value!r}")
-    return checked
-
-
-def _count(name: str, value: Any) -> int:
-    """A setting that counts calls, at least 1.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is below 1.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} counts calls, an integer; got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} counts calls, at least 1; got {value!r}")
-    return int(value)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 class ExponentialShift(ScalingShift):
     """Sets an attribute to ``init * rate ** calls``.
 
     Before the first update it is ``init``. With ``trigger=(1, "epoch")`` it is multiplied by ``rate`` after every epoch.
+
+    Example::
+
+        trainer.extend(extensions.ExponentialShift("lr", 0.9, target=1e-5), trigger=(1, "epoch"))
 
     Args:
         attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
@@ -240,15 +199,15 @@ class ExponentialShift(ScalingShift):
         optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
 
     Raises:
-        TypeError: a setting is of another kind.
+        TypeError: a setting has the wrong type.
         ValueError: ``rate`` is below 0, ``target`` is not on the way; or, when the run starts, the groups lack the
             attribute, or differ in it while there is no ``init``.
     """
 
     def __init__(
-        self, attr: str, rate: float, init: float | None = None, target: float | None = None, optimizer: Any = None
+        self, attr: str, rate: float, init: float | None = None, target: float | None = None, optimizer: OptimizerLike = None
     ) -> None:
-        self.rate = _not_negative("rate", rate)
+        self.rate = _check_number("rate", rate, minimum=0)
         super().__init__(attr, init, target, self.rate > 1, optimizer)
 
     def factor(self, calls: int) -> float:
@@ -260,19 +219,17 @@ class InverseShift(ScalingShift):
 
     Before the first update it is ``init``.
 
+    Example::
+
+        trainer.extend(extensions.InverseShift("lr", gamma=1e-4, power=0.75))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         gamma: 0 or above.
-        power: below 0 the attribute grows.
-        init: the value before the first call; ``None`` takes the one that the groups have.
-        target: where the shift ends; ``None`` has no end.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        power: the negative exponent; if it is below 0 the attribute grows.
+        attr, init, target, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: ``gamma`` is below 0, ``target`` is not on the way; or, when the run starts, the groups lack the
-            attribute, or differ in it while there is no ``init``.
+        TypeError, ValueError: ``gamma`` is below 0; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -282,10 +239,10 @@ class InverseShift(ScalingShift):
         power: float,
         init: float | None = None,
         target: float | None = None,
-        optimizer: Any = None,
+        optimizer: OptimizerLike = None,
     ) -> None:
-        self.gamma = _not_negative("gamma", gamma)
-        self.power = _number("power", power)
+        self.gamma = _check_number("gamma", gamma, minimum=0)
+        self.power = _check_number("power", power)
         super().__init__(attr, init, target, self.power < 0, optimizer)
 
     def factor(self, calls: int) -> float:
@@ -297,26 +254,27 @@ class LinearShift(Shift):
 
     Up to the first of the two calls, and before the first update, it has the first value; from the second on the second.
 
+    Example::
+
+        trainer.extend(extensions.LinearShift("lr", (0.1, 0.0), (10_000, 20_000)))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         value_range: the first value and the second.
-        time_range: how many calls have been made when it begins to move, and when it has moved.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        time_range: the number of calls at which it begins to move, and at which it has moved.
+        attr, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: the second time lies before the first; or, when the run starts, the groups lack the attribute.
+        TypeError, ValueError: the second time lies before the first; or as for `ExponentialShift`.
     """
 
     def __init__(
-        self, attr: str, value_range: tuple[float, float], time_range: tuple[int, int], optimizer: Any = None
+        self, attr: str, value_range: tuple[float, float], time_range: tuple[int, int], optimizer: OptimizerLike = None
     ) -> None:
-        self.value_range = _pair("value_range", value_range)
-        self.time_range = _pair("time_range", time_range)
+        self.value_range = _check_pair("value_range", value_range)
+        self.time_range = _check_pair("time_range", time_range)
         if self.time_range[0] > self.time_range[1]:
             raise ValueError(
-                f"time_range is the call at which the shift begins and that at which it ends, got {time_range!r}"
+                f"time_range is the call at which the shift begins and the one at which it ends, got {time_range!r}"
             )
         super().__init__(attr, self.value_range[0], optimizer)
 
@@ -329,38 +287,31 @@ class LinearShift(Shift):
         return first + (calls - begin) / (end - begin) * (last - first)
 
 
-def _pair(name: str, values: Any) -> tuple[float, float]:
-    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != 2:
-        raise TypeError(f"{name} is a pair of numbers, got {values!r}")
-    return _number(name, values[0]), _number(name, values[1])
-
-
 class MultistepShift(ScalingShift):
-    """Sets an attribute to ``init * gamma ** n``, where n is how many of the steps are reached.
+    """Sets an attribute to ``init * gamma ** n``, where n is the number of steps that have been reached.
 
     Before the first update it is ``init``; a step of 3 is reached by the third call.
 
+    Example::
+
+        trainer.extend(extensions.MultistepShift("lr", 0.1, [30, 60], init=0.1), trigger=(1, "epoch"))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         gamma: 0 or above.
-        step_value: the calls at which it is multiplied, in ascending order; at one that stands twice, twice.
-        init: the value before the first call; ``None`` takes the one that the groups have.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        step_value: the calls at which it is multiplied, in ascending order; one that is repeated counts twice.
+        attr, init, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: ``gamma`` is below 0, a step below 1, or they do not ascend; or, when the run starts, the groups lack the
-            attribute, or differ in it while there is no ``init``.
+        TypeError, ValueError: ``gamma`` is below 0, a step is below 1, or they do not ascend; or as for `ExponentialShift`.
     """
 
     def __init__(
-        self, attr: str, gamma: float, step_value: Sequence[int], init: float | None, optimizer: Any = None
+        self, attr: str, gamma: float, step_value: Sequence[int], init: float | None, optimizer: OptimizerLike = None
     ) -> None:
-        self.gamma = _not_negative("gamma", gamma)
+        self.gamma = _check_number("gamma", gamma, minimum=0)
         if isinstance(step_value, str) or not isinstance(step_value, Iterable):
             raise TypeError(f"step_value is a sequence of calls, such as [30, 60]; got {step_value!r}")
-        self.step_value = [_count("a step of step_value", step) for step in step_value]
+        self.step_value = [_check_count("a step of step_value", step) for step in step_value]
         if self.step_value != sorted(self.step_value):
             raise ValueError(f"step_value ascends, got {self.step_value}; sort it")
         super().__init__(attr, init, None, self.gamma > 1, optimizer)
@@ -374,19 +325,18 @@ class PolynomialShift(ScalingShift):
 
     Before the first update it is ``init``; from call ``max_count`` on it is 0, or ``target``.
 
+    Example::
+
+        trainer.extend(extensions.PolynomialShift("lr", rate=2, max_count=20_000))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         rate: the exponent, 0 or above.
-        max_count: calls until it has fallen.
-        init: the value before the first call; ``None`` takes the one that the groups have.
+        max_count: the number of calls in which it falls.
         target: where the shift ends; ``None`` means at 0.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        attr, init, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: ``rate`` is below 0, ``max_count`` below 1, ``target`` is not on the way; or, when the run starts, the
-            groups lack the attribute, or differ in it while there is no ``init``.
+        TypeError, ValueError: ``rate`` is below 0, ``max_count`` is below 1; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -396,10 +346,10 @@ class PolynomialShift(ScalingShift):
         max_count: int,
         init: float | None = None,
         target: float | None = None,
-        optimizer: Any = None,
+        optimizer: OptimizerLike = None,
     ) -> None:
-        self.rate = _not_negative("rate", rate)
-        self.max_count = _count("max_count", max_count)
+        self.rate = _check_number("rate", rate, minimum=0)
+        self.max_count = _check_count("max_count", max_count)
         super().__init__(attr, init, target, False, optimizer)
 
     def factor(self, calls: int) -> float:
@@ -411,19 +361,17 @@ class StepShift(ScalingShift):
 
     Before the first update it is ``init``.
 
+    Example::
+
+        trainer.extend(extensions.StepShift("lr", 0.1, step=30), trigger=(1, "epoch"))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         gamma: 0 or above.
-        step: calls between two multiplications.
-        init: the value before the first call; ``None`` takes the one that the groups have.
-        target: where the shift ends; ``None`` has no end.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        step: the number of calls between two multiplications.
+        attr, init, target, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: ``gamma`` is below 0, ``step`` below 1, ``target`` is not on the way; or, when the run starts, the groups
-            lack the attribute, or differ in it while there is no ``init``.
+        TypeError, ValueError: ``gamma`` is below 0, ``step`` is below 1; or as for `ExponentialShift`.
     """
 
     def __init__(
@@ -433,10 +381,10 @@ class StepShift(ScalingShift):
         step: int,
         init: float | None = None,
         target: float | None = None,
-        optimizer: Any = None,
+        optimizer: OptimizerLike = None,
     ) -> None:
-        self.gamma = _not_negative("gamma", gamma)
-        self.step = _count("step", step)
+        self.gamma = _check_number("gamma", gamma, minimum=0)
+        self.step = _check_count("step", step)
         super().__init__(attr, init, target, self.gamma > 1, optimizer)
 
     def factor(self, calls: int) -> float:
@@ -449,23 +397,25 @@ class WarmupShift(Shift):
     Before the first update it is ``warmup_start``. After the last of those calls it leaves the attribute alone, so that
     another shift may go on from there.
 
+    Example::
+
+        trainer.extend(extensions.WarmupShift("lr", warmup_start=0.0, warmup_iter=500, init=0.1))
+
     Args:
-        attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
-            every group.
         warmup_start: the value before the first call.
-        warmup_iter: calls until it has risen.
+        warmup_iter: the number of calls in which it moves.
         init: the value after them; ``None`` takes the one that the groups have.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        attr, optimizer: as for `ExponentialShift`.
 
     Raises:
-        TypeError: a setting is of another kind.
-        ValueError: ``warmup_iter`` is below 1; or, when the run starts, the groups lack the attribute, or differ in it while
-            there is no ``init``.
+        TypeError, ValueError: ``warmup_iter`` is below 1; or as for `ExponentialShift`.
     """
 
-    def __init__(self, attr: str, warmup_start: float, warmup_iter: int, init: float | None, optimizer: Any = None) -> None:
-        self.warmup_start = _number("warmup_start", warmup_start)
-        self.warmup_iter = _count("warmup_iter", warmup_iter)
+    def __init__(
+        self, attr: str, warmup_start: float, warmup_iter: int, init: float | None, optimizer: OptimizerLike = None
+    ) -> None:
+        self.warmup_start = _check_number("warmup_start", warmup_start)
+        self.warmup_iter = _check_count("warmup_iter", warmup_iter)
         super().__init__(attr, init, optimizer)
 
     def value(self, calls: int, init: float) -> float:
@@ -476,4 +426,36 @@ class WarmupShift(Shift):
     def __call__(self, trainer: Trainer) -> None:
         self._calls += 1
         if self._calls <= self.warmup_iter:
-            self._write()
+            self._set_value()
+
+
+def _power(base: float, exponent: float) -> float:
+    """Return ``base ** exponent`` for a base of 0 or above; infinity if it is too large for a float."""
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _check_number(name: str, value: Any, minimum: float = -math.inf) -> float:
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is a number, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is a finite number, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} is {minimum} or above, got {value!r}")
+    return float(value)
+
+
+def _check_pair(name: str, values: Any) -> tuple[float, float]:
+    if isinstance(values, str) or not hasattr(values, "__len__") or len(values) != 2:
+        raise TypeError(f"{name} is a pair of numbers, got {values!r}")
+    return _check_number(name, values[0]), _check_number(name, values[1])
+
+
+def _check_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} counts calls, an integer; got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} counts calls, at least 1; got {value!r}")
+    return int(value)
