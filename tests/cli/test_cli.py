@@ -1,4 +1,4 @@
-"""The command looks at what a run has written, without the code that wrote it."""
+"""The commands read the files of a run without the code that wrote them."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def test_inspect_as_json_of_the_directory_of_a_run_shows_its_newest(saved, capsy
     assert {"name": "updater/model:main/body/0/bias", "dtype": "F32", "shape": [8], "bytes": 32} in about["tensors"]
 
 
-def test_verify_says_what_is_sound_and_fails_with_1_on_damage(saved, tmp_path, capsys):
+def test_verify_fails_with_1_on_damage(saved, tmp_path, capsys):
     """One flipped byte in a copy."""
     directory, _ = saved
     assert main(["verify", str(directory)]) == 0
@@ -78,7 +78,7 @@ def test_verify_of_the_directory_of_a_run_reads_all_of_its_snapshots(saved, tmp_
 
 
 def test_verify_of_a_models_file_compares_it_with_its_checksum(saved, tmp_path, capsys):
-    """One that another program wrote has none, and is said to have none."""
+    """A file of another program has none, and the result says so."""
     _, model = saved
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     serializers.save(ours, model)
@@ -93,7 +93,7 @@ def test_verify_of_a_models_file_compares_it_with_its_checksum(saved, tmp_path, 
     assert main(["verify", str(ours)]) == 1
 
 
-def test_what_a_snapshot_leaves_out_is_said(tmp_path, capsys):
+def test_parameters_that_a_snapshot_leaves_out_are_named(tmp_path, capsys):
     """By inspect, and by export, whose file lacks it."""
     trainer, *_ = resume_program.build(str(tmp_path / "out"), stop=(1, "iteration"))
     trainer.updater.get_model("main").body[0].requires_grad_(False)
@@ -120,11 +120,11 @@ def test_export_writes_the_plain_model(saved, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["export"]])
-def test_a_directory_that_is_no_run_is_said_so(tmp_path, command, capsys):
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path, command, capsys):
     """Exit status 2 and a sentence, no traceback."""
     more = [str(tmp_path / "file")] if command == ["export"] else []
     assert main([*command, str(tmp_path), *more]) == 2
-    assert "is no snapshot and holds none" in capsys.readouterr().err
+    assert "is not a snapshot and holds none" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "nowhere"), *more]) == 2
 
 

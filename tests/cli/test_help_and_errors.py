@@ -1,4 +1,4 @@
-"""What the command says to those who meet it: its help, and sensible words where it is given something else."""
+"""The help of the commands, and their errors where they are given something else than a snapshot or a run."""
 
 import fcntl
 import json
@@ -27,9 +27,9 @@ COMMAND = [sys.executable, "-m", "chainring"]
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """A run with two snapshots, the file of its model, and everything that a person may give instead."""
-    root = tmp_path_factory.mktemp("places")
+def paths(tmp_path_factory):
+    """A run with two snapshots, the file of its model, and other files and directories that a user may give."""
+    root = tmp_path_factory.mktemp("paths")
     trainer, *_ = resume_program.build(str(root / "result"), stop=(4, "iteration"))
     trainer.extend(snapshot(), trigger=(2, "iteration"))
     trainer.run()
@@ -54,9 +54,9 @@ def places(tmp_path_factory):
     return root
 
 
-WORDS = {
-    "empty": (2, "is no snapshot and holds none: it is empty"),
-    "other": (2, "is no snapshot and holds none: neither has a manifest.json"),
+ERRORS = {
+    "empty": (2, "is not a snapshot and holds none: it is empty"),
+    "other": (2, "is not a snapshot and holds none: neither has a manifest.json"),
     "none": (2, "a run that has taken no snapshot. In the script, trainer.extend(extensions.snapshot()"),
     ".": (2, "There are runs in it: give {root}/none or {root}/result"),
     "absent": (2, "there is no {root}/absent"),
@@ -65,11 +65,11 @@ WORDS = {
         "there is no {root}/result/snapshot_iter_5; {root}/result has snapshot_iter_4, snapshot_iter_2",
     ),
     "link": (2, "is a link to nowhere, which is not there"),
-    "pipe": (2, "is no plain file and no directory"),
+    "pipe": (2, "is neither a regular file nor a directory"),
     "model.pt": (2, "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code"),
     "old.pt": (2, "a file such as torch.save or NumPy write"),
     "model.npz": (2, "a file such as torch.save or NumPy write"),
-    "result/log": (2, "is text, and no model; to look at the run it belongs to, give {root}/result"),
+    "result/log": (2, "is text, not a model; to look at the run it belongs to, give {root}/result"),
     "result/snapshot_iter_4/state.json": (
         2,
         "is one file of the snapshot {root}/result/snapshot_iter_4; give the directory",
@@ -80,14 +80,14 @@ WORDS = {
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "export"])
-@pytest.mark.parametrize("given", list(WORDS))
-def test_what_is_no_snapshot_is_called_what_it_is(places, tmp_path, command, given, capsys):
-    """With what to do instead, in one line, and an exit status."""
+@pytest.mark.parametrize("given", list(ERRORS))
+def test_a_path_that_is_not_a_snapshot_is_described(paths, tmp_path, command, given, capsys):
+    """In one line with a remedy, and an exit status."""
     if given == ".":  # the directory above runs, without what else the fixture puts there
         for name in ("result", "none"):
-            (tmp_path / name).symlink_to(places / name)
-    root = tmp_path if given == "." else places
-    status, words = WORDS[given]
+            (tmp_path / name).symlink_to(paths / name)
+    root = tmp_path if given == "." else paths
+    status, words = ERRORS[given]
     more = [str(tmp_path / "file")] if command == "export" else []
     assert main([command, str(root / given), *more]) == status
     shown = capsys.readouterr()
@@ -98,39 +98,39 @@ def test_what_is_no_snapshot_is_called_what_it_is(places, tmp_path, command, giv
 
 
 def test_an_empty_path_is_not_the_current_directory(capsys):
-    """As a variable of the shell that is not set gives one."""
+    """Such as an unset variable of the shell expands to."""
     assert main(["inspect", ""]) == 2
     assert "the path is empty" in capsys.readouterr().err
 
 
-def test_inspect_shows_the_file_of_a_model(places, capsys):
+def test_inspect_shows_the_file_of_a_model(paths, capsys):
     """Its tensors, and as JSON the same."""
-    assert main(["inspect", str(places / "model")]) == 0
+    assert main(["inspect", str(paths / "model")]) == 0
     shown = capsys.readouterr().out
     assert "model: the file of a model" in shown
-    assert main(["inspect", "--json", str(places / "model")]) == 0
+    assert main(["inspect", "--json", str(paths / "model")]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["bytes"] == (places / "model").stat().st_size
+    assert facts["bytes"] == (paths / "model").stat().st_size
     assert {"name": "body.0.bias", "dtype": "F32", "shape": [8], "bytes": 32} in facts["tensors"]
     assert all(tensor["name"] in shown for tensor in facts["tensors"])
 
 
-def test_the_file_of_a_model_is_nothing_to_export(places, tmp_path, capsys):
-    """It is what export would write."""
-    assert main(["export", str(places / "model"), str(tmp_path / "x")]) == 2
-    assert "is the file of a model, and no snapshot" in capsys.readouterr().err
+def test_the_file_of_a_model_is_not_exported_again(paths, tmp_path, capsys):
+    """It is already the file that export writes."""
+    assert main(["export", str(paths / "model"), str(tmp_path / "x")]) == 2
+    assert "is the file of a model, not a snapshot" in capsys.readouterr().err
 
 
-def test_inspect_of_a_run_names_its_other_snapshots(places, capsys):
+def test_inspect_of_a_run_names_its_other_snapshots(paths, capsys):
     """The newest is shown."""
-    assert main(["inspect", str(places / "result")]) == 0
+    assert main(["inspect", str(paths / "result")]) == 0
     assert "also there: snapshot_iter_2\n" in capsys.readouterr().out
 
 
-def test_verify_as_json_says_of_each_what_it_is(places, tmp_path, capsys):
-    """Sound, damaged, and of a newer format, which is neither; the exit status stays."""
+def test_verify_as_json_gives_the_result_of_each_snapshot(paths, tmp_path, capsys):
+    """Sound, damaged, or of a newer format, which is neither; the exit status is the same as without --json."""
     for name in ("result/snapshot_iter_4", "result/snapshot_iter_2", "newer"):
-        shutil.copytree(places / name, tmp_path / name.rpartition("/")[2])
+        shutil.copytree(paths / name, tmp_path / name.rpartition("/")[2])
     assert main(["verify", "--json", str(tmp_path)]) == 2
     assert json.loads(capsys.readouterr().out)["sound"] is False
     (tmp_path / "snapshot_iter_2" / "state.json").write_bytes(b"{}")
@@ -145,34 +145,34 @@ def test_verify_as_json_says_of_each_what_it_is(places, tmp_path, capsys):
     assert "state.json" in checked["snapshot_iter_2"]["error"]
 
 
-def test_verify_as_json_of_a_models_file(places, capsys):
-    """Whether it has a checksum is said too."""
-    assert main(["verify", "--json", str(places / "model")]) == 0
+def test_verify_as_json_of_a_models_file(paths, capsys):
+    """The result says that it has a checksum."""
+    assert main(["verify", "--json", str(paths / "model")]) == 0
     found = json.loads(capsys.readouterr().out)
     (checked,) = found["checked"]
     assert (found["sound"], checked["has_checksum"], checked["error"]) == (True, True, None)
 
 
-def test_export_as_json_lists_the_names_of_its_tensors(places, tmp_path, capsys):
+def test_export_as_json_lists_the_names_of_its_tensors(paths, tmp_path, capsys):
     """And of which snapshot and model they are."""
     file = tmp_path / "net.safetensors"
-    assert main(["export", "--json", str(places / "result"), str(file)]) == 0
+    assert main(["export", "--json", str(paths / "result"), str(file)]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["tensors"] == sorted(safetensors.torch.load_file(file))
     assert (facts["file"], facts["bytes"], facts["model"]) == (str(file), file.stat().st_size, "main")
     assert facts["directory"].endswith("snapshot_iter_4")
 
 
-def test_a_file_that_is_there_is_named_with_the_remedy(places, tmp_path, capsys):
-    """Before the snapshot is read."""
+def test_an_existing_file_is_not_overwritten(paths, tmp_path, capsys):
+    """The error names the file and the remedy."""
     (tmp_path / "net").write_text("mine")
-    assert main(["export", str(places / "result"), str(tmp_path / "net")]) == 2
-    assert "net is there already, and nothing is written over; give another name" in capsys.readouterr().err
+    assert main(["export", str(paths / "result"), str(tmp_path / "net")]) == 2
+    assert "net exists and is not overwritten; give another name" in capsys.readouterr().err
     assert (tmp_path / "net").read_text() == "mine"
 
 
 def test_verify_resume_as_json_keeps_its_steps_off_stdout(tmp_path, capsys):
-    """They go to stderr, with the reason where the script cannot be tried."""
+    """They go to stderr, with the reason where the script cannot be compared."""
     script = tmp_path / "train.py"
     script.write_text("raise LookupError('no data')")
     assert main(["verify-resume", "--json", str(script)]) == 2
@@ -185,7 +185,7 @@ def test_verify_resume_as_json_keeps_its_steps_off_stdout(tmp_path, capsys):
 @pytest.mark.parametrize("columns", ["80", "200"])
 @pytest.mark.parametrize("command", [[], *[[name] for name in COMMANDS]], ids=["chainring", *COMMANDS])
 def test_help_has_examples_and_exit_statuses_and_fits(command, columns, monkeypatch, capsys):
-    """At 80 columns, and no wider than one reads at 200."""
+    """At 80 columns, and at 200 columns no wider than 100."""
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
@@ -216,35 +216,35 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out == f"chainring {chainring.__version__}\n"
 
 
-def to_output(places, output):
+def to_output(paths, output):
     """The command with its output there, which Python collects until the end, as in any shell."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [*COMMAND, "inspect", places / "result"]
+    command = [*COMMAND, "inspect", paths / "result"]
     return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.PIPE, check=False)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(places):
+def test_a_reader_that_closes_the_pipe_is_not_an_error(paths):
     """As in `chainring inspect result | head -1`: nothing on stderr, exit status 0."""
     reading, writing = os.pipe()
     os.close(reading)
-    done = to_output(places, writing)
+    done = to_output(paths, writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_an_output_that_cannot_be_written_is_said_in_one_line(places):
+def test_an_output_that_cannot_be_written_is_an_error_of_one_line(paths):
     """A full disk, say; here a file that is open for reading only."""
-    with open(places / "model", "rb") as output:
-        done = to_output(places, output)
+    with open(paths / "model", "rb") as output:
+        done = to_output(paths, output)
     assert (done.returncode, done.stderr) == (2, b"chainring: the output: Bad file descriptor\n")
 
 
-def test_on_a_terminal_it_prints_lines_that_fit_and_no_codes(places):
+def test_on_a_terminal_it_prints_lines_that_fit_and_no_codes(paths):
     """What inspect prints has no escape sequence, so NO_COLOR has nothing to turn off; long names lose their middle."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [*COMMAND, "inspect", places / "result"]
+    command = [*COMMAND, "inspect", paths / "result"]
     with subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         shown = b""

@@ -1,4 +1,4 @@
-"""chainring verify-resume tries a script as it is."""
+"""chainring verify-resume compares a script as it is."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ class Counting(torch.nn.Linear):
 
 
 def test_the_example_continues_bit_for_bit(tmp_path, capsys):
-    """The digits script with its evaluation, log and snapshots, of which nothing is left; the finding as JSON."""
+    """The digits script with its evaluation, log and snapshots, which leaves no file behind; the result is JSON."""
     arguments = ["--iterations", "18", "--kill-after", "16", str(MNIST), "-e", "3", "-o", str(tmp_path / "result")]
     assert main(["verify-resume", "--json", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def test_a_script_that_forgets_something_fails_with_1_and_is_explained(tmp_path,
         ("raise LookupError('no data')", "LookupError: no data"),
     ],
 )
-def test_a_script_that_cannot_be_tried_fails_with_2_and_a_reason(tmp_path, capsys, script, reason):
+def test_a_script_that_cannot_be_compared_fails_with_2_and_a_reason(tmp_path, capsys, script, reason):
     """Without a trainer, with two, or with an error, whose traceback is shown."""
     path = tmp_path / "script.py"
     path.write_text(script)

@@ -1,4 +1,4 @@
-"""The command ``chainring``: looks at what a run has written, and tries whether a run continues."""
+"""The command ``chainring``: shows, verifies and exports the files of a run, and verifies that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from chainring._version import __version__
 from chainring.cli import export, inspect, report, verify, verify_resume
-from chainring.cli._common import EXIT_STATUS, paragraph, printable, width_of_help
+from chainring.cli._common import EXIT_STATUS, help_formatter, paragraph, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
@@ -17,35 +17,35 @@ __all__ = ["main"]
 _COMMANDS = (report, inspect, verify, verify_resume, export)
 
 _DESCRIPTION = """
-Looks at what a run has written, without the code that wrote it, and tries whether
-a run continues. Nothing that was saved is executed, and nothing of it is written over."""
+Show, verify and export the files of a run, without the code that wrote them, and verify
+that a run can be resumed. Saved files are never executed and never overwritten."""
 
 _EPILOG = f"""\
 examples:
-  chainring report result                  the page of the run, for a browser
-  chainring inspect result                 what has the run in result/ saved?
-  chainring verify result                  is it sound, now that it was copied?
-  chainring export result mlp.safetensors  the trained model, for any program
-  chainring verify-resume train.py -e 3    does it continue bit for bit?
+  chainring report result                  write a page for a browser
+  chainring inspect result                 show the newest snapshot
+  chainring verify result                  verify it, after a copy say
+  chainring export result mlp.safetensors  the model, for any program
+  chainring verify-resume train.py -e 3    kill, resume and compare
 
 {EXIT_STATUS}
 
-`chainring COMMAND --help` says more of each."""
+See `chainring COMMAND --help` for each command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 1 for damage or a difference, 2 for what cannot be done."""
+    """Run the command and return its exit status: 0, 1 for damage or a difference, 2 for a wrong or impossible request."""
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        _leave_output()
+    except BrokenPipeError:  # a reader such as head has closed the pipe
+        _discard_output()
         return 0
     except OSError as error:  # a full disk
-        _leave_output()
+        _discard_output()
         return _fail(2, error)
 
 
@@ -72,9 +72,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "chainring", description=paragraph(_DESCRIPTION), epilog=_EPILOG, formatter_class=width_of_help, allow_abbrev=False
+        "chainring", description=paragraph(_DESCRIPTION), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version")
+    parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fail(status: int, error: object) -> int:
-    """Says why and returns the status."""
+    """Print the error and return the status."""
     if isinstance(error, OSError) and error.strerror:
         error = f"{error.filename or 'the output'}: {error.strerror}"
     for line in str(error).splitlines():
@@ -90,8 +90,8 @@ def _fail(status: int, error: object) -> int:
     return status
 
 
-def _leave_output() -> None:
-    """Lets Python, which flushes at its end, write to nowhere what could not be written."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def _discard_output() -> None:
+    """Let Python, which flushes at exit, write the rest of the output to the null device."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

@@ -1,4 +1,4 @@
-"""How the commands present themselves: a help that teaches, no wider than one reads."""
+"""The parts that the commands share: finding snapshots, errors that name a remedy, and the form of the help."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from chainring.serializers._safetensors import is_of_pickle
 from chainring.serializers._store import MANIFEST, CorruptError, Store
 
 _RUN = "run.json"
-_TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-_SHOWN = 3
+_ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
+_MAX_NAMES = 3
 
 
-def refusal(given: str) -> Exception:
-    """Why a path is no snapshot and holds none, and what to give instead: an error to be raised."""
+def not_a_snapshot(given: str) -> Exception:
+    """Return the error of a path that is not a snapshot and holds none, with the path to give instead."""
     path = Path(given)
     if not given:
         return ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
     if not os.path.exists(given):
         return FileNotFoundError(_absent(path))
     if not path.is_dir():
-        return FileNotFoundError(f"{given} is {kind_of_file(path)}")
+        return FileNotFoundError(f"{given} is {describe_file(path)}")
     if (path / STATE).exists():
         return CorruptError(f"{given} has a {STATE} and no {MANIFEST}: a snapshot that is damaged, or copied in part")
-    return FileNotFoundError(f"{given} is no snapshot and holds none: {_contents(path)}")
+    return FileNotFoundError(f"{given} is not a snapshot and holds none: {_contents(path)}")
 
 
-def kind_of_file(path: Path) -> str:
-    """What a file is that is no snapshot, and what to do with it."""
+def describe_file(path: Path) -> str:
+    """Return words for a file that is not a snapshot, with a remedy."""
     parent = path.parent
     if (parent / MANIFEST).exists():
         return f"one file of the snapshot {parent}; give the directory"
     if is_model(path):
-        return "the file of a model, and no snapshot: `chainring inspect` and `chainring verify` take it"
-    if (foreign := what_is_foreign(path)) is not None:
+        return "the file of a model, not a snapshot: `chainring inspect` and `chainring verify` take it"
+    if (foreign := describe_foreign_file(path)) is not None:
         return foreign
-    return "no directory; a snapshot is a directory with a " + MANIFEST
+    return "not a directory; a snapshot is a directory with a " + MANIFEST
 
 
-def what_is_foreign(path: Path) -> str | None:
-    """What a file is that Chainring neither writes as a model nor opens; ``None`` if it may be a model's, sound or not."""
+def describe_foreign_file(path: Path) -> str | None:
+    """Return words for a file that Chainring neither writes nor opens; ``None`` if it may be a model's, sound or not."""
     if not path.is_file():
-        return "no plain file and no directory"
+        return "neither a regular file nor a directory"
     if is_of_pickle(path):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python: "
@@ -57,14 +57,14 @@ def what_is_foreign(path: Path) -> str | None:
         )
     with path.open("rb") as file:
         start = file.read(8)
-    if len(start) == 8 and _TEXT.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
+    if len(start) == 8 and _ASCII.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
         run = path.parent if (path.parent / _RUN).exists() else None
-        return "text, and no model" + (f"; to look at the run it belongs to, give {run}" if run else "")
+        return "text, not a model" + (f"; to look at the run it belongs to, give {run}" if run else "")
     return None
 
 
 def is_model(path: Path) -> bool:
-    """Whether a file begins as safetensors does: the length of a header, and the header."""
+    """Return whether a file begins as safetensors does: the length of a header, and the header."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -81,13 +81,13 @@ def _absent(path: Path) -> str:
 
 
 def _contents(path: Path) -> str:
-    """What a directory has that is no snapshot."""
+    """Return words for the contents of a directory without snapshots, with a remedy."""
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
     if not entries:
         return "it is empty"
     if (path / _RUN).exists():
         return (
-            "it is of a run that has taken no snapshot. In the script, "
+            "it belongs to a run that has taken no snapshot. In the script, "
             'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
         )
     runs = [entry.name for entry in entries if entry.is_dir() and ((entry / _RUN).exists() or Store(entry).names())]
@@ -95,21 +95,21 @@ def _contents(path: Path) -> str:
 
 
 def _listed(names: list[str], parent: Path | None = None) -> str:
-    shown = [str(parent / name) if parent else name for name in names[:_SHOWN]]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    shown = [str(parent / name) if parent else name for name in names[:_MAX_NAMES]]
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", " if more else " or " if parent else ", ").join(shown) + more
 
 
 def find(directory: str) -> Path:
-    """The snapshot itself, or the newest of those in the directory of a run, see `snapshots`."""
+    """Return the snapshot itself, or the newest in the directory of a run, see `snapshots`."""
     return snapshots(directory)[0]
 
 
 def snapshots(directory: str) -> list[Path]:
-    """The snapshot itself, or all in the directory of a run, the newest first.
+    """Return the snapshot itself, or all in the directory of a run, the newest first.
 
     Raises:
-        FileNotFoundError: there is neither; the error says what there is, and what to give.
+        FileNotFoundError: there is neither; the error names the contents and the path to give.
         CorruptError: it is a snapshot that has lost its manifest.
     """
     path = Path(directory)
@@ -117,70 +117,70 @@ def snapshots(directory: str) -> list[Path]:
         return [path]
     names = Store(path).names() if directory and path.is_dir() else []
     if not names:
-        raise refusal(directory)
+        raise not_a_snapshot(directory)
     return [path / name for name in names]
 
 
 def printable(text: object) -> str:
-    """Text out of a file that may come from anywhere, without what would steer the terminal."""
+    """Return text of a file from anywhere, with the characters escaped that could control the terminal."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
-_WIDEST = 100
+_MAX_WIDTH = 100
 
 EXIT_STATUS = """\
 exit status:
-  0    done, and what was looked at is fine
-  1    what was written is damaged, or a resumed run differs
-  2    wrong arguments, or nothing there that could be looked at or tried
+  0    success, without damage or a difference
+  1    a file is damaged, or a resumed run differs
+  2    wrong arguments, or nothing to show, verify or compare
   130  interrupted by Ctrl-C"""
 
 
-def width_of_help(prog: str) -> argparse.HelpFormatter:
-    """Text as it was written, and arguments as wide as the terminal, up to what is pleasant to read."""
+def help_formatter(prog: str) -> argparse.HelpFormatter:
+    """Return a formatter that keeps text as written, and sets arguments as wide as the terminal, up to a readable width."""
     return argparse.RawDescriptionHelpFormatter(prog, width=_columns(), max_help_position=26)
 
 
 def paragraph(text: str) -> str:
-    """Lines of text as one paragraph of that width."""
+    """Return lines of text as one paragraph of that width."""
     return textwrap.fill(" ".join(text.split()), _columns())
 
 
 def _columns() -> int:
-    return min(shutil.get_terminal_size().columns, _WIDEST) - 2
+    return min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
 
 
 def add_command(
     commands: Any, name: str, *, purpose: str, description: str, examples: Sequence[str], status: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """A parser for one command, whose help ends with examples and with what its exit statuses mean.
+    """Add the parser of a command, whose help ends with examples and the meaning of its exit statuses.
 
     Args:
-        commands: what ``add_subparsers`` returned.
+        commands: the result of ``add_subparsers``.
         name: of the command.
-        purpose: what it is for, as the list of commands has it.
-        description: what it does.
+        purpose: one line for the list of commands.
+        description: a paragraph for its help.
         examples: command lines, of at most 76 characters.
-        status: what 0, 1 and 2 mean here, in this order.
+        status: the meanings of 0, 1 and 2, in this order.
     """
     epilog = ["examples:", *(f"  {line}" for line in examples), "", "exit status:"]
-    epilog += [f"  {number}  {meaning}" for number, meaning in enumerate(status)]
+    epilog += [f"  {code}  {meaning}" for code, meaning in enumerate(status)]
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
         description=paragraph(description),
         epilog="\n".join(epilog),
-        formatter_class=width_of_help,
+        formatter_class=help_formatter,
         allow_abbrev=False,
     )
     return parser
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option ``--json``: what is printed for people goes to programs."""
+    """Add the option ``--json``, for output that programs read."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead; errors stay text on stderr")
 
 
 def print_json(facts: Any) -> None:
-    """Prints plain values as one JSON object that any reader takes."""
+    """Print plain values as one JSON object without NaN, which not every reader takes."""
     print(json.dumps(facts, indent=1, allow_nan=False))

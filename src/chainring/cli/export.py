@@ -1,4 +1,4 @@
-"""``chainring export DIR FILE``: the plain model out of a snapshot."""
+"""``chainring export DIR FILE``: write the plain model of a snapshot."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from chainring.serializers._checkpoint import model_prefix, read_state, save_ten
 
 _MODEL = "updater/model:"
 _DESCRIPTION = """
-Writes the model of a snapshot as one safetensors file with the names of its
-state_dict, which any reader of the format opens. The snapshot is verified first. A
-file that is there is not written over."""
+Write the model of a snapshot as one safetensors file with the names of its
+state_dict, which any reader of the format opens. The snapshot is verified first. An
+existing file is not overwritten."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "export",
         purpose="write the model of a snapshot as one safetensors file",
         description=_DESCRIPTION,
         examples=[
-            "chainring export result mlp.safetensors              of the newest snapshot",
+            "chainring export result mlp.safetensors      the newest snapshot of a run",
             "chainring export result/best gen.safetensors --model gen",
             "chainring export --json result mlp.safetensors | jq .tensors",
         ],
         status=[
             "the file is written",
             "the snapshot is damaged",
-            "there is no snapshot, no such model, or a file already",
+            "there is no snapshot or no such model, or the file exists",
         ],
     )
-    parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, whose newest is taken")
+    parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
     parser.add_argument("file", metavar="FILE", help="the file to write")
-    parser.add_argument("--model", metavar="NAME", help="which model, where there are several; by default main")
+    parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the file."""
+    """Write the file."""
     directory, file = find(options.directory), Path(options.file)
     if os.path.lexists(file):
-        raise FileExistsError(f"{file} is there already, and nothing is written over; give another name")
+        raise FileExistsError(f"{file} exists and is not overwritten; give another name")
     state = read_state(directory)
     prefix = f"{_MODEL}{options.model}/" if options.model else _only_model(state, directory)
     found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""``chainring inspect PATH``: what a snapshot, or the file of a model, holds."""
+"""``chainring inspect PATH``: show what a snapshot, or the file of a model, holds."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from chainring.serializers._store import verify_sizes
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
-_OTHERS = 3
-_NARROWEST = 60
+_MAX_OTHERS = 3
+_MIN_WIDTH = 60
 _DESCRIPTION = """
-Shows what a snapshot holds: the iteration, the versions that wrote it, and each
-tensor with its dtype, shape and bytes. Only the manifest and the heads of the files
-are read, so it takes no longer for a large one; `chainring verify` reads every byte."""
+Show what a snapshot holds: the iteration, the versions that wrote it, and each
+tensor with its dtype, shape and bytes. Only the manifest and the headers of the files
+are read, so a large snapshot takes no longer; `chainring verify` reads every byte."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "inspect",
-        purpose="what a snapshot holds: versions, tensors, shapes, bytes",
+        purpose="show what a snapshot holds: versions, tensors, shapes, bytes",
         description=_DESCRIPTION,
         examples=[
             "chainring inspect result                  the newest snapshot of a run",
             "chainring inspect result/snapshot_iter_150 | grep optimizer",
             "chainring inspect --json result | jq .iteration",
         ],
-        status=["it is shown", "it is damaged", "there is no snapshot"],
+        status=["it is shown", "the snapshot is damaged", "there is no snapshot"],
     )
     parser.add_argument(
-        "path", metavar="PATH", help="a snapshot, the directory of a run, whose newest is shown, or the file of a model"
+        "path", metavar="PATH", help="a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
     )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints what the snapshot or the file holds."""
+    """Print what the snapshot or the file holds."""
     path = Path(options.path)
     if is_model(path):
         tensors = _tensors_of(path)
@@ -58,22 +58,22 @@ def run(options: argparse.Namespace) -> None:
             _print_table(tensors, path.stat().st_size)
         return
     directory, *others = snapshots(options.path)
-    about = describe(directory)
+    about = _describe(directory)
     if options.json:
         print_json(about)
         return
-    _print_head(about, others)
+    _print_summary(about, others)
     _print_table(about["tensors"], about["bytes"])
 
 
-def _print_head(about: Mapping[str, Any], others: Sequence[Path]) -> None:
+def _print_summary(about: Mapping[str, Any], others: Sequence[Path]) -> None:
     epoch = f", epoch {printable(about['epoch'])}" if about["epoch"] else ""
     print(f"{printable(about['directory'])}: iteration {about['iteration']}{epoch}")
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
-        more = f" and {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
-        print(f"also there: {', '.join(printable(path.name) for path in others[:_OTHERS])}{more}")
+        more = f" and {len(others) - _MAX_OTHERS} more" if len(others) > _MAX_OTHERS else ""
+        print(f"also there: {', '.join(printable(path.name) for path in others[:_MAX_OTHERS])}{more}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
 
@@ -83,28 +83,28 @@ def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    widths[0] = min(widths[0], _room() - sum(widths[1:]) - 8)
+    widths[0] = min(widths[0], _table_width() - sum(widths[1:]) - 8)
     for name, dtype, shape, count in rows:
         shown = _shortened(name, widths[0])
         print(f"  {shown:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
     print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
 
 
-def _room() -> int:
-    """The width of the terminal; where the table goes elsewhere, to a file or to grep, names stay whole."""
-    return max(_NARROWEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
+def _table_width() -> int:
+    """Return the width of the terminal; in a file or a pipe names are never shortened."""
+    return max(_MIN_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
 
 
 def _shortened(name: str, width: int) -> str:
-    """A name without its middle: its beginning says whose it is, its end what."""
+    """Return a name without its middle: its beginning names the owner, its end the tensor."""
     if len(name) <= width:
         return name
     kept = width - 3
     return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
 
 
-def describe(directory: Path) -> dict[str, Any]:
-    """Iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
+def _describe(directory: Path) -> dict[str, Any]:
+    """Return iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
     manifest = verify_sizes(directory)
     tensors = []
     for file in sorted(manifest.files):
@@ -128,8 +128,8 @@ def _tensors_of(path: Path) -> list[dict[str, Any]]:
     try:
         with safe_open(path, framework="np") as file:
             for name in sorted(file.keys()):
-                part = file.get_slice(name)
-                shape, dtype = list(part.get_shape()), part.get_dtype()
+                tensor = file.get_slice(name)
+                shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
                 bits = _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype.partition("_")[0])))
                 found.append({"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * bits // 8})
     except Exception as error:

@@ -1,4 +1,4 @@
-"""``chainring report DIR``: the page of a run."""
+"""``chainring report DIR``: write the page of a run."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ from chainring.cli._common import add_command, add_json, print_json, printable
 from chainring.html_report import write
 
 _DESCRIPTION = """
-Writes one HTML file that shows a run: the curves of its log with a shared cursor, the rows,
-the settings and what changed at each resume, the plan of extensions, the time by phase,
+Write one HTML file that shows a run: the curves of its log with a shared cursor, the rows,
+the settings and their changes at each resume, the plan of extensions, the time by phase,
 parameters, the graph, and snapshots with their state. It needs no network, no other file,
 and not the code that trained. The run may still be going on: write the page again to see
-more. Of long curves a few thousand points are drawn, and the page says so; the log stays
-whole."""
+more. Of long curves a few thousand points are drawn, and the page says so; the log is not
+changed."""
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser."""
+    """Add the command to the parser."""
     parser = add_command(
         commands,
         "report",
-        purpose="the page of a run: curves, log, settings, times, snapshots, in one HTML file",
+        purpose="write a page of a run: curves, log, settings, times, snapshots, in one HTML file",
         description=_DESCRIPTION,
         examples=[
             "chainring report result                  then open result/report.html",
             "chainring report result --out page.html --no-verify",
             "chainring report --json result | jq .damaged",
         ],
-        status=["it is written, even where a snapshot is damaged", "never", "there is no run, or nowhere to write"],
+        status=[
+            "the page is written, even if a snapshot is damaged",
+            "never",
+            "there is no run, or the file cannot be written",
+        ],
     )
-    parser.add_argument("directory", metavar="DIR", help="the directory of a run, its out")
+    parser.add_argument("directory", metavar="DIR", help="the directory of a run (its out)")
     parser.add_argument("--out", metavar="FILE", help="the file to write (default: DIR/report.html)")
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="do not read every byte of the snapshots, which takes a second or so a gigabyte: compare names and sizes only",
+        help="compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)",
     )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Writes the page and says where."""
+    """Write the page and print its path."""
     written = write(Path(options.directory), options.out and Path(options.out), verify=not options.no_verify)
     if options.json:
         about = {"file": str(written.file), "bytes": written.size, "rows": written.rows}
