@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
         description=_DESCRIPTION,
         examples=[
             "chainring verify-resume train.py",
-            "chainring verify-resume train.py --lr 0.1 -e 3    with arguments of the script",
+            "chainring verify-resume train.py --lr 0.1 -e 3    with its arguments",
             "chainring verify-resume --iterations 40 --kill-after 25 train.py",
         ],
         status=["the runs are the same", "the runs differ", "the script could not be compared; its error is shown"],
