@@ -224,7 +224,7 @@ def test_the_state_before_the_first_run_can_be_saved(tmp_path):
         (ValueError, "got 1.5", {"n_retains": 1.5}),
         (ValueError, "got True", {"n_retains": True}),
         (TypeError, "condition is a function without arguments, got bool", {"condition": True}),
-        (TypeError, "target is what to save.*object has neither", {"target": object()}),
+        (TypeError, "target is an object with serialize.*object has neither", {"target": object()}),
     ],
 )
 def test_bad_arguments_are_refused_at_construction(error, match, settings):
