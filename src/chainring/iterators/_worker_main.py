@@ -1,4 +1,4 @@
-"""What runs in the worker processes of a `MultiprocessIterator`: examples are fetched, collated and sent."""
+"""The code of the worker processes of a `MultiprocessIterator`: examples are fetched, collated and sent."""
 
 from __future__ import annotations
 
@@ -21,185 +21,180 @@ from torch.utils.data import Dataset, get_worker_info
 
 from chainring._random import example_seeder
 from chainring.converters import concat_examples
-from chainring.iterators._indexed import Part
+from chainring.iterators._indexed import Segment
 
-Task = tuple[int, list[Part]]
-"""The round that a batch belongs to, and its indices."""
+Task = tuple[int, list[Segment]]
+"""The generation that a batch belongs to, and its segments."""
 
-IGNORED = {signal.SIGINT, signal.SIGTERM}
-"""Signals that go to a whole process group: it is the main process that acts on them."""
+IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+"""Signals that are sent to a whole process group: the main process acts on them."""
 
-_BY_VALUE = 1 << 18  # bytes; handing over a file takes longer than copying so many (0.7 against 0.3 ms)
+_MAX_BYTES_BY_VALUE = 1 << 18  # handing over a file takes longer than copying so many (0.7 against 0.3 ms)
 
 
-class Board:
-    """A few numbers in memory that the main process and its workers share.
+def init_worker(worker: int) -> None:
+    """Prepare a worker process before its first batch."""
+    for ignored in IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)  # blocked while the processes were started
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """End this process when the main process is gone, even if the dataset or a full pipe blocks it."""
+    parent, parent_pid = multiprocessing.parent_process(), os.getppid()
+    while os.getppid() == parent_pid and (parent is None or parent.is_alive()):
+        time.sleep(1)
+    os._exit(1)
+
+
+class BatchDataset(Dataset[Any]):
+    """A dataset for torch whose examples are whole batches.
 
     Args:
-        number: how many workers there are.
+        dataset: the user's.
+        seeds_examples: True to seed the generators before each example.
+        converter: ``converter(examples, None)`` gives columns; ``None`` sends the examples.
+        status: shared with the main process.
+    """
+
+    def __init__(
+        self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
+    ) -> None:
+        self._dataset = dataset
+        self._seeds_examples = seeds_examples
+        self._converter = converter
+        self._status = status
+
+    def __getitem__(self, task: Task) -> _PickledResult:
+        generation, segments = task
+        info = get_worker_info()
+        assert info is not None
+        index: int | None = None
+        order = segments[0][0][1]
+        try:
+            examples = []
+            for (seed, order), indices in segments:
+                seed_example = example_seeder(seed, order)
+                for index in indices.tolist():
+                    if not self._status.is_current(generation):
+                        return _PickledResult(WorkerResult())
+                    self._status.report(info.id, index)
+                    if self._seeds_examples:
+                        seed_example(index)
+                    examples.append(self._dataset[index])
+            index = None
+            return _PickledResult(self._collate(examples))
+        except Exception as error:
+            return _PickledResult(WorkerResult(failure=_make_failure(error, index, order)))
+        finally:
+            self._status.report(info.id, None)
+
+    def _collate(self, examples: list[Any]) -> WorkerResult:
+        if self._converter is None:
+            return WorkerResult(examples=examples)
+        if self._converter is not concat_examples:
+            return WorkerResult(columns=self._converter(examples, None))
+        try:
+            return WorkerResult(columns=concat_examples(examples))
+        except (ValueError, TypeError):  # ragged, or not of numbers: left to the updater's converter
+            return WorkerResult(examples=examples)
+
+
+class SharedStatus:
+    """The progress of the workers, in memory that they share with the main process.
+
+    Args:
+        n_workers: the number of workers.
         context: of `multiprocessing`, with the start method of the workers.
     """
 
-    def __init__(self, number: int, context: Any) -> None:
-        self._round = context.RawValue("q", 0)
-        self._at = context.RawArray("q", [-1] * number)
-        self._seen = context.RawArray("d", number)
+    def __init__(self, n_workers: int, context: Any) -> None:
+        self._generation = context.RawValue("q", 0)
+        self._examples = context.RawArray("q", [-1] * n_workers)
+        self._last_seen = context.RawArray("d", n_workers)
 
-    def is_wanted(self, number: int) -> bool:
-        """Whether the batches of that round are still waited for."""
-        return bool(self._round.value == number)
+    def is_current(self, generation: int) -> bool:
+        """Return whether the batches of that generation are still wanted."""
+        return bool(self._generation.value == generation)
 
-    def want(self, number: int) -> None:
-        """Tells the workers to leave whatever belongs to another round."""
-        self._round.value = number
+    def set_generation(self, generation: int) -> None:
+        """Tell the workers to skip the batches of any other generation."""
+        self._generation.value = generation
 
-    def sign(self, worker: int, index: int = -1) -> None:
-        """A worker says that it is alive, and which example it begins to fetch (-1: none)."""
-        self._at[worker], self._seen[worker] = index, time.monotonic()
+    def report(self, worker: int, example: int | None) -> None:
+        """Record that a worker is alive, and the example that it begins to fetch."""
+        self._examples[worker], self._last_seen[worker] = -1 if example is None else example, time.monotonic()
 
-    def at(self, worker: int) -> int | None:
-        """The example that a worker is fetching."""
-        return None if self._at[worker] < 0 else int(self._at[worker])
+    def example_of(self, worker: int) -> int | None:
+        """Return the index of the example that a worker is fetching."""
+        return None if self._examples[worker] < 0 else int(self._examples[worker])
 
-    def seen(self, worker: int) -> float:
-        """When a worker gave its last sign, in seconds of the monotonic clock, which all processes share."""
-        return float(self._seen[worker])
+    def last_seen(self, worker: int) -> float:
+        """Return the time of a worker's last report, in seconds of the monotonic clock that all processes share."""
+        return float(self._last_seen[worker])
 
 
 class Failure(NamedTuple):
     """An exception of the dataset or the converter on its way to the main process."""
 
-    error: bytes | None  # the exception, where it can be pickled
+    error: bytes | None  # the pickled exception, if it can be pickled
     summary: str
     traceback: str
-    example: int | None  # its index, where it was one that raised
-    order: int  # the number of its order
+    example: int | None  # the index of the example that raised
+    order: int  # the index of its order
     pid: int
 
 
-class Answer(NamedTuple):
-    """A batch: as columns, or as examples where they cannot be collated; or why there is none."""
+def _make_failure(error: Exception, example: int | None, order: int) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    error = error.with_traceback(None)
+    pickled: bytes | None
+    try:
+        pickled = pickle.dumps(error)
+        if type(pickle.loads(pickled)) is not type(error):
+            pickled = None
+    except Exception:  # exceptions with their own constructor or attributes often cannot be pickled
+        pickled = None
+    return Failure(pickled, f"{type(error).__name__}: {error}", text, example, order, os.getpid())
+
+
+class WorkerResult(NamedTuple):
+    """A batch as columns, or as examples if they cannot be collated; or the failure."""
 
     columns: Any = None
     examples: list[Any] | None = None
     failure: Failure | None = None
 
 
-class Work(Dataset[Any]):
-    """Seen by torch as a dataset whose examples are whole batches.
+class _PickledResult:
+    """A result as bytes. It is pickled here and not by the queue, whose thread would drop what it cannot pickle."""
 
-    Args:
-        dataset: the user's.
-        seeds_examples: whether the generators are seeded before each example.
-        converter: ``converter(examples, None)`` gives columns; ``None`` sends the examples.
-        board: shared with the main process.
-    """
-
-    def __init__(self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, board: Board) -> None:
-        self._dataset = dataset
-        self._seeds_examples = seeds_examples
-        self._converter = converter
-        self._board = board
-
-    def __getitem__(self, task: Task) -> Sent:
-        number, parts = task
-        info = get_worker_info()
-        assert info is not None
-        index: int | None = None
-        order = parts[0][0][1]
-        try:
-            examples = []
-            for (seed, order), indices in parts:
-                seed_for = example_seeder(seed, order)
-                for index in indices.tolist():
-                    if not self._board.is_wanted(number):
-                        return Sent(Answer())
-                    self._board.sign(info.id, index)
-                    if self._seeds_examples:
-                        seed_for(index)
-                    examples.append(self._dataset[index])
-            index = None
-            return Sent(self._collated(examples))
-        except Exception as error:
-            return Sent(Answer(failure=_failure(error, index, order)))
-        finally:
-            self._board.sign(info.id)
-
-    def _collated(self, examples: list[Any]) -> Answer:
-        if self._converter is None:
-            return Answer(examples=examples)
-        if self._converter is not concat_examples:
-            return Answer(columns=self._converter(examples, None))
-        try:
-            return Answer(columns=concat_examples(examples))
-        except (ValueError, TypeError):  # ragged, or no numbers: for the updater's converter to deal with
-            return Answer(examples=examples)
-
-
-class Sent:
-    """An answer in bytes. Pickled here and not by the queue, whose thread would drop what it cannot pickle."""
-
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, result: WorkerResult) -> None:
         stream = io.BytesIO()
         # Tensors among examples go by value too: one descriptor for each of them would soon be too many.
-        _Pickler(stream, _BY_VALUE if answer.examples is None else None).dump(answer)
+        _TensorPickler(stream, _MAX_BYTES_BY_VALUE if result.examples is None else None).dump(result)
         self._bytes = stream.getvalue()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
-        return pickle.loads, (self._bytes,)  # whoever takes it out of the queue has the answer, and closes its files
+        return pickle.loads, (self._bytes,)  # the reader of the queue has the result, and closes its files
 
 
-class _Pickler(ForkingPickler):
-    """Large tensors go through shared memory, small ones by value."""
+class _TensorPickler(ForkingPickler):
+    """Pickles tensors by value up to a number of bytes; larger ones go through shared memory."""
 
-    def __init__(self, stream: io.BytesIO, limit: int | None) -> None:
+    def __init__(self, stream: io.BytesIO, max_bytes: int | None) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
-        self._limit = limit
+        self._max_bytes = max_bytes
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return NotImplemented
-        if value.requires_grad or value.is_conj() or value.is_neg():
+        if value.requires_grad or (self._max_bytes is not None and value.nbytes > self._max_bytes):
             return NotImplemented
-        if self._limit is not None and value.nbytes > self._limit:
-            return NotImplemented
-        if value.dtype is torch.bfloat16:  # NumPy has none
-            return _brain_floats, (value.view(torch.int16).numpy(),)
-        try:
-            return torch.from_numpy, (value.numpy(),)
-        except TypeError:  # a dtype that NumPy lacks
-            return NotImplemented
+        plain = value.resolve_conj().resolve_neg().contiguous()
+        return _rebuild_tensor, (plain.view(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
-def _brain_floats(bits: NDArray[np.int16]) -> torch.Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
-def _failure(error: Exception, index: int | None, order: int) -> Failure:
-    text = "".join(traceback.format_exception(error))
-    error = error.with_traceback(None)
-    summary = f"{type(error).__name__}: {error}"
-    data: bytes | None
-    try:
-        data = pickle.dumps(error)
-        if type(pickle.loads(data)) is not type(error):
-            data = None
-    except Exception:  # exceptions with a constructor or attributes of their own often cannot be pickled
-        data = None
-    return Failure(data, summary, text, index, order, os.getpid())
-
-
-def begin(worker: int) -> None:
-    """Is called in a worker before its first batch."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked while the processes were started
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the main process is gone, whatever the dataset or a full pipe keeps it at."""
-    parent, starter = multiprocessing.parent_process(), os.getppid()
-    while os.getppid() == starter and (parent is None or parent.is_alive()):
-        time.sleep(1)
-    os._exit(1)
+def _rebuild_tensor(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)

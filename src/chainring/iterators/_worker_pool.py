@@ -1,7 +1,7 @@
-"""The worker processes of a `MultiprocessIterator`, seen from the main process: begun, watched, ended.
+"""WorkerPool: the worker processes of a `MultiprocessIterator`, started, watched and ended by the main process.
 
-They are those of ``torch.utils.data.DataLoader``. What is ours is the sampler that tells them what to fetch, and a
-context that makes their queues and processes, so that a wait ends at once when one of them dies or stalls.
+They are those of ``torch.utils.data.DataLoader``. Ours are the sampler that tells them what to fetch, and a context that
+makes their queues and processes, so that a wait ends at once when a worker dies or stalls.
 """
 
 from __future__ import annotations
@@ -34,65 +34,383 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from chainring.iterators._indexed import Part
-from chainring.iterators._worker_main import IGNORED, Answer, Board, Task, Work, begin
+from chainring.iterators._indexed import Segment
+from chainring.iterators._worker_main import (
+    IGNORED_SIGNALS,
+    BatchDataset,
+    SharedStatus,
+    Task,
+    WorkerResult,
+    init_worker,
+)
+
+_GRACE = 1.0  # seconds that all workers together have to end by themselves
+_GRACE_AFTER_ERROR = 0.2  # after a worker has died or stalled, which is to be reported at once
+
+
+class WorkerPool:
+    """The processes that make the batches of one iterator.
+
+    Args:
+        make_dataset: ``make_dataset(status)`` returns what they run.
+        name: the iterator's.
+        n_workers: the number of processes.
+        depth: the number of batches that each is given at a time.
+        timeout: seconds without a report after which a worker counts as stalled.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+        seed: of the generators of the workers, unless they are seeded for each example.
+    """
+
+    def __init__(
+        self,
+        make_dataset: Callable[[SharedStatus], BatchDataset],
+        name: str,
+        n_workers: int,
+        depth: int,
+        timeout: float,
+        start_method: str,
+        seed: int,
+    ) -> None:
+        self._status = SharedStatus(n_workers, multiprocessing.get_context(start_method))
+        self._monitor = _Monitor(name, timeout, self._status)
+        self._context = _Context(start_method, self._monitor)
+        self._sampler = _PrefetchSampler(self._status)
+        self._n_workers, self._start_method = n_workers, start_method
+        self._taken = 0
+        self._iterator: Any = None
+        with _ignore_warnings():
+            self._loader: DataLoader[Any] = DataLoader(
+                make_dataset(self._status),
+                batch_size=None,
+                sampler=self._sampler,
+                num_workers=n_workers,
+                collate_fn=_identity,
+                prefetch_factor=depth,
+                persistent_workers=True,
+                multiprocessing_context=self._context,
+                worker_init_fn=init_worker,
+                generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the global one
+            )
+        _open_pools().add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """True if there are processes to take from."""
+        return self._iterator is not None
+
+    def take(self, segments: list[Segment], plan: Callable[[], PythonIterator[list[Segment]]]) -> WorkerResult:
+        """Return the batch of these segments.
+
+        Args:
+            segments: of the next batch. Unless it is the one that comes next, everything under way is dropped.
+            plan: returns an iterator over the segments of the batches from here on.
+
+        Raises:
+            RuntimeError: a worker has died.
+            TimeoutError: the worker has stalled.
+        """
+        try:
+            self._monitor.raise_if_dead()
+            if not self._sampler.sent or not _are_equal(self._sampler.sent[0], segments):
+                self._monitor.expect(range(self._n_workers), segments)
+                self._sampler.restart(plan())
+                self._start()
+            self._monitor.expect([self._taken % self._n_workers], segments)
+            result = next(self._iterator)
+        except BaseException as error:
+            self.close(_GRACE_AFTER_ERROR)  # after an interruption, too, the content of the queue is unknown
+            if isinstance(error, Exception) and self._monitor.failure is not None:
+                raise self._monitor.failure from None
+            raise
+        self._sampler.sent.popleft()
+        self._taken += 1
+        assert isinstance(result, WorkerResult)
+        return result
+
+    def _start(self) -> None:
+        self._taken = 0
+        if self._iterator is not None:
+            iter(self._loader)  # empties the queue, and begins again with the same processes
+            return
+        multiprocessing.util.get_temp_dir()  # the workers then share it, and it is removed at the end of this process
+        with _block_signals(), _ignore_warnings():
+            try:
+                self._iterator = iter(self._loader)
+            except RuntimeError:
+                self._monitor.raise_if_dead(patience=1.0)  # torch's handler was quicker
+                raise
+            except (TypeError, AttributeError, pickle.PicklingError) as error:
+                if self._start_method == "fork":
+                    raise
+                raise TypeError(
+                    f"workers started by {self._start_method!r} are sent the dataset and the converter, and pickling one of "
+                    f"them failed: {error}; define classes and functions at the top of a module and open files at first "
+                    'use, or take start_method="fork" where the system has it'
+                ) from error
+        # Otherwise torch raises when a worker dies wherever this process happens to be, amid a step or a write.
+        signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
+        self._iterator._worker_pids_set = False
+
+    def close(self, grace: float = _GRACE) -> None:
+        """End the processes, by force after ``grace`` seconds. Calling it again does nothing."""
+        if os.getpid() != self._monitor.pid:
+            return
+        iterator, self._iterator = self._iterator, None
+        self._status.set_generation(-1)
+        deadline = time.monotonic() + grace
+        for process in self._monitor.processes:
+            process.deadline = deadline
+        if iterator is not None:
+            iterator._shutdown_workers()
+        for queue in self._context.queues:
+            queue.close_both_ends()
+        self._context.queues.clear()
+        for process in self._monitor.processes:
+            if process.is_alive():  # torch does not know of it yet
+                process.terminate()
+                process.join(1.0)
+            if process.exitcode == -signal.SIGKILL:
+                _remove_shared_memory(process.pid)
+            if process.exitcode is not None:
+                process.close()
+        self._monitor.processes.clear()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_loader"):  # otherwise __init__ has failed
+            self.close()
+
+
+@functools.cache
+def _open_pools() -> weakref.WeakSet[WorkerPool]:
+    """Return the pools that are closed before multiprocessing waits, at exit, for processes that ignore its signal."""
+    pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+    def close() -> None:
+        for pool in list(pools):
+            pool.close()
+
+    atexit.register(close)
+    return pools
+
+
+def _identity(result: Any) -> Any:
+    return result
+
+
+def _are_equal(ours: list[Segment], theirs: list[Segment]) -> bool:
+    return len(ours) == len(theirs) and all(
+        key == other_key and np.array_equal(indices, other)
+        for (key, indices), (other_key, other) in zip(ours, theirs, strict=True)
+    )
+
+
+def _remove_shared_memory(pid: int | None) -> None:
+    """Remove the files of a worker that was killed between creating one in shared memory and unlinking its name."""
+    # With the other strategy these names are used to open the files.
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
+        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _block_signals() -> Generator[None]:
+    """Block signals: a process that is started here inherits that, and must not act on them before it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ignore_warnings() -> Generator[None]:
+    """Ignore torch's advice on the number of workers, and Python's on threads: both were chosen."""
+    with warnings.catch_warnings():
+        for message in ("This DataLoader will create", "Got pickle error", ".*use of fork"):
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+class _PrefetchSampler:
+    """Gives torch the segments of the next batches, ahead of what the iterator asks for, and remembers those sent."""
+
+    def __init__(self, status: SharedStatus) -> None:
+        self.sent: deque[list[Segment]] = deque()
+        self._status, self._generation = status, 0
+        self._plan: PythonIterator[list[Segment]] = iter(())
+
+    def restart(self, plan: PythonIterator[list[Segment]]) -> None:
+        """Follow another plan; the batches that were sent before are not wanted any more."""
+        self._plan, self._generation = plan, self._generation + 1
+        self._status.set_generation(self._generation)
+        self.sent.clear()
+
+    def __iter__(self) -> _PrefetchSampler:
+        return self
+
+    def __next__(self) -> Task:
+        try:
+            segments = next(self._plan)
+        except Exception:  # an order sampler's error is raised when the iterator itself comes to that batch
+            raise StopIteration from None
+        self.sent.append(segments)
+        return self._generation, segments
+
+
+class _Monitor:
+    """Waits for the results of the workers, and raises if a worker has died or stalled.
+
+    Args:
+        name: the iterator's.
+        timeout: seconds without a report from the worker whose turn it is.
+        status: the workers report there.
+    """
+
+    def __init__(self, name: str, timeout: float, status: SharedStatus) -> None:
+        self.pid = os.getpid()
+        self.processes: list[_Worker] = []
+        self.failure: Exception | None = None
+        self._name, self._timeout, self._status = name, timeout, status
+        self._expected_workers: list[int] = []
+        self._segments: list[Segment] = []
+        self._start = 0.0
+
+    def expect(self, workers: Iterable[int], segments: list[Segment]) -> None:
+        """Expect the batch of these segments from one of these workers, from now on."""
+        self._expected_workers, self._segments, self._start = list(workers), segments, time.monotonic()
+
+    def wait_for(self, reader: Any) -> None:
+        """Return when there is something to read.
+
+        Raises:
+            RuntimeError: a worker has died.
+            TimeoutError: no expected worker has reported for too long.
+        """
+        sentinels = [process.sentinel for process in self.processes if process.is_alive()]
+        while True:
+            self.raise_if_dead()
+            last_seen = max(self._start, *map(self._status.last_seen, self._expected_workers))
+            left = last_seen + self._timeout - time.monotonic()
+            ready = wait([reader, *sentinels], min(max(left, 0.0), 3600.0))
+            if reader in ready:
+                return
+            if not ready and left <= 0:
+                self._raise(TimeoutError(self._stalled_message()))
+
+    def raise_if_dead(self, patience: float = 0.0) -> None:
+        """Raise if a worker has died, or dies within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while True:
+            for worker, process in enumerate(self.processes):
+                if process.exitcode is not None:
+                    self._raise(RuntimeError(self._dead_message(worker, process)))
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.005)  # its files are closed a little before it has ended
+
+    def _raise(self, error: Exception) -> None:
+        self.failure = error  # torch replaces it by errors of its own
+        raise error
+
+    def _dead_message(self, worker: int, process: _Worker) -> str:
+        code, index = process.exitcode, self._status.example_of(worker)
+        assert code is not None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        where = "" if index is None else f" while it was at dataset[{index}]"
+        return (
+            f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; workers must live as long as "
+            "the iterator. If the system kills for lack of memory, fewer n_processes or n_prefetch need less"
+        )
+
+    def _stalled_message(self) -> str:
+        examples = [self._status.example_of(worker) for worker in self._expected_workers]
+        fetching = " and ".join(f"dataset[{index}]" for index in examples if index is not None)
+        batch = [index for _, indices in self._segments for index in indices.tolist()]
+        shown = ", ".join(map(str, batch[:20])) + (", ..." if len(batch) > 20 else "")
+        return (
+            f"iterator {self._name!r} waited {self._timeout:g} seconds for {fetching or 'a worker that has not begun'} "
+            f"in the batch of the indices [{shown}]; "
+            'raise dataset_timeout if an example may take longer, or try start_method="spawn" if a library that it uses '
+            "hangs in forked processes"
+        )
+
+
+class _Context(multiprocessing.context.BaseContext):
+    """The context from which torch gets queues and processes; it keeps them, so that they can be watched and ended."""
+
+    def __init__(self, start_method: str, monitor: _Monitor) -> None:
+        self._base, self._monitor = multiprocessing.get_context(start_method), monitor
+        self._worker_class: type[_Worker] = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}[
+            start_method
+        ]
+        self.queues: list[_Queue] = []
+
+    def Process(self, **settings: Any) -> _Worker:  # noqa: N802
+        process = self._worker_class(**settings)
+        self._monitor.processes.append(process)
+        return process
+
+    def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802
+        queue = _Queue(maxsize, ctx=self._base)
+        queue.monitor = self._monitor
+        self.queues.append(queue)
+        return queue
+
+    def Event(self) -> Any:  # noqa: N802
+        return _Flag(self._base)
 
 
 class _Worker(multiprocessing.process.BaseProcess):
-    """A process that is waited for until ``ends_by``, and then killed: SIGTERM is ignored there."""
+    """A process that is waited for until its deadline, and then killed: it ignores SIGTERM."""
 
-    ends_by: float | None = None
+    deadline: float | None = None
 
     def run(self) -> None:
         gc.freeze()  # garbage of the main process that is collected here would end other workers, which are not ours
         super().run()
 
     def join(self, timeout: float | None = None) -> None:
-        if self.ends_by is not None:
-            timeout = max(0.0, self.ends_by - time.monotonic())
+        if self.deadline is not None:
+            timeout = max(0.0, self.deadline - time.monotonic())
         super().join(timeout)
 
     def terminate(self) -> None:
-        self.ends_by = None
+        self.deadline = None
         self.kill()
 
 
-class _Forked(_Worker, multiprocessing.context.ForkProcess):
+class _ForkWorker(_Worker, multiprocessing.context.ForkProcess):
     pass
 
 
-class _Spawned(_Worker, multiprocessing.context.SpawnProcess):
+class _SpawnWorker(_Worker, multiprocessing.context.SpawnProcess):
     pass
 
 
-class _ForkServed(_Worker, multiprocessing.context.ForkServerProcess):
+class _ForkServerWorker(_Worker, multiprocessing.context.ForkServerProcess):
     pass
-
-
-_KINDS: dict[str, type[_Worker]] = {"fork": _Forked, "spawn": _Spawned, "forkserver": _ForkServed}
 
 
 class _Queue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
-    """A queue whose reader in the main process is told when nothing can come any more."""
+    """A queue whose reader in the main process learns that nothing can come any more."""
 
     _reader: Connection[Any, Any]
     _writer: Connection[Any, Any]
     _thread: threading.Thread | None
 
-    watch: Watch | None = None  # only in the main process: pickling leaves it out
+    monitor: _Monitor | None = None  # only in the main process: pickling leaves it out
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        if self.watch is None or self.watch.pid != os.getpid():
+        if self.monitor is None or self.monitor.pid != os.getpid():
             return super().get(block, timeout)
-        self.watch.wait_for(self._reader)
+        self.monitor.wait_for(self._reader)
         try:
             return super().get(block, timeout)
         except (OSError, EOFError):  # it takes its files from the worker that sent it, which may be gone
-            self.watch.raise_when_dead(patience=1.0)
+            self.monitor.raise_if_dead(patience=1.0)
             raise
 
-    def end(self) -> None:
-        """Closes both ends, and lets the thread go that writes."""
+    def close_both_ends(self) -> None:
         self.cancel_join_thread()
         self.close()
         if self._thread is not None:
@@ -102,7 +420,7 @@ class _Queue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
 
 
 class _Flag:
-    """An event without a lock: one whose holder was killed would keep everyone else for ever."""
+    """An event without a lock: one whose holder was killed would block everyone else for ever."""
 
     def __init__(self, context: Any) -> None:
         self._value = context.RawValue("b", 0)
@@ -112,307 +430,3 @@ class _Flag:
 
     def is_set(self) -> bool:
         return bool(self._value.value)
-
-
-class Context(multiprocessing.context.BaseContext):
-    """What torch makes queues and processes with. It keeps them, so that they can be watched and ended."""
-
-    def __init__(self, method: str, watch: Watch) -> None:
-        self._method, self._base, self._watch = method, multiprocessing.get_context(method), watch
-        self.queues: list[_Queue] = []
-
-    def Process(self, **settings: Any) -> _Worker:  # noqa: N802
-        process = _KINDS[self._method](**settings)
-        self._watch.processes.append(process)
-        return process
-
-    def Queue(self, maxsize: int = 0) -> _Queue:  # noqa: N802
-        queue = _Queue(maxsize, ctx=self._base)
-        queue.watch = self._watch
-        self.queues.append(queue)
-        return queue
-
-    def Event(self) -> Any:  # noqa: N802
-        return _Flag(self._base)
-
-
-class Watch:
-    """Waits for what the workers send, and says why when it does not come.
-
-    Args:
-        name: what the iterator is called.
-        timeout: seconds without a sign of life from the worker whose turn it is.
-        board: where the workers give their signs.
-    """
-
-    def __init__(self, name: str, timeout: float, board: Board) -> None:
-        self.pid = os.getpid()
-        self.processes: list[_Worker] = []
-        self.failure: Exception | None = None
-        self._name, self._timeout, self._board = name, timeout, board
-        self._awaited: list[int] = []
-        self._parts: list[Part] = []
-        self._since = 0.0
-
-    def expect(self, awaited: Iterable[int], parts: list[Part]) -> None:
-        """From now on one of these workers has to send something: the batch of these indices."""
-        self._awaited, self._parts, self._since = list(awaited), parts, time.monotonic()
-
-    def wait_for(self, reader: Any) -> None:
-        """Returns when there is something to read.
-
-        Raises:
-            RuntimeError: a worker has died.
-            TimeoutError: no awaited worker has given a sign for too long.
-        """
-        sentinels = [process.sentinel for process in self.processes if process.is_alive()]
-        while True:
-            self.raise_when_dead()
-            signs = (self._board.seen(worker) for worker in self._awaited)
-            left = max(self._since, *signs) + self._timeout - time.monotonic()
-            ready = wait([reader, *sentinels], min(max(left, 0.0), 3600.0))
-            if reader in ready:
-                return
-            if not ready and left <= 0:
-                self._raise(TimeoutError(self._says_stalled()))
-
-    def raise_when_dead(self, patience: float = 0.0) -> None:
-        """Looks whether a worker has died, for as many seconds."""
-        until = time.monotonic() + patience
-        while True:
-            for worker, process in enumerate(self.processes):
-                if process.exitcode is not None:
-                    self._raise(RuntimeError(self._says_dead(worker, process)))
-            if time.monotonic() >= until:
-                return
-            time.sleep(0.005)  # its files are closed a little before it has ended
-
-    def _raise(self, error: Exception) -> None:
-        self.failure = error  # torch puts errors of its own in its place
-        raise error
-
-    def _says_dead(self, worker: int, process: _Worker) -> str:
-        code, index = process.exitcode, self._board.at(worker)
-        assert code is not None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        where = "" if index is None else f" while it was at dataset[{index}]"
-        return (
-            f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; workers must live as long as "
-            "the iterator. Where the system kills for lack of memory, fewer n_processes or n_prefetch need less"
-        )
-
-    def _says_stalled(self) -> str:
-        indices = [index for worker in self._awaited if (index := self._board.at(worker)) is not None]
-        asked = [index for _, part in self._parts for index in part.tolist()]
-        shown = ", ".join(map(str, asked[:20])) + (", ..." if len(asked) > 20 else "")
-        at = " and ".join(f"dataset[{index}]" for index in indices) or "no example, as if it had never begun,"
-        return (
-            f"iterator {self._name!r} waited {self._timeout:g} seconds for {at} of the batch of the indices [{shown}]; "
-            'raise dataset_timeout if an example may take longer, or try start_method="spawn" if a library that it uses '
-            "hangs in forked processes"
-        )
-
-
-_GRACE = 1.0  # seconds that all workers together have to end by themselves
-_GRACE_AFTER_ERROR = 0.2  # when one has died or stalled, which is to be told at once
-
-
-class Ahead:
-    """The sampler: tells torch what to fetch next, ahead of what the iterator asks for, and keeps what was told."""
-
-    def __init__(self, board: Board) -> None:
-        self.told: deque[list[Part]] = deque()
-        self._board, self._round = board, 0
-        self._plan: PythonIterator[Iterable[Part]] = iter(())
-
-    def start(self, plan: PythonIterator[Iterable[Part]]) -> None:
-        """From now on it follows another plan; what was told before is not wanted any more."""
-        self._plan, self._round = plan, self._round + 1
-        self._board.want(self._round)
-        self.told.clear()
-
-    def __iter__(self) -> Ahead:
-        return self
-
-    def __next__(self) -> Task:
-        try:
-            parts = list(next(self._plan))
-        except Exception:  # an order sampler's error is raised when the iterator itself comes to that batch
-            raise StopIteration from None
-        self.told.append(parts)
-        return self._round, parts
-
-
-class Workers:
-    """The processes that make the batches of one iterator.
-
-    Args:
-        make: ``make(board)`` returns what they run.
-        name: what the iterator is called.
-        number: how many there are.
-        depth: how many batches each is given at a time.
-        timeout: seconds without a sign of life after which a worker counts as stalled.
-        method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        seed: of the generators of the workers, where the examples do not seed them.
-    """
-
-    def __init__(
-        self, make: Callable[[Board], Work], name: str, number: int, depth: int, timeout: float, method: str, seed: int
-    ) -> None:
-        self._board = Board(number, multiprocessing.get_context(method))
-        self._watch = Watch(name, timeout, self._board)
-        self._context = Context(method, self._watch)
-        self._ahead = Ahead(self._board)
-        self._number, self._method = number, method
-        self._taken = 0
-        self._iterator: Any = None
-        with _quiet():
-            self._loader: DataLoader[Any] = DataLoader(
-                make(self._board),
-                batch_size=None,
-                sampler=self._ahead,
-                num_workers=number,
-                collate_fn=_unchanged,
-                prefetch_factor=depth,
-                persistent_workers=True,
-                multiprocessing_context=self._context,
-                worker_init_fn=begin,
-                generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the global one
-            )
-        _at_exit().add(self)
-
-    def take(self, parts: list[Part], plan: Callable[[], PythonIterator[Iterable[Part]]]) -> Answer:
-        """The batch of these indices.
-
-        Args:
-            parts: what is wanted now. Unless it is just what comes next, everything under way is dropped.
-            plan: makes an iterator over what will be wanted, from now on.
-
-        Raises:
-            RuntimeError: a worker has died.
-            TimeoutError: the worker has stalled.
-        """
-        try:
-            self._watch.raise_when_dead()
-            if not self._ahead.told or not _same(self._ahead.told[0], parts):
-                self._watch.expect(range(self._number), parts)
-                self._ahead.start(plan())
-                self._begin()
-            self._watch.expect([self._taken % self._number], parts)
-            answer = next(self._iterator)
-        except BaseException as error:
-            self.close(_GRACE_AFTER_ERROR)  # after an interruption, too, nobody knows what is in the queue
-            if isinstance(error, Exception) and self._watch.failure is not None:
-                raise self._watch.failure from None
-            raise
-        self._ahead.told.popleft()
-        self._taken += 1
-        assert isinstance(answer, Answer)
-        return answer
-
-    def _begin(self) -> None:
-        self._taken = 0
-        if self._iterator is not None:
-            iter(self._loader)  # takes what is under way out of the queue, and begins again with the same processes
-            return
-        multiprocessing.util.get_temp_dir()  # the workers then share it, and it is removed at the end of this process
-        with _blocked(), _quiet():
-            try:
-                self._iterator = iter(self._loader)
-            except RuntimeError:
-                self._watch.raise_when_dead(patience=1.0)  # torch's handler was quicker
-                raise
-            except (TypeError, AttributeError, pickle.PicklingError) as error:
-                if self._method == "fork":
-                    raise
-                raise TypeError(
-                    f"workers started by {self._method!r} are sent the dataset and the converter, and pickling one of "
-                    f"them failed: {error}; define classes and functions at the top of a module and open files at first "
-                    'use, or take start_method="fork" where the system has it'
-                ) from error
-        # Otherwise torch raises when a worker dies wherever this process happens to be, amid a step or a write.
-        signal_handling._remove_worker_pids(id(self._iterator))  # type: ignore[attr-defined]
-        self._iterator._worker_pids_set = False
-
-    def close(self, grace: float = _GRACE) -> None:
-        """Ends the processes: in peace where they can, by force after ``grace`` seconds. Again, it does nothing."""
-        if os.getpid() != self._watch.pid:
-            return
-        iterator, self._iterator = self._iterator, None
-        self._board.want(-1)
-        ends_by = time.monotonic() + grace
-        for process in self._watch.processes:
-            process.ends_by = ends_by
-        if iterator is not None:
-            iterator._shutdown_workers()
-        for queue in self._context.queues:
-            queue.end()
-        self._context.queues.clear()
-        for process in self._watch.processes:
-            if process.is_alive():  # torch has not got so far as to know of it
-                process.terminate()
-                process.join(1.0)
-            if process.exitcode == -signal.SIGKILL:
-                _remove_shared_memory(process.pid)
-            if process.exitcode is not None:
-                process.close()
-        self._watch.processes.clear()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are processes to take from."""
-        return self._iterator is not None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_loader"):  # otherwise __init__ has failed
-            self.close()
-
-
-def _remove_shared_memory(pid: int | None) -> None:
-    """Removes what a worker left that was killed between making a file in shared memory and taking its name away."""
-    # otherwise others open it by its name
-    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
-        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)
-
-
-def _unchanged(answer: Any) -> Any:
-    return answer
-
-
-def _same(ours: list[Part], theirs: list[Part]) -> bool:
-    return len(ours) == len(theirs) and all(
-        a == b and np.array_equal(i, j) for (a, i), (b, j) in zip(ours, theirs, strict=True)
-    )
-
-
-@contextmanager
-def _blocked() -> Generator[None]:
-    """Signals wait meanwhile: a process begun here inherits that, and must not act on them before it ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without torch's advice on the number of workers, and Python's on threads: both were chosen."""
-    with warnings.catch_warnings():
-        for message in ("This DataLoader will create", "Got pickle error", ".*use of fork"):
-            warnings.filterwarnings("ignore", message=message)
-        yield
-
-
-@functools.cache
-def _at_exit() -> weakref.WeakSet[Workers]:
-    """Those to be ended before multiprocessing waits, at the exit of the interpreter, for processes that ignore it."""
-    every: weakref.WeakSet[Workers] = weakref.WeakSet()
-
-    def close() -> None:
-        for workers in list(every):
-            workers.close()
-
-    atexit.register(close)
-    return every

@@ -8,7 +8,7 @@ import numpy as np
 
 from chainring._random import example_seeder, preserve_host_rng
 from chainring.datasets._columns import make_gather
-from chainring.iterators._indexed import IndexedIterator, OrderSampler, Part
+from chainring.iterators._indexed import IndexedIterator, OrderSampler, Segment
 from chainring.iterators.base import Batch
 
 
@@ -22,19 +22,24 @@ class SerialIterator(IndexedIterator):
     Args:
         dataset: anything with ``__len__`` and ``__getitem__``.
         batch_size: examples in a batch, over all ranks.
-        repeat: whether to go on into the next epoch. Then every batch is full: one that crosses the end of an epoch
-            takes the rest from the next. Without, the last batch may be short, and after it there is none.
-        shuffle: whether each epoch has an order of its own; otherwise it is that of the indices.
+        repeat: True to continue with the next epoch. Then every batch is full: one that crosses the end of an epoch
+            takes the rest from the next. Otherwise the last batch may be short, and after it there is none.
+        shuffle: True if each epoch has its own order; otherwise it is that of the indices.
         seed: of the order; ``None`` derives one from ``torch.initial_seed()`` and the iterator's name when it is first
             used. It is saved, and the saved one wins over ``None``.
         order_sampler: ``order_sampler(seed, epoch, size)`` returns the indices of a whole epoch, a pure function of its
-            arguments; it takes the place of shuffling.
-        example_rng: whether the generators are seeded for each example (from seed, epoch and index) and put back after
+            arguments; it replaces shuffling.
+        example_rng: True to seed the generators for each example (from seed, epoch and index) and restore them after
             each batch, so that augmentation is the same whatever ran before. ``False`` leaves them alone.
 
     Raises:
-        TypeError: the dataset, the seed or the sampler is of another kind.
+        TypeError: the dataset, the seed or the sampler is of another type.
         ValueError: the batch size is below 1, or an empty dataset is to be repeated.
+
+    Example::
+
+        iterator = SerialIterator(TupleDataset(images, labels), batch_size=100, seed=0)
+        x, t = concat_examples(iterator.next())
     """
 
     def __init__(
@@ -53,22 +58,22 @@ class SerialIterator(IndexedIterator):
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
 
-    def _fetch(self, parts: list[Part]) -> Batch:
+    def _fetch(self, segments: list[Segment]) -> Batch:
         if self._gather is None:
-            return Batch(self._examples(parts))
-        indices = parts[0][1] if len(parts) == 1 else np.concatenate([indices for _, indices in parts])
+            return Batch(self._examples(segments))
+        indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
         return Batch(columns=self._gather(indices), length=len(indices))
 
-    def _examples(self, parts: list[Part]) -> list[Any]:
+    def _examples(self, segments: list[Segment]) -> list[Any]:
         dataset = self.dataset
         if not self._seeds_examples:
-            return [dataset[index] for _, indices in parts for index in indices.tolist()]
+            return [dataset[index] for _, indices in segments for index in indices.tolist()]
         examples = []
         with preserve_host_rng():
-            for (seed, number), indices in parts:
-                seed_for = example_seeder(seed, number)
+            for order_key, indices in segments:
+                seed_example = example_seeder(*order_key)
                 for index in indices.tolist():
-                    seed_for(index)
+                    seed_example(index)
                     try:
                         examples.append(dataset[index])
                     except Exception as error:
