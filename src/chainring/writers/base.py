@@ -88,12 +88,6 @@ class Writer:
         """Release what is open; called once, when the run ends."""
 
 
-def record_of(row: Mapping[str, Any]) -> Record:
-    """Return the record of a row of the log; a counter that a ``postprocess`` has removed is 0."""
-    values = {key: value for key, value in row.items() if key not in COUNTERS}
-    return Record(row.get("epoch", 0), row.get("iteration", 0), row.get("elapsed_time", 0.0), values)
-
-
 def counters_of(record: Record) -> dict[str, float]:
     """Return epoch, iteration and elapsed time by key."""
     return {key: getattr(record, key) for key in COUNTERS}

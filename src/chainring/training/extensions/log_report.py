@@ -1,23 +1,34 @@
-"""LogReport: the means of reported values, one row for each interval."""
+"""LogReport: the means of reported values, one row for each interval, and the file that the rows are kept in."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
+from chainring._files import atomic_write
+from chainring._json import from_json, to_json
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
 from chainring.training.triggers._interval_means import IntervalMeans
 from chainring.writers._common import set_aside
-from chainring.writers._log_file import LogFile, read_rows
-from chainring.writers.base import Record, Run, record_of
+from chainring.writers.base import COUNTERS, Record, Run, Writer
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+
+
+_SMALL = 1_000_000  # bytes up to which the array is replaced after each row
+_SECONDS = 30.0  # between two replacements of a larger array
 
 
 class RecordWriter(Protocol):
@@ -85,8 +96,8 @@ class LogReport(Extension):
 
     @property
     def writes(self) -> Sequence[str]:
-        writers = self._writers if self._filename is None else [LogFile(self._filename), *self._writers]
-        return tuple(name for writer in writers for name in getattr(writer, "writes", ()))
+        files = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
+        return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
 
     def _check_names(self) -> None:
         names = list(self.writes)
@@ -94,17 +105,17 @@ class LogReport(Extension):
             raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
 
     def initialize(self, trainer: Trainer) -> None:
-        out, settings = Path(trainer.out), (dict(trainer.config), trainer.updater.iteration)
+        run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, tuple(map(_record, self.log)))
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(self._filename)
             if self._written != self._filename:
-                set_aside(out / f"{self._filename}.jsonl")
-            self._file.begin(Run(out, *settings, [_whole_record(row) for row in self.log]))
+                set_aside(run.out / f"{self._filename}.jsonl")
+            self._file.begin(replace(run, records=[_record(row, whole=True) for row in self.log]))
         self._written = self._filename
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
         self._open = [] if trainer.comm.rank != 0 or trainer.is_rehearsing else list(self._writers)
         self._working = list(self._open)
-        self._call_writers("begin", Run(out, *settings, tuple(map(record_of, self.log))))
+        self._call_writers("begin", run)
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -116,8 +127,8 @@ class LogReport(Extension):
             self._postprocess(row)
         self.log.append(row)
         if self._file is not None:
-            self._file.write(_whole_record(row))
-        self._call_writers("write", record_of({**row, **counters}))
+            self._file.write(_record(row, whole=True))
+        self._call_writers("write", _record({**row, **counters}))
 
     def _call_writers(self, method: str, argument: Run | Record) -> None:
         """Call a method of each working writer. Random numbers that its service draws do not change the run."""
@@ -160,7 +171,7 @@ class LogReport(Extension):
     def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
         """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""
         path = (directory or Path()) / Path(name).name
-        rows = read_rows(path, size, crc)
+        rows = _read_rows(path, size, crc)
         if rows is None:
             self._written = None
             warnings.warn(
@@ -171,10 +182,10 @@ class LogReport(Extension):
         return rows or []
 
 
-def _whole_record(row: Mapping[str, Any]) -> Record:
-    """Return a record for a `LogFile`, whose values are the row as it is."""
-    record = record_of(row)
-    return Record(record.epoch, record.iteration, record.elapsed_time, row)
+def _record(row: Mapping[str, Any], *, whole: bool = False) -> Record:
+    """Return the record of a row; its values are the means, or the ``whole`` row. A removed counter is 0."""
+    values = row if whole else {key: value for key, value in row.items() if key not in COUNTERS}
+    return Record(row.get("epoch", 0), row.get("iteration", 0), row.get("elapsed_time", 0.0), values)
 
 
 def key_list(argument: str, keys: Iterable[str]) -> list[str]:
@@ -200,3 +211,93 @@ def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
         if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
             raise TypeError(f"{rule}; {writer!r} is not a Writer")
     return listed
+
+
+class LogFile(Writer):
+    """Appends each row to ``<filename>.jsonl`` at once, and keeps all rows in ``<filename>`` as a JSON array.
+
+    Both files are valid whenever they are opened. The array is replaced by a rename: after each row while it is small, every
+    30 seconds beyond that, and by `flush` and `close`. NaN and infinities are ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
+
+    The values of a record are the whole row and are written as they are, because the ``postprocess`` of a `LogReport` may
+    have moved or removed the epoch, the iteration and the time.
+
+    Args:
+        filename: of the array, in the run's ``out``.
+
+    Attributes:
+        path: of the file of lines, once the run has begun.
+    """
+
+    def __init__(self, filename: str) -> None:
+        self.writes = (filename, f"{filename}.jsonl")
+        self._array, self.path = map(Path, self.writes)
+        self._lines: list[str] = []
+        self._size = 0
+        self._crc = 0
+        self._replaced_at = -math.inf
+        self._is_stale = False
+
+    def begin(self, run: Run) -> None:
+        """Begin with the rows of the run that is continued: the file is cut back to them, or set aside if it has others."""
+        self._array, self.path = (run.out / name for name in self.writes)
+        self._lines = [_line(record.values) for record in run.records]
+        text = "".join(self._lines).encode()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if _head(self.path, len(text)) != text:
+            set_aside(self.path)
+            with atomic_write(self.path) as file:
+                file.write(text)
+        os.truncate(self.path, len(text))
+        self._size, self._crc = len(text), zlib.crc32(text)
+        self._replace_array()
+
+    def write(self, record: Record) -> None:
+        line = _line(record.values)
+        text = line.encode()
+        with open(self.path, "ab") as file:
+            file.write(text)
+        self._lines.append(line)
+        self._size, self._crc = self._size + len(text), zlib.crc32(text, self._crc)
+        self._is_stale = True
+        if self._size <= _SMALL or time.monotonic() - self._replaced_at >= _SECONDS:
+            self._replace_array()
+
+    def flush(self) -> None:
+        """Bring the array up to date."""
+        if self._is_stale:
+            self._replace_array()
+
+    def close(self) -> None:
+        self.flush()
+
+    def _replace_array(self) -> None:
+        body = ",\n".join(line.rstrip("\n") for line in self._lines)
+        with atomic_write(self._array) as file:
+            file.write(f"[\n{body}\n]\n".encode() if body else b"[]\n")
+        self._replaced_at, self._is_stale = time.monotonic(), False
+
+    @property
+    def checksum(self) -> list[Any]:
+        """The name of the file of lines, its length in bytes, and its CRC-32."""
+        return [self.path.name, self._size, self._crc]
+
+
+def _read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:
+    """Return the rows in the first ``size`` bytes of a file of lines, or ``None`` if these have another checksum."""
+    text = _head(path, size)
+    if text is None or len(text) != size or zlib.crc32(text) != crc:
+        return None
+    return [from_json(json.loads(line)) for line in text.splitlines()]
+
+
+def _head(path: Path, size: int) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read(size)
+    except OSError:
+        return None
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(to_json(row), default=str, allow_nan=False) + "\n"

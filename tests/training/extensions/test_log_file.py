@@ -2,8 +2,8 @@
 
 import json
 
+from chainring.training.extensions.log_report import LogFile
 from chainring.writers import Record, Run
-from chainring.writers._log_file import LogFile
 
 
 def record(iteration):
@@ -19,13 +19,13 @@ def rows_of(directory):
 
 def test_rows_beyond_those_of_the_continued_run_are_cut_off(tmp_path):
     """The file itself is written on, as a snapshot refers to it."""
-    first = LogFile()
+    first = LogFile("log")
     first.begin(Run(tmp_path))
     for iteration in (1, 2, 3):
         first.write(record(iteration))
     first.close()
     inode = (tmp_path / "log.jsonl").stat().st_ino
-    second = LogFile()
+    second = LogFile("log")
     second.begin(Run(tmp_path, iteration=2, records=[record(1), record(2)]))
     second.write(record(4))
     second.close()
@@ -36,7 +36,7 @@ def test_rows_beyond_those_of_the_continued_run_are_cut_off(tmp_path):
 def test_a_file_with_other_rows_is_set_aside(tmp_path):
     """It does not begin with the rows of the run that is continued."""
     (tmp_path / "log.jsonl").write_text('{"iteration": 7}\n')
-    log = LogFile()
+    log = LogFile("log")
     log.begin(Run(tmp_path, iteration=1, records=[record(1)]))
     assert rows_of(tmp_path) == [1]
     assert (tmp_path / "abandoned" / "1" / "log.jsonl").read_text() == '{"iteration": 7}\n'
