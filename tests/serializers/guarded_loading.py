@@ -51,13 +51,16 @@ class Holder(Stateful):
 
 
 def watch(event, arguments):
-    """Takes down every event but those that cannot do harm, among them the opening of a file within the snapshot."""
+    """Record every event but those that cannot do harm.
+
+    Among these are the opening of files within the directory and, where the attempt may write, their renaming.
+    """
     if not WATCHED["on"] or event in PERMITTED:
         return
     inside = str(WATCHED["inside"])
-    if event in ("open", "os.mkdir") and not isinstance(arguments[0], int):
-        path = os.path.abspath(os.fsdecode(arguments[0]))
-        if os.path.commonpath([path, inside]) == inside and (WATCHED["writes"] or arguments[1] in ("r", "rb", None)):
+    if event in ("open", "os.mkdir", "os.rename") and not isinstance(arguments[0], int):
+        paths = [os.path.abspath(os.fsdecode(path)) for path in arguments[: 2 if event == "os.rename" else 1]]
+        if os.path.commonpath([*paths, inside]) == inside and (WATCHED["writes"] or arguments[1] in ("r", "rb", None)):
             return
     SEEN.append(f"{event} {arguments!r:.200}")
 

@@ -117,10 +117,11 @@ def test_a_file_that_numpy_wrote_loads_into_a_model(tmp_path, swapped):
 @pytest.mark.parametrize(
     "value",
     [
-        None, True, 3, -(10**40), 0.1, -0.0, float("inf"), float("-inf"), float("nan"), 1j, "", "aé\ud800\0", b"\0\xff", (),
+        None, True, 3, -(10**40), 0.1, -0.0, float("inf"), float("-inf"), float("nan"), 1j, "", "aé\0", b"\0\xff", (),
         [], {}, (1, (2.0, [None])), {"a": {"b": (1,)}}, {1: 2, None: 3, (1, 2): 4, "1": 5}, {"$tuple": [1]},
         {"$array": "value"},
-        Counter({30: 1, 80: 2}), OrderedDict(b=1, a=2), np.float64(0.1), np.int8(3), np.bool_(True),
+        {1, 2}, frozenset({3}), torch.Size([2]), Counter({30: 1, 80: 2}), OrderedDict(b=1, a=2),
+        np.float64(0.1), np.int8(3), np.bool_(True),
         np.arange(6.0).reshape(2, 3), np.array(2), np.array(["a", "bc"]), np.zeros((2, 0), ">i2"),
         np.zeros(2, [("x", "f4"), ("y", "i8")]), np.array("2020-01-01", "M8[D]"),
         {"a": torch.ones(2), "b/a": [torch.zeros(1), {"c": torch.ones(1)}], "\0": torch.ones(3), "": torch.ones(4)},
@@ -131,6 +132,49 @@ def test_a_file_that_numpy_wrote_loads_into_a_model(tmp_path, swapped):
 def test_a_value_comes_back_in_its_kind(value):
     """Plain values, containers and arrays are what they were, to the type of a key and the sign of a zero."""
     assert same(returned(value), value)
+
+
+def test_a_file_of_version_1_of_the_format_comes_back(tmp_path):
+    """It had other tags; this is what the last Chainring that wrote it has written."""
+    text = (
+        '{"version": 1, "parts": ["mixed/7/0"], "values": {"bf": {"$array": "bf", "dtype": "bfloat16"}, '
+        '"turned": {"$array": "turned", "order": [1, 0]}, "mixed": {"$dict": [["t", {"$tuple": [1, 2.5, null]}], '
+        '[7, [{"$array": "mixed/7/0"}, true]], ["c", {"$counter": [[80, 1]]}]]}, '
+        '"ordered": {"$ordered": [["b", 1], ["a", {"$bytes": "AP8="}]]}, '
+        '"complex": {"$complex": [-0.0, {"$float": "inf"}]}, '
+        '"nan": {"$float": "nan"}, "int": 10000000000000000000000000000000000000000, "array": {"$array": "array", "as": '
+        '"array"}, "scalar": {"$array": "scalar", "as": "scalar"}, "text": {"$array": "text", "as": "array"}, '
+        '"day": {"$array": "day", "as": "scalar"}, "word": {"$array": "word", "as": "scalar"}, '
+        '"record": {"$array": "record", "as": "array"}, "$odd": {"$dict": [["$tuple", 1]]}}}'
+    )
+    record, numbers, words = (
+        np.array([(1.0, 2)], [("x", "<f4"), ("y", "<i8")]),
+        np.arange(3, dtype=">i2"),
+        np.array(["a", "bc"]),
+    )
+    arrays = {
+        "plain": np.ones(2, "f4"), "bf": np.array([16256, -16384], "i2"), "turned": np.array([[0, 3], [1, 4], [2, 5]], "f4"),
+        "mixed/7/0": np.ones(1, "f4"), "array": numbers, "scalar": np.array(0.5), "text": words, "record": record,
+        "day": np.array("2020-01-01", "M8[D]"), "word": np.array("w"), "chainring.json": np.frombuffer(text.encode(), "u1"),
+    }  # fmt: skip
+    np.savez(tmp_path / "old.npz", **arrays)
+    expected = {
+        "plain": torch.ones(2), "bf": torch.tensor([1, -2], dtype=torch.bfloat16),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "mixed": {"t": (1, 2.5, None), 7: [torch.ones(1), True], "c": Counter({80: 1})}, "array": numbers, "text": words,
+        "ordered": OrderedDict(b=1, a=b"\0\xff"), "complex": complex(-0.0, float("inf")), "nan": float("nan"), "int": 10**40,
+        "scalar": np.float64(0.5), "day": np.datetime64("2020-01-01"), "word": np.str_("w"), "record": record,
+        "$odd": {"$tuple": 1},
+    }  # fmt: skip
+
+    class Reader(Stateful):
+        def serialize(self, serializer):
+            self.state = {key: serializer(key, None) for key in expected}
+
+    reader = Reader()
+    load_npz(tmp_path / "old.npz", reader)
+    for key, value in expected.items():
+        assert same(reader.state[key], value), key
 
 
 NUMPY_HAS = [

@@ -42,14 +42,13 @@ def with_json(path, content):
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ({"a": [1, object()]}, r"'value/a/1' is of type object"),
-        ({1, 2}, "'value' is of type set"),
+        ({"a": [1, object()]}, r"value/a/1: builtins.object cannot be saved"),
         (np.array([None]), "dtype object"),
         (np.ma.zeros(2), "MaskedArray"),
-        ({"w": torch.eye(2).to_sparse()}, r"'value/w' is of type tensor of torch.float32, torch.sparse_coo"),
-        (torch.empty(2, device="meta"), "on meta"),
+        ({"w": torch.eye(2).to_sparse()}, r"value/w: a Tensor of layout torch.sparse_coo, dtype torch.float32"),
+        (torch.empty(2, device="meta"), "device meta"),
     ],
-    ids=["object", "set", "object array", "masked", "sparse", "meta"],
+    ids=["object", "object array", "masked", "sparse", "meta"],
 )
 def test_what_could_not_be_put_back_is_refused_by_name(tmp_path, value, kind):
     """At the save, with its path; nothing is written."""
@@ -140,7 +139,14 @@ def test_a_flipped_bit_never_changes_an_array(compression):
     "content",
     [
         b"no json", b"[" * 100_000, b"[]", b"{}", {"version": 1, "parts": 3, "values": {}},
-        {"version": 2, "parts": [], "values": {}},
+        {"version": 2, "parts": [], "values": {}}, {"version": 3, "parts": [], "values": {}, "tensors": {}},
+        *({"version": 2, "parts": [], "values": {"value": {"$tensor": "a"}}, "tensors": {"a": facts}} for facts in (
+            3, {"dtype": "load"}, {"dtype": "bfloat16"}, {"order": [0, 0]}, {"order": 7},
+        )),
+        *({"version": 2, "parts": [], "values": {"value": value}, "tensors": {}} for value in (
+            {"$tensor": "b"}, {"$array": "a"}, {"$array": ["<f4", [2, 3], "b"]}, {"$array": ["<f4", [3, 2], "a"]},
+            {"$array": ["<f8", [2, 3], "a"]}, {"$array": [4, [2, 3], "a"]},
+        )),
         *({"version": 1, "parts": [], "values": {"value": value}} for value in (
             {"$exec": "exit()"}, {"$array": "b"}, {"$array": "a", "dtype": "load"}, {"$array": "a", "dtype": "bfloat16"},
             {"$array": "a", "order": [0, 0]}, {"$array": "a", "order": 7}, {"$dict": [[[], 1]]}, {"$dict": 3},

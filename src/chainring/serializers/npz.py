@@ -1,29 +1,25 @@
 """State in one npz file, which NumPy and Chainer read too; nothing is pickled or unpickled.
 
 The file is a zip of ``.npy`` arrays whose names are the paths of the state: ``predictor/l1/weight``. A file of nothing but
-such arrays, wherever it comes from, is read as tensors; arrays of a kind that torch lacks, such as strings, stay arrays.
+such arrays, wherever it comes from, is read as tensors; arrays of a dtype that torch lacks, such as strings, stay arrays.
 All that a plain array cannot say is in one more entry, ``chainring.json``: UTF-8 text as an array of bytes, present only
-where it is needed. It holds ``version``, ``parts`` (names of arrays that are no path of their own: what lies inside lists
-and dicts) and ``values``, from path to value. A value there is JSON, where a dict with one of these keys stands for:
+where it is needed. It is a JSON object of
 
-    {"$array": name}                     a tensor; with "dtype" its dtype, of which the array has the bits as integers; with
-                                         "order" its dimensions from the widest stride to the narrowest (channels_last)
-    {"$array": name, "as": "array"}      a NumPy array; with "as": "scalar" a NumPy scalar
-    {"$tuple": [...]}  {"$complex": [real, imag]}  {"$bytes": base64}  {"$float": "inf", "-inf" or "nan"}
-    {"$dict": [[key, value], ...]}       a dict with keys that are no strings; so too "$counter", "$ordered"
+    "version"   2; version 1 had tags of its own, and is read too
+    "values"    from path to value, in the tags of `chainring.serializers._values`
+    "tensors"   from the name of a tensor to what its array does not say: "dtype", of which the array has the bits as
+                integers; "order", its dimensions from the widest stride to the narrowest (channels_last)
+    "parts"     names of arrays that are not a path of their own, because they lie inside lists and dicts
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import math
 import os
 import zipfile
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,167 +28,25 @@ import torch
 from torch import Tensor
 
 from chainring._files import atomic_write
+from chainring._json import parse_strict
 from chainring._naming import unwrap
+from chainring.serializers._values import Array, decode_values, encode_values
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, has_state, serialize_method
 
-PLAIN = "chainring.json"
-Array = np.ndarray[Any, Any]
-
+_JSON = "chainring.json"
+_VERSION = 2
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_TORCH_HAS = {
-    np.dtype(kind).str: torch.from_numpy(np.zeros(0, kind)).dtype
-    for kind in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+_NATIVE_DTYPES = {
+    np.dtype(code).str: torch.from_numpy(np.zeros(0, code)).dtype
+    for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 }
-_NUMPY_LACKS = {
+_DTYPES_NUMPY_LACKS = {
     name: getattr(torch, name)
     for name in (
         "bfloat16", "complex32", "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
         "float8_e8m0fnu",
     )
 }  # fmt: skip
-_MADE_FROM: dict[str, Callable[[Any], Any]] = {
-    "$tuple": tuple,
-    "$complex": lambda parts: complex(*parts),
-    "$bytes": lambda text: base64.b64decode(text, validate=True),
-    "$float": float,
-    "$dict": dict,
-    "$counter": lambda pairs: Counter(dict(pairs)),
-    "$ordered": OrderedDict,
-}
-_PAIRS = {dict: "$dict", Counter: "$counter", OrderedDict: "$ordered"}
-
-
-class Sorted:
-    """State sorted into ``arrays``, from name to array, one of which says in JSON what arrays cannot."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self.arrays: dict[str, Array] = {}
-        self._paths, self._path = state.keys(), ""
-        values = {}
-        for path, value in state.items():
-            self._path = path
-            encoded = self._encoded(value, path)
-            if encoded != {"$array": path}:
-                values[path] = encoded
-        if values:
-            parts = [name for name in self.arrays if name not in state]
-            text = json.dumps({"version": 1, "parts": parts, "values": values}, allow_nan=False)
-            self.arrays[PLAIN] = np.frombuffer(text.encode(), np.uint8)
-
-    def _encoded(self, value: Any, name: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, int, str):
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": str(value)}
-        if kind is complex:
-            return {"$complex": [self._encoded(part, name) for part in (value.real, value.imag)]}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode()}
-        if kind in (list, tuple):
-            items = [self._encoded(item, f"{name}/{i}") for i, item in enumerate(value)]
-            return items if kind is list else {"$tuple": items}
-        if kind in _PAIRS:
-            return self._pairs(value, name)
-        if isinstance(value, Tensor):
-            return self._tensor(value, name)
-        if kind is np.ndarray or isinstance(value, np.generic):
-            return {**self._kept(np.asarray(value), name), "as": "array" if kind is np.ndarray else "scalar"}
-        raise _not_kept(name, kind.__name__)
-
-    def _pairs(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
-        pairs = [[self._encoded(key, name), self._encoded(item, f"{name}/{key}")] for key, item in value.items()]
-        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: item for key, item in pairs}  # noqa: C416  (dict() of lists is not typed)
-        return {_PAIRS[type(value)]: pairs}
-
-    def _tensor(self, tensor: Tensor, name: str) -> dict[str, Any]:
-        marks: dict[str, Any] = {}
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_meta
-            or not (tensor.dtype in _TORCH_HAS.values() or dtype in _NUMPY_LACKS)
-        ):
-            raise _not_kept(name, f"tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}")
-        if not tensor.is_contiguous():
-            marks["order"] = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-        host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        if dtype in _NUMPY_LACKS:
-            marks["dtype"] = dtype
-            host = host.view(_INTEGERS[host.itemsize])
-        return {**self._kept(host.numpy(), name), **marks}
-
-    def _kept(self, array: Array, name: str) -> dict[str, str]:
-        described = np.lib.format.dtype_to_descr(array.dtype)
-        if array.dtype.hasobject or np.lib.format.descr_to_dtype(described) != array.dtype:
-            raise _not_kept(name, f"array of dtype {array.dtype}")
-        while name in self.arrays or name == PLAIN or "\0" in name or (name in self._paths and name != self._path):
-            name = name.replace("\0", "") + "_"  # a zip cuts names at zeros
-        self.arrays[name] = array
-        return {"$array": name}
-
-
-def _not_kept(name: str, kind: str) -> TypeError:
-    return TypeError(
-        "an npz file keeps numbers, strings, bytes, None, dense tensors, arrays, and lists, tuples and dicts of such; "
-        f"{name.removeprefix('/')!r} is of type {kind}: save what it is made of"
-    )
-
-
-class Plain:
-    """What the JSON entry of a file says; of a file without one, nothing.
-
-    Attributes:
-        parts: the arrays that are no path of their own.
-        values: from path to encoded value.
-    """
-
-    def __init__(self, entry: Array | None) -> None:
-        content: Any = {"version": 1, "parts": [], "values": {}} if entry is None else json.loads(entry.tobytes())
-        if content["version"] != 1:
-            raise ValueError(f"its {PLAIN} is of version {content['version']}, and this Chainring reads version 1")
-        self.parts: frozenset[str] = frozenset(content["parts"])
-        self.values: dict[str, Any] = dict(content["values"])
-
-
-def decoded(plain: Any, read: Callable[[str], Array]) -> Any:
-    """The value that was encoded as ``plain``, whose arrays ``read`` gets by name."""
-    if isinstance(plain, list):
-        return [decoded(item, read) for item in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if "$array" in plain:
-        return _from_array(read(plain["$array"]), plain)
-    mark = next((key for key in plain if key.startswith("$")), None)
-    if mark is None:
-        return {key: decoded(item, read) for key, item in plain.items()}
-    return _MADE_FROM[mark](decoded(plain[mark], read))
-
-
-def _from_array(array: Array, marks: Mapping[str, Any]) -> Any:
-    if "as" in marks:
-        return array if marks["as"] == "array" else array[()]
-    tensor = as_tensor(array)
-    if "dtype" in marks:
-        dtype = _NUMPY_LACKS[marks["dtype"]]
-        if dtype.itemsize != tensor.itemsize:  # a view would change the shape
-            raise ValueError(f"{tensor.dtype} cannot hold the bits of {dtype}")
-        tensor = tensor.view(dtype)
-    if "order" in marks:
-        order = marks["order"]
-        tensor = tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])
-    return tensor
-
-
-def as_tensor(array: Array) -> Any:
-    """The array as a tensor, or as it is where torch lacks its dtype."""
-    native = array.dtype.newbyteorder("=")
-    if native.str not in _TORCH_HAS:
-        return array
-    return torch.from_numpy(array.astype(native, copy=False))
-
-
 _DAMAGED = (
     ValueError,
     LookupError,
@@ -223,7 +77,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
     """
     serializer = DictionarySerializer()
     serializer.visit("", unwrap(obj))
-    arrays = Sorted({path.removeprefix("/"): value for path, value in serializer.target.items()}).arrays
+    arrays = _to_arrays({path.removeprefix("/"): value for path, value in serializer.target.items()})
     if hasattr(file, "write"):
         _write(file, arrays, compression)
         return
@@ -260,6 +114,37 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
             _require_some(state, _names(archive), obj, f"{start}/" if start else "", label)
     source = {f"/{key}": value for key, value in state.items()}
     DictionaryDeserializer(source, strict).visit(f"/{start}" if start else "", obj)
+
+
+def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the arrays of a file by name, one of which says in JSON what arrays cannot."""
+    values, kept = encode_values(state, native_arrays=True)
+    arrays, descriptions = {}, {}
+    for name, value in kept.items():
+        arrays[name], description = _to_array(name, value) if isinstance(value, Tensor) else (value, {})
+        if description:
+            descriptions[name] = description
+    values = {path: value for path, value in values.items() if value != {"$tensor": path}}
+    if values or descriptions:
+        parts = [name for name in arrays if name not in state]
+        document = {"version": _VERSION, "values": values, "tensors": descriptions, "parts": parts}
+        arrays[_JSON] = np.frombuffer(json.dumps(document, allow_nan=False).encode(), np.uint8)
+    return arrays
+
+
+def _to_array(name: str, tensor: Tensor) -> tuple[Array, dict[str, Any]]:
+    """Return a tensor as an array, and what the array does not say."""
+    description: dict[str, Any] = {}
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype not in _NATIVE_DTYPES.values() and dtype not in _DTYPES_NUMPY_LACKS:
+        raise TypeError(f"{name}: an npz file has no {tensor.dtype}; convert it to a dtype that holds its values")
+    if not tensor.is_contiguous():
+        description["order"] = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    if dtype in _DTYPES_NUMPY_LACKS:
+        description["dtype"] = dtype
+        host = host.view(_INTEGERS[host.itemsize])
+    return host.numpy(), description
 
 
 def _write(stream: IO[bytes], arrays: Mapping[str, Array], compression: bool) -> None:
@@ -316,17 +201,66 @@ def _names(archive: zipfile.ZipFile) -> list[str]:
 
 
 def _read(archive: zipfile.ZipFile, prefix: str, label: str) -> dict[str, Any]:
-    """What the file holds under ``prefix``, by whole path."""
+    """Return what the file holds under ``prefix``, by whole path."""
     names = _names(archive)
-    entry = _array(archive, PLAIN, label) if PLAIN in names else None
-    arrays = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != PLAIN}
+    document = {"version": _VERSION, "values": {}, "tensors": {}, "parts": []}
+    text = _array(archive, _JSON, label).tobytes() if _JSON in names else json.dumps(document).encode()
+    arrays = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
     try:
-        plain = Plain(entry)
-        values = {path: value for path, value in plain.values.items() if path.startswith(prefix)}
-        state = {name: as_tensor(array) for name, array in arrays.items() if name not in plain.parts and name not in values}
-        return {**state, **{path: decoded(value, arrays.__getitem__) for path, value in values.items()}}
-    except (*_DAMAGED, RecursionError) as error:
-        raise _damaged(label, f"its {PLAIN} is not as save_npz writes it", error) from error
+        return _from_arrays(parse_strict(text), arrays, prefix)
+    except _DAMAGED as error:
+        raise _damaged(label, f"its {_JSON} is not as save_npz writes it", error) from error
+
+
+def _from_arrays(document: Any, arrays: Mapping[str, Array], prefix: str) -> dict[str, Any]:
+    """Return the state of which `_to_arrays` made a document and arrays, as far as it lies under ``prefix``."""
+    values = {path: value for path, value in document["values"].items() if path.startswith(prefix)}
+    if document["version"] == 1:
+        descriptions: dict[str, Any] = {}
+        values = {path: _from_version_1(value, arrays, descriptions) for path, value in values.items()}
+    elif document["version"] == _VERSION:
+        descriptions = document["tensors"]
+    else:
+        raise ValueError(f"its {_JSON} is of version {document['version']}, and this Chainring reads up to {_VERSION}")
+    parts = frozenset(document["parts"])
+    tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
+    state = {name: tensor for name, tensor in tensors.items() if name not in parts and name not in values}
+    return state | decode_values(values, tensors, arrays)
+
+
+def _from_version_1(value: Any, arrays: Mapping[str, Array], descriptions: dict[str, Any]) -> Any:
+    """Return a value in the tags of today, and put what is said of its tensors into ``descriptions``."""
+    if isinstance(value, list):
+        return [_from_version_1(item, arrays, descriptions) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$array" not in value:
+        tags = {"$ordered": "$ordered_dict"}
+        return {tags.get(key, key): _from_version_1(item, arrays, descriptions) for key, item in value.items()}
+    name = value["$array"]
+    if value.get("as") == "array":
+        return {"$array": [arrays[name].dtype.str, list(arrays[name].shape), name]}
+    if value.get("as") == "scalar":
+        return encode_values({name: arrays[name][()]})[0][name]
+    descriptions[name] = value
+    return {"$tensor": name}
+
+
+def _to_tensor(array: Array, description: Mapping[str, Any]) -> Any:
+    """Return the tensor that was stored as an array, or the array itself where torch lacks its dtype."""
+    native = array.dtype.newbyteorder("=")
+    if native.str not in _NATIVE_DTYPES:
+        return array
+    tensor = torch.from_numpy(array.astype(native, copy=False))
+    if "dtype" in description:
+        dtype = _DTYPES_NUMPY_LACKS[description["dtype"]]
+        if dtype.itemsize != tensor.itemsize:  # a view would change the shape
+            raise ValueError(f"{tensor.dtype} cannot hold the bits of {dtype}")
+        tensor = tensor.view(dtype)
+    if "order" in description:
+        order = description["order"]
+        tensor = tensor.permute(order).contiguous().permute([order.index(i) for i in range(len(order))])
+    return tensor
 
 
 def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array:
