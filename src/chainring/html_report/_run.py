@@ -14,8 +14,7 @@ from typing import Any
 from chainring._json import from_json
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, verify_sizes
 from chainring.serializers._store import verify as verify_bytes
-from chainring.training import _run_record
-from chainring.training._run_directory import compile_template
+from chainring.training._run_directory import RECORD, compile_template, parse_record
 from chainring.writers.base import COUNTERS
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -76,18 +75,18 @@ def read_run(directory: Path, *, verify: bool = True) -> Run:
     logs, snapshots = read_logs(directory, files), read_snapshots(directory, files, verify=verify)
     if not (record or record_error or logs or snapshots):
         raise FileNotFoundError(
-            f"{directory} is not the directory of a run: it has no {_run_record.FILENAME}, no log.jsonl and no snapshot; "
+            f"{directory} is not the directory of a run: it has no {RECORD}, no log.jsonl and no snapshot; "
             'give the out= of the Trainer, "result" by default'
         )
     return Run(directory, record, record_error, logs, snapshots, _read_profile(directory), _read_graph(directory, files))
 
 
 def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
-    path = inside(directory, _run_record.FILENAME)
+    path = inside(directory, RECORD)
     if path is None:
         return {}, None
     try:
-        return _run_record.parse(path), None
+        return parse_record(path), None
     except (OSError, ValueError) as error:
         return {}, str(error)
 

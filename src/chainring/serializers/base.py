@@ -143,6 +143,12 @@ def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: st
         announce_change(name, saved, value)
 
 
+def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
+    """Save or load an object under ``key``, if it has state."""
+    if serialize_method(obj) is not None or has_state(obj):
+        serializer.visit(key, obj)
+
+
 def has_state(obj: Any) -> bool:
     """Whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
-from chainring.serializers.base import DictionarySerializer
+from chainring.serializers.base import DictionarySerializer, visit_if_stateful
 from chainring.testing._fingerprint import describe, fingerprint, leaves
 from chainring.testing.fakes import ManualClock
-from chainring.training._trainer_state import visit_if_stateful
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger

@@ -24,10 +24,9 @@ from typing import Any, NoReturn
 import torch
 
 from chainring import _random, serializers
-from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.base import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import BatchRecorder, fingerprint
 from chainring.testing._unsaved import unsaved_state
-from chainring.training._trainer_state import visit_if_stateful
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger

@@ -22,31 +22,11 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     """Return the plan as text, see `Trainer.explain`. Triggers of a run that is started are already initialized."""
     if iterations < 1:
         raise ValueError(f"explain predicts 1 iteration or more, got {iterations}")
-    entries = _snapshots_last(trainer.entries)
+    entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
     first = trainer.updater.iteration + 1
     fires, last, end = _predict(trainer, entries, iterations, is_started)
     rows = [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in entries]
     return "\n".join([_headline(trainer, first, last, end), *_table(rows)])
-
-
-def plan_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the plan as plain values: what stops the run, and the extensions in the order in which they run."""
-    extensions = [
-        {
-            "name": entry.name,
-            "class": type(entry.extension).__name__,
-            "priority": entry.priority,
-            "trigger": describe(entry.trigger),
-            "before_training": entry.invoke_before_training,
-            "observes": entry.observe is not None,
-        }
-        for entry in _snapshots_last(trainer.entries)
-    ]
-    return {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions}
-
-
-def _snapshots_last(entries: list[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: entry.is_snapshot)
 
 
 class SimulatedUpdater:

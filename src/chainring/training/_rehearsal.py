@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
-from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer
+from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, visit_if_stateful
 from chainring.training import _run
-from chainring.training._trainer_state import visit_if_stateful
 
 if TYPE_CHECKING:
     from torch import nn

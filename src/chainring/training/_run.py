@@ -1,24 +1,26 @@
-"""A run of a trainer: what it has and a trainer before it has not, how it starts, and how it ends come what may."""
+"""A run of a trainer: what it continues, how it starts, and how it ends come what may."""
 
 from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chainring import _random
-from chainring._messages import info
+from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
-from chainring.training import _run_record
-from chainring.training._run_directory import RunDirectory, create_out
+from chainring.serializers.base import AbstractSerializer, Deserializer, visit_if_stateful, visit_setting
+from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
-from chainring.training._trainer_state import LoadedState
 from chainring.training.extension import RollBack
+from chainring.training.triggers.base import describe_setting
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -27,35 +29,94 @@ if TYPE_CHECKING:
 logger = logging.getLogger("chainring")
 
 
+class LoadedState:
+    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start.
+
+    Attributes:
+        exists: True once anything was loaded, so that the run continues an earlier one.
+        generators: the state of the random generators, put back immediately before the first update.
+        directory: the directory of the snapshot that was loaded; ``None`` where it came from memory.
+        changes: the settings in which the script differs from the saved run: by name, the old value and the new.
+    """
+
+    def __init__(self) -> None:
+        self.exists = False
+        self.generators: Any = None
+        self.directory: Path | None = None
+        self.changes: dict[str, list[Any]] = {}
+        self._source: Deserializer | None = None
+        self._saved: dict[str, list[str]] = {}  # extensions that only the saved run has, with their class names
+        self._new: list[str] = []  # extensions that only this run has
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, state is loaded: what it was saved with and is another setting now is recorded in `changes`."""
+        self.changes = {}
+        with recording_changes(self.changes):
+            yield
+
+    def begin(self, source: Deserializer, class_names: dict[str, list[str]], generators: Any, entries: list[Entry]) -> None:
+        """Take over a saved run, whose extensions had these names and classes, and restore those that are registered."""
+        self.exists = True
+        self.generators = generators
+        self.directory = source.directory
+        self._source, self._saved, self._new = source, dict(class_names), []
+        for entry in entries:
+            self.restore(entry)
+
+    def restore(self, entry: Entry) -> None:
+        """Load the state of an extension and of its trigger, each unless its class is another one now."""
+        if self._source is None:
+            return
+        if entry.name not in self._saved:
+            self._new.append(entry.name)
+            return
+        saved, current = self._saved.pop(entry.name), entry.class_names
+        with recording_changes(self.changes):
+            if saved[0] == current[0]:
+                visit_if_stateful(self._source["extensions"], entry.name, entry.extension)
+            else:
+                self._new.append(entry.name)
+            visit_trigger(self._source, entry, is_same_class=saved[1] == current[1])
+
+    def warn_of_differences(self) -> None:
+        """Name the extensions that only the saved run had, and those that only this one has; called when a run starts."""
+        if self._saved or self._new:
+            warnings.warn(
+                f"this run has other extensions than the one it continues: only there {list(self._saved)}, only here "
+                f"{self._new}. The state of those only there is dropped; those only here start from now",
+                stacklevel=2,
+            )
+        self._source, self._saved, self._new = None, {}, []
+
+
+def visit_trigger(serializer: AbstractSerializer, entry: Entry, *, is_same_class: bool = True) -> None:
+    """Save or load the state of an extension's trigger, and compare its setting."""
+    if is_same_class:
+        visit_if_stateful(serializer["extension_triggers"], entry.name, entry.trigger)
+    setting, name = describe_setting(entry.trigger), f"trigger of extension {entry.name!r}"
+    visit_setting(serializer["extension_trigger_settings"], entry.name, setting, name)
+
+
 class Run:
     """What a run has and a trainer before it has not.
 
     Attributes:
         has_begun: True once `Trainer.run` was called.
-        loaded_state: what was loaded into the trainer, and waits for the start.
+        loaded_state: the saved run that this one continues.
         earlier_time: seconds of training in the runs before a resume.
+        started_at: when the loop started, on a monotonic clock; ``None`` as long as state may be loaded.
+        ended_at: when everything was finalized.
     """
 
     def __init__(self) -> None:
         self.has_begun = False
         self.loaded_state = LoadedState()
         self.earlier_time = 0.0
-        self._started_at: float | None = None
-        self._total_time: float | None = None
+        self.started_at: float | None = None
+        self.ended_at: float | None = None
         self._directory: RunDirectory | None = None
         self._started_triggers: list[Any] = []
-
-    @property
-    def is_started(self) -> bool:
-        """True once the state of an earlier run is back, so that no other state may be loaded."""
-        return self._started_at is not None
-
-    @property
-    def elapsed_time(self) -> float:
-        """Seconds of training, those of the runs before a resume included; it stands still when the run has ended."""
-        if self._total_time is not None:
-            return self._total_time
-        return self.earlier_time + (time.monotonic() - self._started_at if self._started_at is not None else 0.0)
 
     @contextmanager
     def session(self, trainer: Trainer) -> Iterator[None]:
@@ -79,7 +140,7 @@ class Run:
                 error.add_note(f"raised {_position(trainer)}")
                 failure = trainer.comm.failed(error)
             failure = _end(trainer, initialized, failure)
-            self._total_time = self.elapsed_time
+            self.ended_at = time.monotonic()
             if self._directory is not None:
                 self._directory.release()
             if failure is None and trainer.interruption.signum is not None:
@@ -116,10 +177,10 @@ class Run:
             initialized: extensions are added as they are initialized.
             load: puts the state back from which the run continues, if there is one.
         """
-        self._started_at = None  # state may be loaded until it is set
+        self.started_at = None  # state may be loaded until it is set
         load()
         trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
-        self._started_at = time.monotonic()
+        self.started_at = time.monotonic()
         if self._directory is not None:
             self._claim_directory(trainer, self._directory)
         prepare(trainer)
@@ -137,19 +198,18 @@ class Run:
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
-        entries = trainer.entries
-        _check_names(entries)
-        origin = self.loaded_state.directory
-        earlier = _run_record.read(directory.path)
-        files = {_run_record.FILENAME, *(name for entry in entries for name in getattr(entry.extension, "writes", ()))}
-        known = files.union(earlier.get("files", ()))
-        if trainer.is_resumed:
+        _check_names(trainer.entries)
+        loaded = self.loaded_state
+        earlier = read_record(directory.path)
+        names = {name for entry in trainer.entries for name in getattr(entry.extension, "writes", ())} | {RECORD}
+        known = names.union(earlier.get("files", ()))
+        if loaded.exists:
             directory.archive_later_snapshots(known, trainer.updater.iteration)
-            earlier = (_run_record.read(origin) if origin is not None else {}) or earlier
-            _run_record.write(trainer, earlier, known, self.loaded_state.changes)
+            earlier = (read_record(loaded.directory) if loaded.directory is not None else {}) or earlier
+            write_record(trainer, earlier, known, loaded.changes)
         else:
             directory.archive_earlier_run(known)
-            _run_record.write(trainer, {}, files, self.loaded_state.changes)
+            write_record(trainer, {}, names, loaded.changes)
 
     def _restore_generators(self, trainer: Trainer) -> None:
         loaded, rank = self.loaded_state, trainer.comm.rank

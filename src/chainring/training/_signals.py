@@ -49,11 +49,15 @@ class Interruption:
 
     Attributes:
         signum: the number of the first signal, ``None`` before one came; of several ranks, the largest that any received.
+        ends_run: True when the run ends because of it: at once in one process, when they agree for several ranks.
+        is_shared: True if several ranks have to agree.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.signum: int | None = None
+        self.ends_run = False
         self._comm = comm or Communicator()
+        self.is_shared = self._comm.size > 1
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._sigint_count = 0
         self._handlers: dict[int, Any] = {}  # those that were there
@@ -85,24 +89,22 @@ class Interruption:
             return  # a forked worker has inherited this handler, and its trainer decides
         self._sigint_count += signum == signal.SIGINT
         self.signum = self.signum or signum
+        self.ends_run = self.ends_run or not self.is_shared
         handler = self._handlers.get(signum)
         if callable(handler) and handler is not signal.default_int_handler:
             handler(signum, frame)
         if self._sigint_count > 1 and signum == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def stops_loop(self) -> bool:
-        """Return True if the run ends here; asked at the beginning of each iteration."""
-        if self._comm.size == 1:
-            return self.signum is not None
+    def compare(self) -> None:
+        """Begin to compare what the ranks have received, and read the result of the comparison before."""
         read, self._read_maximum = self._read_maximum, self._comm.start_max(self.signum or 0)
-        agreed = read()
-        self.signum = agreed or self.signum
-        return agreed > 0
+        if agreed := read():
+            self.signum, self.ends_run = agreed, True
 
     def settle(self) -> None:
         """Drop, at the end of the loop, a signal that came too late for several ranks to agree upon."""
-        if self._comm.size > 1:
+        if self.is_shared:
             self.signum = self._read_maximum() or None
 
     def error(self) -> BaseException:

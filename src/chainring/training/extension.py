@@ -174,13 +174,14 @@ class Entry:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         trigger: asked once an iteration.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
-        observe: the extension's `observe`, or ``None`` if it defines none.
+        observe, before_snapshot: methods of the extension, or ``None`` if it does not define them.
+        class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
         call: calls the extension. A profiler replaces it by a call that it times.
     """
 
     __slots__ = (
-        *("name", "extension", "call", "observe", "trigger", "fires"),
-        *("priority", "invoke_before_training", "is_snapshot"),
+        *("name", "extension", "call", "observe", "before_snapshot", "trigger", "fires"),
+        *("priority", "invoke_before_training", "is_snapshot", "class_names"),
     )
 
     def __init__(
@@ -205,13 +206,14 @@ class Entry:
         default = getattr(extension, "invoke_before_training", None)
         self.invoke_before_training: bool = _first(invoke_before_training, default, False)
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
-        observes = getattr(type(extension), "observe", None) is not Extension.observe
-        self.observe: Callable[[Trainer], None] | None = getattr(extension, "observe", None) if observes else None
+        self.class_names = [type(extension).__name__, type(self.trigger).__name__]
+        self.observe = self._defined("observe")
+        self.before_snapshot = self._defined("before_snapshot")
 
-    @property
-    def class_names(self) -> list[str]:
-        """The class names of the extension and of its trigger: saved state is loaded into the same classes only."""
-        return [type(self.extension).__name__, type(self.trigger).__name__]
+    def _defined(self, name: str) -> Callable[[Trainer], None] | None:
+        """Return an optional method, unless it is the one of `Extension`, which does nothing."""
+        is_inherited = getattr(type(self.extension), name, None) is getattr(Extension, name)
+        return None if is_inherited else getattr(self.extension, name, None)
 
     def method(self, name: str) -> Callable[..., Any]:
         """Return an optional method of the extension; a function that does nothing if the extension lacks it."""

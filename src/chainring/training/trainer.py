@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._messages import info
+from chainring._messages import announce_change, info
+from chainring.reporting._scalars import is_scalar
 from chainring.reporting.reporter import Reporter
-from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful
-from chainring.training import _plan, _rehearsal, _trainer_state
-from chainring.training._run import Run
+from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
+from chainring.training import _plan, _rehearsal
+from chainring.training._run import Run, visit_trigger
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
 from chainring.training.triggers import TriggerLike, get_stop_trigger
+from chainring.training.triggers.base import describe_setting, serialize_inner_trigger
 
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
@@ -91,12 +96,16 @@ class Trainer(Stateful):
     @property
     def comm(self) -> Communicator:
         """The communicator of the ranks that train together: that of the updater."""
-        return as_communicator(self.updater.comm)
+        comm = self.updater.comm
+        return comm if isinstance(comm, Communicator) else as_communicator(comm)
 
     @property
     def elapsed_time(self) -> float:
         """Seconds of training, those of the runs before a resume included; 0.0 before the first run."""
-        return self._run.elapsed_time
+        run = self._run
+        if run.started_at is None:
+            return run.earlier_time
+        return run.earlier_time + (time.monotonic() if run.ended_at is None else run.ended_at) - run.started_at
 
     @property
     def is_before_training(self) -> bool:
@@ -181,7 +190,7 @@ class Trainer(Stateful):
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
-            while not self.interruption.stops_loop() and not self.stop_trigger(self):
+            while not self._ends():
                 try:
                     if not self._iterate(entries, snapshots):
                         self._warn_of_early_end()
@@ -190,6 +199,12 @@ class Trainer(Stateful):
                     self._run.roll_back(self, reason)
             self.interruption.settle()
             self._take_final_snapshots(entries, snapshots)
+
+    def _ends(self) -> bool:
+        """Return True if a signal or the stop trigger ends the run at the head of this iteration."""
+        if self.interruption.is_shared:
+            self.interruption.compare()
+        return self.interruption.ends_run or self.stop_trigger(self)
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """Run one iteration; return False if there are no data left for it."""
@@ -220,7 +235,8 @@ class Trainer(Stateful):
 
     def _take_snapshots(self, due: list[Entry], entries: list[Entry]) -> None:
         for entry in entries:
-            entry.method("before_snapshot")(self)
+            if entry.before_snapshot is not None:
+                entry.before_snapshot(self)
         for entry in sorted(due, key=_resume_order):
             self.extension_name = entry.name
             entry.call(self)
@@ -272,7 +288,7 @@ class Trainer(Stateful):
         Raises:
             ValueError: ``iterations`` is below 1.
         """
-        return _plan.explain(self, iterations, self._run.is_started)
+        return _plan.explain(self, iterations, self._run.started_at is not None)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load all that changes in a run: updater, triggers, extensions, observation, time, random generators.
@@ -282,9 +298,51 @@ class Trainer(Stateful):
         Raises:
             RuntimeError: state is loaded after the run has started.
         """
-        if isinstance(serializer, Deserializer) and self._run.is_started:
+        run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
+        if is_loading and run.started_at is not None:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
-        _trainer_state.serialize(self, self._run, serializer, list(self._entries.values()))
+        with run.loaded_state.recording() if is_loading else contextlib.nullcontext():
+            serializer.visit("updater", self.updater)
+            elapsed_time = serializer("elapsed_time", self.elapsed_time)
+            weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
+            class_names = serializer("extension_types", {entry.name: entry.class_names for entry in entries})
+            serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
+            visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
+            generators = self._visit_generators(serializer["generators"])
+            observation = serializer["observation"]
+            if isinstance(serializer, Deserializer):
+                self.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
+                run.earlier_time = elapsed_time
+                with contextlib.suppress(AttributeError):  # of an updater that computes it
+                    self.updater.weight = weight
+                run.loaded_state.begin(serializer, class_names, generators, entries)
+                return
+            for key, value in self.observation.items():
+                if is_scalar(value):
+                    observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
+            for entry in entries:
+                visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
+                visit_trigger(serializer, entry)
+
+    def _visit_generators(self, serializer: AbstractSerializer) -> Any:
+        """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
+
+        They are put back immediately before the first update, because a script may draw between load and run.
+        """
+        comm = self.comm
+        if isinstance(serializer, Deserializer):
+            ranks = {path.partition("/")[0] for path in serializer.paths()}
+            if comm.rank == 0 and len(ranks) != comm.size:
+                consequence = "examples and their order are the same, and the last bits are not"
+                announce_change("number of ranks", len(ranks), comm.size, consequence)
+            return serializer(str(comm.rank), None) if str(comm.rank) in ranks else None
+        generators = self._run.loaded_state.generators or _random.get_rng_state()
+        if serializer.comm.size == 1:
+            serializer(str(comm.rank), generators)
+        else:
+            for rank, state in enumerate(serializer.comm.gather_object(generators)):
+                serializer(str(rank), state)
+        return generators
 
 
 def _resume_order(entry: Entry) -> tuple[bool, bool]:

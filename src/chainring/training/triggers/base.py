@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
+from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, visit_if_stateful
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -77,8 +77,8 @@ def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: A
     """Save or load the trigger that another one asks; it keeps its own state if a trigger of another class was saved."""
     name = type(trigger).__name__
     saved_name = serializer(f"{key}_type", name)
-    if saved_name == name and (serialize_method(trigger) is not None or has_state(trigger)):
-        serializer.visit(key, trigger)
+    if saved_name == name:
+        visit_if_stateful(serializer, key, trigger)
 
 
 def describe(trigger: Any) -> str:
