@@ -1,17 +1,63 @@
-"""Columns: a batch as whole arrays, gathered once each instead of stacked from examples."""
+"""Batch: examples that may be held as columns, whole arrays that are gathered at once instead of stacked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import call
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 
 from chainring._random import Indices
+
+
+class Batch(Sequence[Any]):
+    """Examples, as a sequence. It may hold them as columns, which a converter then takes over without stacking.
+
+    Attributes:
+        columns: the batch as whole arrays (an array, or a tuple or mapping of arrays whose first dimension is the
+            example), or ``None`` if the examples are held one by one.
+        weight: the number of examples that count; 0 for a batch that only keeps a rank in step with the others.
+
+    Example::
+
+        batch = Batch(columns=(np.zeros((3, 2)), np.arange(3)), length=3)
+        x, t = batch[2]  # the last example
+    """
+
+    __slots__ = ("_examples", "_length", "columns", "weight")
+
+    def __init__(self, examples: Sequence[Any] | None = None, *, columns: Any = None, length: int | None = None) -> None:
+        self._examples = examples
+        self.columns = columns
+        self._length: int = len(examples) if length is None else length  # type: ignore[arg-type]
+        self.weight: int = self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Batch: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            if self._examples is not None:
+                batch = Batch(self._examples[index])
+            else:
+                batch = Batch(columns=select_rows(self.columns, index), length=len(range(*index.indices(self._length))))
+            batch.weight = min(self.weight, batch.weight)  # no example of a batch of weight 0 counts
+            return batch
+        if not -self._length <= index < self._length:
+            raise IndexError(f"a batch of {self._length} examples has no example {index}")
+        return self._examples[index] if self._examples is not None else select_rows(self.columns, index)
+
+    def __repr__(self) -> str:
+        return f"Batch of {self._length} examples"
+
 
 Gather = Callable[[Indices], Any]
 """From the indices of examples to their columns."""

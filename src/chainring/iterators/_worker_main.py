@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from chainring._random import example_seeder
 from chainring.converters import concat_examples
-from chainring.iterators._indexed import Segment
+from chainring.iterators.serial import Segment
 
 Task = tuple[int, list[Segment]]
 """The generation that a batch belongs to, and its segments."""

@@ -34,7 +34,6 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from chainring.iterators._indexed import Segment
 from chainring.iterators._worker_main import (
     IGNORED_SIGNALS,
     BatchDataset,
@@ -43,6 +42,7 @@ from chainring.iterators._worker_main import (
     WorkerResult,
     init_worker,
 )
+from chainring.iterators.serial import Segment
 
 _GRACE = 1.0  # seconds that all workers together have to end by themselves
 _GRACE_AFTER_ERROR = 0.2  # after a worker has died or stalled, which is to be reported at once

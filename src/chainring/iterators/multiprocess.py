@@ -15,10 +15,10 @@ import numpy as np
 from chainring._random import stable_hash
 from chainring.converters import concat_examples
 from chainring.datasets._columns import make_gather
-from chainring.iterators._indexed import IndexedIterator, OrderSampler, Segment, require_integer
 from chainring.iterators._worker_main import BatchDataset, Failure, SharedStatus
 from chainring.iterators._worker_pool import WorkerPool
 from chainring.iterators.base import Batch
+from chainring.iterators.serial import IndexedIterator, OrderSampler, Segment, require_integer
 
 
 class MultiprocessIterator(IndexedIterator):

@@ -1,15 +1,209 @@
-"""SerialIterator: a dataset by index, in this process."""
+"""SerialIterator: a dataset by index, in this process; and IndexedIterator, on which MultiprocessIterator is built too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
+from torch.utils.data import IterableDataset
 
-from chainring._random import example_seeder, preserve_host_rng
-from chainring.datasets._columns import make_gather
-from chainring.iterators._indexed import IndexedIterator, OrderSampler, Segment
-from chainring.iterators.base import Batch
+from chainring._messages import announce_change
+from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, stable_hash
+from chainring.datasets._columns import Batch, make_gather
+from chainring.iterators.base import Iterator
+from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+
+OrderSampler = Callable[[int, int, int], ArrayLike]
+"""``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
+
+OrderKey = tuple[int, int]
+"""The seed and the index of an order; orders are counted from 0 over the whole life of an iterator."""
+
+Segment = tuple[OrderKey, Indices]
+"""The examples of a batch that are in one epoch: the key of its order, and their indices."""
+
+
+class IndexedIterator(Iterator):
+    """Walks through the orders of the epochs; a subclass fetches the examples of the indices.
+
+    Its state is a few numbers: the seed and a position in the stream of epochs. `reset` counts epochs from 0 again but
+    goes on to an order that has not been used.
+
+    Attributes:
+        current_position: examples of the current epoch that have been returned.
+    """
+
+    current_position: int = 0
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        repeat: bool,
+        shuffle: bool,
+        seed: int | None,
+        order_sampler: OrderSampler | None,
+    ) -> None:
+        _check(dataset, batch_size, seed, order_sampler)
+        self.dataset = dataset
+        self.batch_size = self.step = int(batch_size)
+        self.repeat = repeat
+        self._seed = None if seed is None else int(seed)  # of the orders from index _switch on
+        self._earlier_seed, self._switch = self._seed, 0  # an order that was begun before a resume keeps its seed
+        self._orders = _EpochOrders(len(dataset), shuffle, order_sampler)
+        self._first_order = 0  # the index of the order that epoch 0 has
+        self._current_key: OrderKey | None = None  # of the current epoch, while it is known
+        if repeat and self._orders.size == 0:
+            raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
+
+    @property
+    def seed(self) -> int:
+        """The seed of the current order. ``None`` at construction becomes one derived from ``torch.initial_seed()``."""
+        return self._order_key(self.epoch)[0]
+
+    @property
+    def progress(self) -> tuple[int, int, int | None]:
+        return self.epoch, self.current_position, self._orders.size
+
+    def __next__(self) -> Batch:
+        start, size = self.current_position, self._orders.size
+        stop = start + self.batch_size
+        # hot path: "an iteration with no extension" of benchmarks/overhead.py. Nearly always a batch is inside an epoch.
+        if stop < size and self.size == 1 and self._current_key is not None:
+            batch = self._fetch([(self._current_key, self._orders.indices(*self._current_key, start, stop))])
+            self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, False
+            self.current_position = stop
+            self.epoch_detail = self.epoch + stop / size
+            return batch
+        segments, epoch, position = self._next_segments()
+        if not segments:
+            raise StopIteration
+        share, is_empty = self._share_of_rank(segments)
+        batch = self._fetch(share)
+        if is_empty:
+            batch.weight = 0
+        self._advance(epoch, position)
+        return batch
+
+    def _fetch(self, segments: list[Segment]) -> Batch:
+        """Return the examples of all segments."""
+        raise NotImplementedError
+
+    def iterate_segments(self) -> Generator[list[Segment]]:
+        """Yield the segments of each batch from here on, and advance without fetching them."""
+        while True:
+            segments, epoch, position = self._next_segments()
+            if not segments:
+                return
+            yield self._share_of_rank(segments)[0]
+            self._advance(epoch, position)
+
+    def _next_segments(self) -> tuple[list[Segment], int, int]:
+        """Return the segments of the next batch, over all ranks, and the epoch and the position after it.
+
+        With ``repeat`` a batch is always full: one that crosses the end of an epoch is completed from the next, as often
+        as it takes. Without, the batch at the end may be short, and after it there are no segments.
+        """
+        epoch, position, size = self.epoch, self.current_position, self._orders.size
+        segments: list[Segment] = []
+        missing = self.batch_size if size else 0
+        while missing and (self.repeat or epoch == 0):
+            stop = min(size, position + missing)
+            key = self._order_key(epoch)
+            segments.append((key, self._orders.indices(*key, position, stop)))
+            missing -= stop - position
+            epoch, position = (epoch + 1, 0) if stop == size else (epoch, stop)
+        return segments, epoch, position
+
+    def _share_of_rank(self, segments: list[Segment]) -> tuple[list[Segment], bool]:
+        """Return the segments of this rank, every size-th example of the whole batch, and whether its share is empty.
+
+        An empty share is replaced by one example, of weight 0, that keeps the rank in step with the others.
+        """
+        if self.size == 1:
+            return segments, False
+        share, offset = [], 0
+        for key, indices in segments:
+            share.append((key, indices[(self.rank - offset) % self.size :: self.size]))
+            offset += len(indices)
+        if any(len(indices) for _, indices in share):
+            return share, False
+        key, indices = segments[0]
+        return [(key, indices[:1])], True
+
+    def _advance(self, epoch: int, position: int) -> None:
+        self.previous_epoch_detail = self.epoch_detail
+        self.is_new_epoch = epoch != self.epoch
+        self._set_position(epoch, position)
+
+    def _set_position(self, epoch: int, position: int) -> None:
+        self.epoch, self.current_position = epoch, position
+        self.epoch_detail = epoch + position / self._orders.size if self._orders.size else 0.0
+        has_ended = epoch > 0 and not self.repeat
+        self._current_key = None if self._seed is None or has_ended else self._order_key(epoch)
+
+    def _order_key(self, epoch: int) -> OrderKey:
+        order = self._first_order + epoch
+        if order < self._switch and self._earlier_seed is not None:
+            return self._earlier_seed, order
+        return self._get_seed(), order
+
+    def _get_seed(self) -> int:
+        if self._seed is None:
+            self._seed = stable_hash("order", self.base_seed(), self.name)
+        return self._seed
+
+    def reset(self) -> None:
+        self._first_order += self.epoch + (self.current_position > 0)
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._set_position(0, 0)
+        self.previous_epoch_detail, self.is_new_epoch = None, False
+
+    def mark(self) -> Any:
+        """Return this position, for `return_to` after a failed update."""
+        return self.epoch, self.current_position, self.previous_epoch_detail, self.is_new_epoch
+
+    def return_to(self, mark: Any) -> None:
+        """Go back to a position that `mark` returned: the batches since then will be returned again."""
+        epoch, position, self.previous_epoch_detail, self.is_new_epoch = mark
+        self._set_position(epoch, position)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        saving = isinstance(serializer, Serializer)
+        size = serializer("size", self._orders.size)
+        if size != self._orders.size:
+            raise ValueError(
+                f"the dataset of iterator {self.name!r} has {self._orders.size} examples an epoch, "
+                f"the saved run had {size}. "
+                "A position in one means nothing in the other: resume with the same dataset, or start a new run"
+            )
+        visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
+        seed = serializer("seed", self._get_seed() if saving else self._seed)
+        earlier_seed = serializer("earlier_seed", self._earlier_seed)
+        switch = serializer("switch", self._switch)
+        self._first_order = serializer("first_order", self._first_order)
+        epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
+        is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
+        previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
+        if not saving:
+            self.epoch, self.current_position = epoch, position
+            self._adopt_seed(seed, earlier_seed, switch)
+            self._set_position(epoch, position)
+            self.is_new_epoch, self.previous_epoch_detail = is_new_epoch, previous
+
+    def _adopt_seed(self, seed: int | None, earlier_seed: int | None, switch: int) -> None:
+        """Adopt the saved seed; another one that the script gives holds from the next order on."""
+        given, self._seed, self._earlier_seed, self._switch = self._seed, seed, earlier_seed, switch
+        if given is None or given == seed:
+            return
+        current_seed, order = self._order_key(self.epoch)
+        self._seed, self._earlier_seed, self._switch = given, current_seed, order + (self.current_position > 0)
+        holds = "the current epoch keeps its order, the next has that of the new seed"
+        announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
 
 
 class SerialIterator(IndexedIterator):
@@ -80,3 +274,86 @@ class SerialIterator(IndexedIterator):
                         error.add_note(f"raised by dataset[{index}], asked by iterator {self.name!r}")
                         raise
         return examples
+
+
+class _EpochOrders:
+    """The orders of the epochs; they are computed in blocks, and the last block is kept.
+
+    Args:
+        dataset_size: the number of examples.
+        shuffle: True if epochs are shuffled, without a sampler.
+        sampler: makes whole epochs. The length of the first one is the epoch's size.
+    """
+
+    def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
+        self._dataset_size = dataset_size
+        self._shuffle = shuffle
+        self._sampler = sampler
+        self._block_range: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, first and last position of _block
+        self._block: Indices = np.empty(0, np.int64)
+        self.size = dataset_size if sampler is None else len(self._sample(sampler, 0, 0))
+        self._block_size = 65_536 if sampler is None else max(self.size, 1)
+
+    def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
+        """Return the indices at positions ``start`` to ``stop`` of an epoch's order."""
+        block_seed, block_epoch, first, last = self._block_range
+        if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
+            return self._block[start - first : stop - first]
+        if self._sampler is None and not self._shuffle:
+            return np.arange(start, stop)
+        boundary = start - start % self._block_size + self._block_size
+        if stop > boundary:
+            return np.concatenate([self.indices(seed, epoch, start, boundary), self.indices(seed, epoch, boundary, stop)])
+        first, last = boundary - self._block_size, min(self.size, boundary)
+        if self._sampler is None:
+            block = epoch_order(seed, epoch, self._dataset_size, first, last)
+        else:
+            block = self._sample(self._sampler, seed, epoch)
+            if len(block) != self.size:
+                raise ValueError(
+                    f"an order sampler must return as many indices for every epoch; "
+                    f"it gave {self.size} for the first and {len(block)} for epoch {epoch}"
+                )
+        self._block, self._block_range = block, (seed, epoch, first, last)
+        return self._block[start - first : stop - first]
+
+    def _sample(self, sampler: OrderSampler, seed: int, epoch: int) -> Indices:
+        order = np.asarray(sampler(seed, epoch, self._dataset_size))
+        if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
+            raise ValueError(
+                "an order sampler returns one dimension of integer indices, "
+                f"got an array of shape {order.shape} and dtype {order.dtype}"
+            )
+        order = order.astype(np.int64)
+        if len(order) and not 0 <= order.min() <= order.max() < self._dataset_size:
+            raise ValueError(
+                f"an order sampler returns indices from 0 to {self._dataset_size - 1}, "
+                f"got some from {order.min()} to {order.max()}"
+            )
+        return order
+
+
+def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:
+    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
+        raise TypeError(
+            f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; "
+            "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
+        )
+    require_integer("a batch size", batch_size, 1)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+        raise TypeError(f"a seed is an integer or None, got {seed!r}")
+    if sampler is not None and (isinstance(sampler, type) or not callable(sampler)):
+        got = f"the class {sampler.__name__}: make one" if isinstance(sampler, type) else type(sampler).__name__
+        raise TypeError(f"an order sampler is called with (seed, epoch, size), got {got}")
+
+
+def require_integer(name: str, value: Any, least: int) -> int:
+    """Return an integer that is large enough.
+
+    Raises:
+        ValueError: ``value`` is not an integer, or is below ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} is an integer of at least {least}, got {value!r}")
+    return int(value)
