@@ -1,4 +1,4 @@
-"""Throughput: how fast training goes, and how much memory it takes."""
+"""Throughput: reports the speed of training and the memory that it takes."""
 
 from __future__ import annotations
 
@@ -17,83 +17,86 @@ from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-
-_MIB = 2**20
+    from chainring.training.triggers._get_trigger import TriggerLike
+    from chainring.training.updaters.base import Updater
 
 
 class Throughput(Extension):
-    """Reports the speed of the loop since it last did so, and the peak of memory, for a `LogReport` to take down.
+    """Reports the speed of the loop since it last did so, and the peak of memory, for a `LogReport`.
 
-    Under the name of the extension, ``throughput/examples_per_second`` for example:
+    Keys begin with the name of the extension, for example ``throughput/examples_per_second``:
 
     - ``iterations_per_second``.
-    - ``examples_per_second``: those of the batches that the updater converted; left out for an updater without
-      `UpdateCallbacks`.
-    - ``tokens_per_second``: the weight of the losses, where one returns a ``"weight"`` that is not its number of examples.
-    - ``peak_memory_mib``: MiB allocated on the accelerator of the models at most, or held by this process where they are on
-      the host; since the process began.
+    - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks`.
+    - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` that is not its number of
+      examples.
+    - ``peak_memory_mib``: the peak since the process began, in MiB: of memory allocated on the accelerator of the models,
+      or of the memory of this process if they are on the host.
 
-    Time is that of a monotonic clock and of the whole loop, evaluations and snapshots included. Where an accelerator works
-    behind the loop, it is waited for when the trigger fires, and at no other time. Of several ranks examples and tokens are
-    added up, and memory is that of the rank that took the most. What lies before a resume does not count.
+    Time is that of the whole loop, evaluations and snapshots included, by a monotonic clock. An accelerator is waited for
+    only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum. Time before a
+    resume does not count.
+
+    Example::
+
+        trainer.extend(extensions.Throughput(trigger=(100, "iteration")))
 
     Args:
-        trigger: when to report. ``extend(..., trigger=t)`` means the same and comes first.
+        trigger: when to report. ``extend(..., trigger=t)`` means the same and takes precedence.
 
     Raises:
-        TypeError, ValueError: the trigger is none, see `get_trigger`.
+        TypeError, ValueError: ``trigger`` is not a trigger, see `get_trigger`.
     """
 
     priority = PRIORITY_WRITER
     default_name = "throughput"
     skip_on_resume = True
 
-    def __init__(self, trigger: Any = (1, "epoch")) -> None:
+    def __init__(self, trigger: TriggerLike = (1, "epoch")) -> None:
         self.trigger = get_trigger(trigger)
         self._callbacks: UpdateCallbacks | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        self._since = time.monotonic()
+    def _reset(self) -> None:
+        self._started_at = time.monotonic()
         self._iterations = self._examples = self._examples_of_update = 0
-        self._tokens: Any = 0  # a tensor where weights are, so that none of them is read
+        self._tokens: Any = 0  # a tensor if weights are, so that none of them is read
         self._is_weighted = False
 
     def initialize(self, trainer: Trainer) -> None:
-        updater = trainer.updater
-        self._device = _device_of(updater)
-        callbacks = getattr(updater, "callbacks", None)
+        self._device = _accelerator_of(trainer.updater)
+        callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             self._callbacks = callbacks
-            callbacks.add("batch_on_finish", self._count)
-        self._begin()
+            callbacks.add("batch_on_finish", self._count_examples)
+        self._reset()
 
     def finalize(self) -> None:
         if self._callbacks is not None:
-            self._callbacks.remove("batch_on_finish", self._count)
+            self._callbacks.remove("batch_on_finish", self._count_examples)
         self._callbacks = None
 
-    def _count(self, context: UpdateContext) -> None:
+    def _count_examples(self, context: UpdateContext) -> None:
         self._examples_of_update += context.examples
 
     def observe(self, trainer: Trainer) -> None:
         self._iterations += 1
         if self._callbacks is None:
             return
-        number, self._examples_of_update = self._examples_of_update, 0
+        examples, self._examples_of_update = self._examples_of_update, 0
         weight = trainer.updater.weight
-        self._examples += number
+        self._examples += examples
         self._tokens = self._tokens + (weight.detach() if isinstance(weight, Tensor) else weight)
-        self._is_weighted = self._is_weighted or isinstance(weight, Tensor) or weight not in (1, number)
+        self._is_weighted = self._is_weighted or isinstance(weight, Tensor) or weight not in (1, examples)
 
     def __call__(self, trainer: Trainer) -> None:
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
-        seconds = time.monotonic() - self._since
+        seconds = time.monotonic() - self._started_at
         if not self._iterations or seconds <= 0:
             return
-        own = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / _MIB
-        examples, tokens, memory = zip(*trainer.comm.gather_object(own), strict=True)
+        counts = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / 2**20
+        examples, tokens, memory = zip(*trainer.comm.gather_object(counts), strict=True)
         values = {"iterations_per_second": self._iterations / seconds}
         if self._callbacks is not None:
             values["examples_per_second"] = sum(examples) / seconds
@@ -102,17 +105,17 @@ class Throughput(Extension):
         values["peak_memory_mib"] = max(memory)
         name = trainer.extension_name or self.default_name
         report({f"{name}/{key}": value for key, value in values.items()})
-        self._begin()
+        self._reset()
 
 
-def _device_of(updater: Any) -> torch.device | None:
-    """The accelerator on which the models are; ``None`` on the host."""
+def _accelerator_of(updater: Updater) -> torch.device | None:
+    """Return the accelerator on which the models are; ``None`` for the host."""
     devices = (parameter.device for model in updater.get_all_models().values() for parameter in model.parameters())
     return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
 def _peak_memory(device: torch.device | None) -> int:
-    """In bytes."""
+    """Return the peak of memory in bytes."""
     peak = None if device is None else getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak is not None:
         return int(peak(device))
