@@ -14,6 +14,7 @@ import torch
 from chainring._version import __version__
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The versions of what computes and of what writes."""
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._json import from_json
+from chainring._files import from_json
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, verify_sizes
 from chainring.serializers._store import verify as verify_bytes
 from chainring.training._run_directory import RECORD, compile_template, parse_record

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+
+from chainring.serializers.base import find_aliases
 
 CHUNK = 8 * 2**20  # bytes per write
 
@@ -179,22 +180,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape[:0:-1]:
         strides.append(strides[-1] * (size or 1))
     return tuple(strides[::-1]) if shape else ()
-
-
-def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Of each tensor the first that is the same view of the same memory, as tied parameters are; nearly always itself."""
-    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    counts = Counter(places.values())
-    owners: dict[Any, str] = {}
-    return {
-        name: owners.setdefault(place if counts[place] == 1 else _view_of(tensors[name]), name)
-        for name, place in places.items()
-    }
-
-
-def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    place = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[str, str]) -> bytes:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from chainring._distributed.sharding import is_sharded
-from chainring._json import parse_strict
+from chainring._files import parse_strict
 
 FORMAT = 1
 MAX_DEPTH = 100  # containers within containers; deeper than any state, far below what recursion can bear

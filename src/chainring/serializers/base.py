@@ -11,9 +11,12 @@ reads the same both ways and the two directions cannot drift apart.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import distribute_like, is_sharded
@@ -268,6 +271,22 @@ def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if type(value) is dict:
         return {key: copy_value(item, memo) for key, item in value.items()}
     return copy.deepcopy(value, memo)
+
+
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the name of the first tensor that is the same view of the same memory, by name: its own unless it is tied."""
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    counts = Counter(addresses.values())
+    first: dict[Any, str] = {}
+    return {
+        name: first.setdefault(address if counts[address] == 1 else _view_of(tensors[name]), name)
+        for name, address in addresses.items()
+    }
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    memory = (tensor.untyped_storage().data_ptr(), tensor.device, tensor.storage_offset())
+    return (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 class Stateful:

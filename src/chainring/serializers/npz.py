@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chainring._files import atomic_write
-from chainring._json import parse_strict
+from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
 from chainring.serializers._values import Array, decode_values, encode_values
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, has_state, serialize_method

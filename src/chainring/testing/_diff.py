@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._json import from_json
+from chainring._files import from_json
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._fingerprint import Fingerprint, difference, leaves
 from chainring.testing._subprocess import Run, Task

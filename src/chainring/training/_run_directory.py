@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring import _environment
-from chainring._files import DirectoryLock, atomic_write, flush_directory, make_numbered_directory, temporary_path
-from chainring._json import to_json
+from chainring._files import DirectoryLock, atomic_write, flush_directory, make_numbered_directory, temporary_path, to_json
 from chainring._messages import announce_change, info
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store

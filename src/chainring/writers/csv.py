@@ -7,8 +7,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from chainring._files import atomic_write
-from chainring._json import to_json
+from chainring._files import atomic_write, to_json
 from chainring.writers._common import check_path, escape_fields, set_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 

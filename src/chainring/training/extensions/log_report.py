@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring._files import atomic_write
-from chainring._json import from_json, to_json
+from chainring._files import atomic_write, from_json, to_json
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger

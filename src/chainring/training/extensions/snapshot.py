@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from chainring._naming import name_cleaner
-from chainring.serializers._background import BackgroundWriter, StagingBuffers
-from chainring.serializers._checkpoint import Checkpoint, capture, is_module, load, module_tensors, save_tensors
+from chainring.serializers._checkpoint import (
+    BackgroundWriter,
+    Checkpoint,
+    StagingBuffers,
+    capture,
+    is_module,
+    load,
+    module_tensors,
+    save_tensors,
+)
 from chainring.serializers._store import Manifest, Store, find_newest
 from chainring.serializers.base import StateCollector, has_state, serialize_method
 from chainring.training._run_directory import compile_template
