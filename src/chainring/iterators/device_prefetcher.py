@@ -1,4 +1,4 @@
-"""DevicePrefetcher: the next batch is on its way to the device while the model works on this one."""
+"""DevicePrefetcher: the next batch is copied to the device while the model works on this one."""
 
 from __future__ import annotations
 
@@ -17,54 +17,41 @@ from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, serialize_method
 
 
-@dataclass
-class _Place:
-    """What the wrapped iterator was when it had returned a batch.
-
-    Attributes:
-        counts: epoch, is_new_epoch, epoch_detail, previous_epoch_detail and progress.
-        state: its state; ``None`` as long as it has not gone on from here.
-        mark: what its ``mark`` returned with that state, where its state alone would have batches fetched again.
-    """
-
-    counts: tuple[Any, ...]
-    state: dict[str, Any] | None = None
-    mark: Any = None
-
-
-_Fetched = tuple[Any, _Place]  # a batch, and where the iterator was then
-
-
 class DevicePrefetcher(Iterator):
-    """Returns the batches of another iterator, converted, on the device, with the next one already on its way there.
+    """Returns the batches of another iterator, converted, on the device, with the next one already being copied.
 
-    On CUDA a batch is copied into pinned memory and from there to the device on a stream of its own, beside the kernels
+    On CUDA a batch is copied into pinned memory and from there to the device on a separate stream, beside the kernels
     of the step for the batch before it; the stream that is current in ``next`` waits for it, the host does not. On other
     devices, the host among them, a batch is only made ahead. Wrap what an updater or an Evaluator is given, and
     leave their converter as it is: ``StandardUpdater(DevicePrefetcher(iterator, device), ..., device=device)``.
 
     The batches are the same as without it, and so are counters, state and errors: they are those of the batch last
-    returned, whatever was fetched ahead. A run may be resumed with it or without. Two things are asked for. What the
-    iterator has returned must not be written into again, as by a loader that fills the same array each time. And what
-    draws random numbers must have a stream of its own, as examples have unless ``example_rng=False``: a converter that
-    draws from a global generator would do so one batch early.
+    returned, whatever was fetched ahead. A run may be resumed with it or without. There are two conditions. A batch that
+    the iterator has returned must not be written into again, as by a loader that fills the same array each time. And
+    whatever draws random numbers must have a separate stream, as examples have unless ``example_rng=False``: a converter
+    that draws from a global generator would do so one batch early.
 
     Args:
         iterator: gives the batches; a ``DataLoader`` or another iterable of batches is wrapped.
-        device: where they go; a negative integer or ``"cpu"`` is the host, ``None`` leaves them where they are.
+        device: a negative integer or ``"cpu"`` is the host, ``None`` leaves batches where they are.
         converter: ``converter(batch, None)`` makes tensors of a batch, on the host. They are the columns of the batch
             that is returned, which `concat_examples` passes on.
 
     Raises:
-        TypeError: something of another kind stands where an iterator or a converter belongs.
-        ValueError: this machine lacks the device.
+        TypeError: ``iterator`` is not an iterator with a state, or the converter cannot be called.
+        ValueError: this machine does not have the device.
+
+    Example::
+
+        iterator = DevicePrefetcher(SerialIterator(dataset, 100), device=0)
+        updater = StandardUpdater(iterator, optimizer, model, device=0)
     """
 
     def __init__(self, iterator: Any, device: Device, *, converter: Callable[..., Any] = concat_examples) -> None:
         source = as_iterator(iterator)
         if not isinstance(source, Iterator) or serialize_method(source) is None:
             raise TypeError(
-                f"what is fetched ahead comes from an Iterator whose state is declared in serialize(serializer), got "
+                f"a prefetched iterator is an Iterator whose state is declared in serialize(serializer), got "
                 f"{type(source).__name__}; derive it from chainring.iterators.Iterator, or hand over a loader"
             )
         if not callable(converter):
@@ -76,16 +63,16 @@ class DevicePrefetcher(Iterator):
         self.batch_size, self.repeat, self.step = getattr(source, "batch_size", 1), source.repeat, source.step
         self.rank, self.size = source.rank, source.size
         is_cuda = self.device is not None and self.device.type == "cuda"
-        self._copies = _SideStream(self.device) if is_cuda else _InOrder(self.device)
-        self._ahead: deque[_Fetched] = deque()
-        self._unsent: _Fetched | None = None  # fetched, but neither converted nor sent
+        self._copier = _StreamCopier(self.device) if is_cuda else _Copier(self.device)
+        self._ready: deque[_Fetched] = deque()
+        self._unsent: _Fetched | None = None  # fetched, but neither converted nor copied
         self._error: Exception | None = None
-        self._since_mark: list[_Fetched] | None = None  # what was returned, from the first `mark` on
+        self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
         self._start()
 
     @property
     def name(self) -> str:
-        """What its updater calls it, and the iterator in it."""
+        """The name in its updater, also of the iterator in it."""
         name: str = self.iterator.name
         return name
 
@@ -95,9 +82,9 @@ class DevicePrefetcher(Iterator):
 
     @property
     def initial_seed(self) -> int | None:
-        """From which a seed of ``None`` is derived."""
-        found: int | None = self.iterator.initial_seed
-        return found
+        """The number from which a seed of ``None`` is derived."""
+        seed: int | None = self.iterator.initial_seed
+        return seed
 
     @initial_seed.setter
     def initial_seed(self, seed: int | None) -> None:
@@ -110,85 +97,83 @@ class DevicePrefetcher(Iterator):
 
     @property
     def seed(self) -> int:
-        """The seed of the iterator's order, where it has one."""
+        """The seed of the iterator's order, if it has one."""
         return int(self.iterator.seed)
 
     def __next__(self) -> Batch:
-        # The next batch is fetched before this one is handed over, while the device works on the steps launched so far.
-        # A thread could do it during the step, but must not: it would seed the global generators for the examples. Where
+        # The next batch is fetched before this one is returned, while the device works on the steps launched so far.
+        # A thread could do it during the step, but must not: it would seed the global generators for the examples. If
         # fetching takes longer than a step, let a MultiprocessIterator do it, from which a batch is taken in no time.
         # More than one ahead would gain nothing: each call fetches one batch, however many are ready.
         self._fetch_until(1)
-        if not self._ahead:
+        if not self._ready:
             self._raise_error()
-        self._copies.wait()  # before the next copy begins, which is not to be waited for
+        self._copier.wait()  # before the next copy begins, which is not to be waited for
         self._fetch_until(2)
-        taken = self._ahead.popleft()
+        fetched = self._ready.popleft()
         if self._since_mark is not None:
-            self._since_mark.append(taken)
-        batch, place = taken
-        self._stand_at(place)
-        assert isinstance(batch, Batch)
+            self._since_mark.append(fetched)
+        batch, state = fetched
+        self._set_state(state)
         return batch
 
-    def _fetch_until(self, number: int) -> None:
-        """Fetches until so many batches are ready. An error waits for the turn of the batch that it belongs to."""
+    def _fetch_until(self, count: int) -> None:
+        """Fetch until ``count`` batches are ready. An error waits for the turn of its batch."""
         try:
-            while len(self._ahead) < number and self._error is None:
+            while len(self._ready) < count and self._error is None:
                 self._fetch()
         except Exception as error:
             self._error = error
 
     def _fetch(self) -> None:
         if self._unsent is None:
-            newest = self._ahead[-1][1] if self._ahead else self._returned
-            newest.state = self.iterator.state_dict()  # a few numbers; a loader's own state cannot be had afterwards
-            newest.mark = self.iterator.mark() if self._refetches and newest.state["taken"] else None
+            newest = self._ready[-1][1] if self._ready else self._returned
+            newest.saved = self.iterator.state_dict()  # a few numbers; a loader's own state cannot be had afterwards
+            newest.mark = self.iterator.mark() if self._refetches and newest.saved["taken"] else None
             batch = next(self.iterator)
-            self._unsent = batch, _Place(_counts(self.iterator))
-        batch, place = self._unsent  # when the converter fails it is tried again, as the updater would
-        sent = Batch(columns=self._copies.send(self.converter(batch, None)), length=len(batch))
-        sent.weight = getattr(batch, "weight", len(batch))
-        self._ahead.append((sent, place))
+            self._unsent = batch, _SourceState(_counts(self.iterator))
+        batch, state = self._unsent  # after an error of the converter it is tried again, as the updater would
+        copied = Batch(columns=self._copier.copy(self.converter(batch, None)), length=len(batch))
+        copied.weight = getattr(batch, "weight", len(batch))
+        self._ready.append((copied, state))
         self._unsent = None
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
         if self._unsent is None:
-            self._returned.state = None  # the iterator stands here, and may have come to know that the data have ended
+            self._returned.saved = None  # the iterator is here, and may have learned that the data have ended
         assert error is not None
         try:
             raise error
         finally:
-            del error  # which holds this frame
+            del error  # which refers to this frame
 
-    def _stand_at(self, place: _Place) -> None:
-        self._returned = place
-        self.epoch, self.is_new_epoch, self.epoch_detail, self.previous_epoch_detail, _ = place.counts
+    def _set_state(self, state: _SourceState) -> None:
+        self._returned = state
+        self.epoch, self.is_new_epoch, self.epoch_detail, self.previous_epoch_detail, _ = state.counts
 
     def _start(self) -> None:
-        """Nothing is ahead: this is where the iterator is."""
-        self._ahead.clear()
+        """Begin at the iterator's position, with no batch fetched ahead."""
+        self._ready.clear()
         self._unsent = self._error = self._since_mark = None
-        self._stand_at(_Place(_counts(self.iterator)))
+        self._set_state(_SourceState(_counts(self.iterator)))
 
     def reset(self) -> None:
         # An order or a pass of which nothing was returned must not count as used; nothing is fetched again for that.
-        if self._is_ahead and self._returned.mark is not None:
+        if self._is_ahead() and self._returned.mark is not None:
             self.iterator.return_to(self._returned.mark)
-        elif self._is_ahead:
+        elif self._is_ahead():
             self._go_back()
         self.iterator.reset()
         self._start()
 
-    @property
     def _is_ahead(self) -> bool:
-        return bool(self._ahead) or self._unsent is not None
+        return bool(self._ready) or self._unsent is not None
 
     def _go_back(self) -> None:
-        """Puts the iterator where it was. A loader without a state fetches its batches again for that, and says so."""
-        assert self._returned.state is not None
-        self.iterator.load_state_dict(self._returned.state)
+        """Move the iterator back to its saved state. A loader without one fetches its batches again, and warns."""
+        assert self._returned.saved is not None
+        self.iterator.load_state_dict(self._returned.saved)
 
     def rewind(self) -> None:
         self.iterator.rewind()
@@ -196,29 +181,29 @@ class DevicePrefetcher(Iterator):
 
     def share(self, rank: int, size: int) -> None:
         self.iterator.share(rank, size)
-        if (rank, size) != (self.rank, self.size) and self._is_ahead:  # what is ahead is another rank's
+        if (rank, size) != (self.rank, self.size) and self._is_ahead():  # the batches ahead are another rank's
             self._go_back()
             self._start()
         self.rank, self.size = rank, size
 
     def mark(self) -> Any:
-        """This place, to `return_to` when what the next batches were fetched for has failed."""
+        """Return this position, for `return_to` after a failed update."""
         self._since_mark = []
         return self._returned
 
     def return_to(self, mark: Any) -> None:
-        """Goes back to a place that `mark` returned: the batches since then are kept and will be returned again."""
-        self._ahead.extendleft(reversed(self._since_mark or []))
+        """Go back to a position that `mark` returned: the batches since then will be returned again."""
+        self._ready.extendleft(reversed(self._since_mark or []))
         self._since_mark = []
-        self._stand_at(mark)
+        self._set_state(mark)
 
     def finalize(self) -> None:
         self.iterator.finalize()
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        state = self._returned.state
-        if isinstance(serializer, Serializer) and state is not None:
-            for path, value in state.items():
+        saved = self._returned.saved
+        if isinstance(serializer, Serializer) and saved is not None:
+            for path, value in saved.items():
                 serializer(path, value)
             return
         self.iterator.serialize(serializer)
@@ -226,48 +211,66 @@ class DevicePrefetcher(Iterator):
             self._start()
 
 
+@dataclass
+class _SourceState:
+    """The state of the wrapped iterator after it had returned a batch.
+
+    Attributes:
+        counts: epoch, is_new_epoch, epoch_detail, previous_epoch_detail and progress.
+        saved: its saved state; ``None`` as long as it has not advanced from here.
+        mark: its ``mark`` at that state, if the state alone would have batches fetched again.
+    """
+
+    counts: tuple[Any, ...]
+    saved: dict[str, Any] | None = None
+    mark: Any = None
+
+
+_Fetched = tuple[Batch, _SourceState]
+
+
 def _counts(iterator: Iterator) -> tuple[Any, ...]:
     epochs = iterator.epoch, iterator.is_new_epoch, iterator.epoch_detail
     return *epochs, iterator.previous_epoch_detail, iterator.progress
 
 
-class _InOrder:
-    """Copies as `to_device` makes them."""
+class _Copier:
+    """Copies as `to_device` does."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
 
-    def send(self, x: Any) -> Any:
+    def copy(self, x: Any) -> Any:
         return to_device(self._device, x)
 
     def wait(self) -> None:
-        """What was sent can be used: nothing to wait for."""
+        """Return when the copies can be used: there is nothing to wait for."""
 
 
-class _SideStream(_InOrder):
-    """Copies from pinned memory, on a stream of their own.
+class _StreamCopier(_Copier):
+    """Copies from pinned memory, on a separate CUDA stream.
 
-    The memory of a copy belongs to that stream. So that none is written to again while a kernel still reads it, each
-    copy waits for what the caller has launched so far; that is the step before the one that it runs beside. This takes
-    the place of ``record_stream``: it also covers tensors inside of objects that nobody can look into, and as many
-    batches are held as are referred to, however far the host is ahead of the device.
+    The memory of a copy belongs to that stream. So that it is not written to again while a kernel still reads it, each
+    copy waits for the kernels that the caller has launched so far, of the step before the one beside which it runs. This
+    replaces ``record_stream``: it also covers tensors inside of opaque objects, and only the batches that are referred to
+    stay in memory, however far the host is ahead of the device.
     """
 
     def __init__(self, device: torch.device | None) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        super().__init__(self._stream.device)  # with its number
+        super().__init__(self._stream.device)  # with its index
 
-    def send(self, x: Any) -> Any:
-        """Begins to copy. Pinned memory is not used again before the copies from it are over: torch sees to that."""
-        pinned = tree_map_only(Tensor, _pinned, to_device(None, x))
+    def copy(self, x: Any) -> Any:
+        """Begin to copy. torch does not reuse pinned memory before the copies from it are over."""
+        pinned = tree_map_only(Tensor, _pin, to_device(None, x))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return super().send(pinned)
+            return super().copy(pinned)
 
     def wait(self) -> None:
-        """The current stream goes on when all that was sent is there."""
+        """Make the current stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.layout is torch.strided else tensor

@@ -1,64 +1,48 @@
-"""NoRepeatOrderSampler: no example twice in one batch, also where a batch crosses the end of an epoch."""
+"""Order samplers: functions of (seed, epoch, size) that return the indices of a whole epoch."""
 
 from __future__ import annotations
 
 import heapq
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from chainring._random import Indices, epoch_order, stable_hash
+from chainring.iterators.serial import require_integer
 
-
-def as_count(what: str, value: Any) -> int:
-    """A whole number of at least one."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{what} is an integer of at least 1, got {value!r}")
-    return int(value)
-
-
-def as_column(what: str, values: Any) -> npt.NDArray[Any]:
-    """One finite number of at least 0 for each example, as an array of the sampler's own."""
-    column = np.array(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
-    if column.ndim != 1 or (len(column) and column.dtype.kind not in "biuf"):
-        raise ValueError(f"{what} are one number for each example, got an array of {column.dtype} and shape {column.shape}")
-    wrong = np.flatnonzero(~(np.isfinite(column) & (column >= 0))) if len(column) else column
-    if len(wrong):
-        raise ValueError(f"{what} are finite and at least 0, got {column[wrong[0]]} for example {wrong[0]}")
-    return column
-
-
-def require_size(what: str, values: npt.NDArray[Any], size: int) -> None:
-    """Refuses a dataset of another size than the sampler was made for."""
-    if len(values) != size:
-        raise ValueError(f"{what} are one number for each of the {size} examples of the dataset, got {len(values)}")
+__all__ = ["BucketOrderSampler", "NoRepeatOrderSampler", "WeightedOrderSampler"]
 
 
 class BucketOrderSampler:
-    """An order sampler whose batches are of examples of like length, so that little of a padded batch is padding.
+    """An order sampler whose batches have examples of similar length, so that little of a padded batch is padding.
 
     Each epoch is shuffled and cut into pools of ``pool`` batches; a pool is sorted by length and cut into batches, and the
     batches come in random order. Every batch is full, as `SerialIterator` makes them with ``repeat=True``, and an epoch
-    is a whole number of batches, which keeps the next epoch's batches where they are.
+    is a whole number of batches, so that the batches of the next epoch are not shifted.
 
     Args:
-        lengths: of each example, in tokens or whatever is padded.
+        lengths: of each example, in tokens or whatever is padded; an array, a tensor or a list.
         batch_size: that of the iterator.
-        pool: batches that are sorted together. More of them have less padding, fewer more chance in who meets whom.
-        drop_last: what happens to the examples that fill no batch of their own. ``False`` fills it with examples of that
-            epoch, which come a second time; ``True`` leaves them out, other ones every epoch.
+        pool: batches that are sorted together. A larger pool needs less padding, a smaller one shuffles more.
+        drop_last: for the examples that do not fill a batch. ``False`` fills it with examples of that
+            epoch, which come a second time; ``True`` leaves them out, other ones in every epoch.
 
     Raises:
-        ValueError: the lengths are no such numbers, ``batch_size`` or ``pool`` is below 1, or with ``drop_last`` there is
+        ValueError: the lengths are not such numbers, ``batch_size`` or ``pool`` is below 1, or with ``drop_last`` there is
             no full batch.
+
+    Example::
+
+        SerialIterator(dataset, 32, order_sampler=BucketOrderSampler([len(text) for text in dataset], 32))
     """
 
-    def __init__(self, lengths: Any, batch_size: int, *, pool: int = 100, drop_last: bool = False) -> None:
-        self.lengths = as_column("lengths", lengths)
-        self.batch_size = as_count("batch_size", batch_size)
-        self.pool = as_count("pool", pool)
+    def __init__(
+        self, lengths: ArrayLike | torch.Tensor, batch_size: int, *, pool: int = 100, drop_last: bool = False
+    ) -> None:
+        self.lengths = _to_column("lengths", lengths)
+        self.batch_size = require_integer("batch_size", batch_size, 1)
+        self.pool = require_integer("pool", pool, 1)
         self.drop_last = drop_last
         if drop_last and len(self.lengths) < self.batch_size:
             raise ValueError(
@@ -67,14 +51,14 @@ class BucketOrderSampler:
             )
 
     def __call__(self, seed: int, epoch: int, size: int) -> Indices:
-        """The indices of an epoch, batch after batch."""
-        require_size("lengths", self.lengths, size)
-        number = size // self.batch_size if self.drop_last else -(-size // self.batch_size)
-        total = number * self.batch_size
-        order = np.resize(epoch_order(seed, epoch, size), total)  # begins again where it is too short
+        """Return the indices of an epoch, batch after batch."""
+        _check_size("lengths", self.lengths, size)
+        batches = size // self.batch_size if self.drop_last else -(-size // self.batch_size)
+        total = batches * self.batch_size
+        order = np.resize(epoch_order(seed, epoch, size), total)  # begins again if it is too short
         pools = np.arange(total) // (self.batch_size * self.pool)
-        batches = order[np.lexsort((self.lengths[order], pools))].reshape(number, self.batch_size)
-        return batches[epoch_order(stable_hash("batches", seed), epoch, number)].reshape(total)
+        rows = order[np.lexsort((self.lengths[order], pools))].reshape(batches, self.batch_size)
+        return rows[epoch_order(stable_hash("batches", seed), epoch, batches)].reshape(total)
 
 
 class WeightedOrderSampler:
@@ -85,20 +69,25 @@ class WeightedOrderSampler:
     Args:
         weights: one for each example, finite and not negative; an example of weight 0 never comes.
         num_samples: indices in an epoch, by default as many as there are examples.
-        replacement: whether each draw is from all examples. Otherwise no example comes twice in an epoch, and each draw is
+        replacement: True if each draw is from all examples. Otherwise no example comes twice in an epoch, and each draw is
             from those that are left (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
 
     Raises:
-        ValueError: the weights are no such numbers or all 0; or ``num_samples`` is below 1, or without replacement above
+        ValueError: the weights are not such numbers or all 0; or ``num_samples`` is below 1, or without replacement above
             the number of examples that have a weight.
+
+    Example::
+
+        counts = np.bincount(labels)
+        SerialIterator(dataset, 32, order_sampler=WeightedOrderSampler(1 / counts[labels]))
     """
 
-    def __init__(self, weights: Any, num_samples: int | None = None, replacement: bool = True) -> None:
-        self.weights = as_column("weights", weights).astype(np.float64)
+    def __init__(self, weights: ArrayLike | torch.Tensor, num_samples: int | None = None, replacement: bool = True) -> None:
+        self.weights = _to_column("weights", weights).astype(np.float64)
         possible = int(np.count_nonzero(self.weights))
         if not possible:
             raise ValueError(f"weights need one above 0, got {len(self.weights)} without")
-        self.num_samples = len(self.weights) if num_samples is None else as_count("num_samples", num_samples)
+        self.num_samples = len(self.weights) if num_samples is None else require_integer("num_samples", num_samples, 1)
         self.replacement = replacement
         if not replacement and self.num_samples > possible:
             raise ValueError(
@@ -107,78 +96,90 @@ class WeightedOrderSampler:
             )
 
     def __call__(self, seed: int, epoch: int, size: int) -> Indices:
-        """The indices of an epoch."""
-        require_size("weights", self.weights, size)
+        """Return the indices of an epoch."""
+        _check_size("weights", self.weights, size)
         key = stable_hash("weighted", seed, epoch)
         if self.replacement:
-            ends = np.cumsum(self.weights / self.weights.max())  # the sum of weights themselves may overflow
-            drawn: Indices = ends.searchsorted(_uniforms(key, self.num_samples) * ends[-1], "right")
+            cumulative = np.cumsum(self.weights / self.weights.max())  # the sum of weights themselves may overflow
+            drawn: Indices = cumulative.searchsorted(_uniform(key, self.num_samples) * cumulative[-1], "right")
             return drawn
         # The largest u ** (1 / weight) come first, compared by logarithms, which neither overflow nor become equal.
-        ranks = np.full(size, -np.inf)
-        has_weight = np.flatnonzero(self.weights)
-        ranks[has_weight] = np.log(self.weights[has_weight]) - np.log(-np.log(_uniforms(key, size)[has_weight]))
-        return np.argsort(-ranks, kind="stable")[: self.num_samples]
+        scores = np.full(size, -np.inf)
+        positive = np.flatnonzero(self.weights)
+        scores[positive] = np.log(self.weights[positive]) - np.log(-np.log(_uniform(key, size)[positive]))
+        return np.argsort(-scores, kind="stable")[: self.num_samples]
 
 
-def _uniforms(key: int, number: int) -> npt.NDArray[Any]:
-    """Numbers above 0 and below 1. NumPy keeps the raw stream of a bit generator; the methods of Generator may change."""
-    raw = np.random.Philox(key=key).random_raw(number)
+def _uniform(key: int, count: int) -> NDArray[np.floating]:
+    """Return numbers above 0 and below 1, from a raw stream that NumPy keeps; the methods of Generator may change."""
+    raw = np.random.Philox(key=key).random_raw(count)
     return ((raw >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
+def _to_column(name: str, values: ArrayLike | torch.Tensor) -> NDArray[np.generic]:
+    """Return a new array of one finite number of at least 0 for each example."""
+    column = np.array(values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values)
+    if column.ndim != 1 or (len(column) and column.dtype.kind not in "biuf"):
+        raise ValueError(f"{name} are one number for each example, got an array of {column.dtype} and shape {column.shape}")
+    wrong = np.flatnonzero(~(np.isfinite(column) & (column >= 0))) if len(column) else column
+    if len(wrong):
+        raise ValueError(f"{name} are finite and at least 0, got {column[wrong[0]]} for example {wrong[0]}")
+    return column
+
+
+def _check_size(name: str, values: NDArray[np.generic], size: int) -> None:
+    if len(values) != size:
+        raise ValueError(f"{name} are one number for each of the {size} examples of the dataset, got {len(values)}")
+
+
 class NoRepeatOrderSampler:
-    """An order sampler that shuffles, and never gives an example twice within ``batch_size`` indices on end.
+    """An order sampler that shuffles, and never gives an example twice within ``batch_size`` successive indices.
 
     With plain shuffling, the batch that crosses the end of an epoch may have an example both as one of the last of the old
-    epoch and as one of the first of the new one. What compares the examples of a batch with each other (contrastive
-    losses, say) takes it for its own negative. Here every epoch has every example once, and those that came last in the
-    epoch before come a little later. It holds across epochs wherever batches begin, as long as the seed stays the same.
+    epoch and as one of the first of the new one. A loss that compares the examples of a batch with each other (such as a
+    contrastive one) takes it for its own negative. Here every epoch has every example once, and those that came last in
+    the epoch before come a little later. It holds across epochs wherever batches begin, as long as the seed is the same.
 
     Args:
         batch_size: that of the iterator, or more.
 
     Raises:
         ValueError: ``batch_size`` is below 1, or (with the first epoch) above the number of examples.
+
+    Example::
+
+        SerialIterator(dataset, 32, order_sampler=NoRepeatOrderSampler(32))
     """
 
     def __init__(self, batch_size: int) -> None:
-        self.batch_size = as_count("batch_size", batch_size)
+        self.batch_size = require_integer("batch_size", batch_size, 1)
 
     def __call__(self, seed: int, epoch: int, size: int) -> Indices:
-        """The indices of an epoch."""
+        """Return the indices of an epoch."""
         gap = self.batch_size
         if size < gap:
             raise ValueError(f"{size} examples cannot fill a batch of {gap} without a repeat; take a smaller batch_size")
         if size < 2 * gap - 1:
-            return _shuffled_nearby(seed, epoch, size, size - gap + 1)
+            # Nearly all examples are in one batch, so only a local shuffle keeps equal ones a batch apart: one order for
+            # all epochs, in which an index moves by less than `width` between epochs.
+            width = size - gap + 1
+            positions = np.lexsort((epoch_order(seed, epoch + 1, size), np.arange(size) // width))
+            return epoch_order(seed, 0, size)[positions]
         order = epoch_order(seed, epoch, size)
         if epoch > 0 and gap > 1:
-            # Only the first `gap` places change, so the last gap - 1 are what the next epoch takes them for.
+            # Only the first `gap` positions change, so the last gap - 1 are as the next epoch expects them.
             order[:gap] = _spaced(order[:gap].tolist(), epoch_order(seed, epoch - 1, size, size - gap + 1, size).tolist())
         return order
 
 
 def _spaced(first: list[int], last: list[int]) -> list[int]:
-    """The first indices of an epoch, moved back as far as they must stand from the same ones at the end of another."""
-    earliest = {index: place + 1 for place, index in enumerate(last)}
+    """Return the first indices of an epoch, delayed until they are far enough from the same ones at the end of the last."""
+    earliest = {index: position + 1 for position, index in enumerate(last)}
     coming, waiting, spaced = iter(first), list[tuple[int, int]](), list[int]()
-    for place in range(len(first)):
-        while not waiting or waiting[0][0] > place:
-            # There is one to come: all that wait have places of their own behind this one, and there are not so many.
+    for position in range(len(first)):
+        while not waiting or waiting[0][0] > position:
+            # `coming` is not exhausted: all that wait have later positions, and there are not so many of these.
             index = next(coming)
             heapq.heappush(waiting, (earliest.get(index, 0), index))
         spaced.append(heapq.heappop(waiting)[1])
     return spaced
-
-
-def _shuffled_nearby(seed: int, epoch: int, size: int, width: int) -> Indices:
-    """One order for all epochs, shuffled by stretches of ``width``: an index moves by less than that between epochs.
-
-    Where nearly all examples are in one batch, no order that is shuffled more keeps equal ones a batch apart.
-    """
-    places = np.lexsort((epoch_order(seed, epoch + 1, size), np.arange(size) // width))
-    return epoch_order(seed, 0, size)[places]
-
-
-__all__ = ["BucketOrderSampler", "NoRepeatOrderSampler", "WeightedOrderSampler"]
