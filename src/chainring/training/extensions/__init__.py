@@ -1,4 +1,4 @@
-"""What happens besides updating."""
+"""The extensions: evaluation, snapshots, logs, learning rates and all else that happens besides updating."""
 
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator

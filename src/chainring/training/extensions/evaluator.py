@@ -1,8 +1,8 @@
-"""Evaluator: the model on data that it is not trained on."""
+"""Evaluator: runs the model on data that it is not trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +29,27 @@ if TYPE_CHECKING:
 class Evaluator(Extension):
     """Runs the model over an iterator once and reports the means of what it reports, as ``validation/main/loss``.
 
-    No gradients are computed, every submodule's training flag is put back, and random generators are left as they were.
+    No gradients are computed, and the training flags of all submodules and the random generators are restored.
     Means are weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of
-    the model count this evaluation alone, and afterwards are what they were.
+    the model are computed over this evaluation alone, and restored after it.
+
+    Example::
+
+        test_iter = iterators.SerialIterator(test, 100, repeat=False, shuffle=False)
+        trainer.extend(extensions.Evaluator(test_iter, model))
 
     Args:
-        iterator: gives batches of one pass; a ``DataLoader`` or another iterable of batches is wrapped. One, or a mapping
+        iterator: gives batches of one pass; a ``DataLoader`` or another iterable of batches is wrapped. One, or a dict
             of several by name, of which ``"main"`` is evaluated.
-        target: the model, or a mapping of several by name; a single one is called ``"main"``.
+        target: the model, or a dict of several by name; a single one is called ``"main"``.
         converter: ``converter(batch, device)`` makes tensors of a batch of examples.
-        device: where the batches go; ``None`` leaves them where they are.
+        device: of the batches; ``None`` leaves them where they are.
         eval_hook: called with the evaluator before each evaluation.
-        eval_func: called with a batch in place of the main target. What it returns means the same: a loss, or a mapping
-            that has ``"loss"``.
+        eval_func: called with a batch instead of the main target. It returns the same: a loss, or a mapping with ``"loss"``.
 
     Raises:
         ValueError: the iterator repeats, so an evaluation would never end; or there is nothing to call.
-        TypeError: something of another kind stands where an iterator, a model or a function belongs.
+        TypeError: an iterator, a model or a function has the wrong type.
     """
 
     trigger = (1, "epoch")
@@ -55,15 +59,15 @@ class Evaluator(Extension):
 
     def __init__(
         self,
-        iterator: Any,
-        target: Any,
+        iterator: Iterable[Any] | dict[str, Iterable[Any]],
+        target: nn.Module | dict[str, nn.Module],
         converter: Callable[..., Any] = concat_examples,
         device: Device = None,
         eval_hook: Callable[..., None] | None = None,
         eval_func: Callable[..., Any] | None = None,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
-        self._iterators = {name: _one_pass(name, source) for name, source in iterators.items()}
+        self._iterators = {name: _one_pass_iterator(name, source) for name, source in iterators.items()}
         self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
         for name, model in self._targets.items():
             if not isinstance(model, nn.Module):
@@ -76,9 +80,6 @@ class Evaluator(Extension):
                 raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
         if "main" not in self._iterators or (eval_func is None and "main" not in self._targets):
             raise ValueError('an Evaluator needs an iterator "main", and a target "main" or an eval_func')
-        for name, source in self._iterators.items():
-            if isinstance(source, Iterator):
-                source.name = f"validation/{name}"  # from which, beside the initial seed, a seed of None is derived
         self.converter = converter
         self.device = as_device(device)
         self.eval_hook = eval_hook
@@ -86,19 +87,19 @@ class Evaluator(Extension):
         self._comm: Communicator = Communicator()
 
     def get_iterator(self, name: str) -> Any:
-        """The iterator of that name."""
+        """Return the iterator of that name."""
         return self._iterators[name]
 
     def get_all_iterators(self) -> dict[str, Any]:
-        """Every iterator by its name."""
+        """Return every iterator by its name."""
         return dict(self._iterators)
 
     def get_target(self, name: str) -> nn.Module:
-        """The model of that name."""
+        """Return the model of that name."""
         return self._targets[name]
 
     def get_all_targets(self) -> dict[str, nn.Module]:
-        """Every model by its name."""
+        """Return every model by its name."""
         return dict(self._targets)
 
     def initialize(self, trainer: Trainer) -> None:
@@ -107,27 +108,28 @@ class Evaluator(Extension):
             share_among_ranks(source, trainer.comm)
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
-        """Evaluates, and reports the means under the name that the extension has in the trainer; returns them so."""
-        result = self.evaluate()
+        """Evaluate, report the means under the name that the extension has in the trainer, and return them so."""
+        means = self.evaluate()
         if trainer is not None and trainer.extension_name is not None:
-            result = {f"{trainer.extension_name}/{key}": value for key, value in result.items()}
-        report(result)
-        return result
+            means = {f"{trainer.extension_name}/{key}": value for key, value in means.items()}
+        report(means)
+        return means
 
     def evaluate(self) -> dict[str, float]:
-        """The mean of each reported key over one pass, ``main/loss`` for example; nothing is reported."""
+        """Return the mean of each reported key over one pass, ``main/loss`` for example; report nothing."""
         if self.eval_hook is not None:
             self.eval_hook(self)
         iterator = self._iterators["main"]
         getattr(iterator, "rewind", iterator.reset)()
+        models = list(self._targets.values())
         reporter = Reporter()
         for name, model in self._targets.items():
-            for path, part in named_submodules(name, model):
-                reporter.add_observer(path, part)
+            for path, module in named_submodules(name, model):
+                reporter.add_observer(path, module)
+        if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
+            self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
         summary = DictSummary()
-        if self._comm.size > 1:  # of a model in training, each rank has statistics of its own share
-            self._comm.broadcast([buffer for model in self._targets.values() for buffer in model.buffers()])
-        with torch.no_grad(), _random.preserve_rng(), own_metrics(self._targets.values()), _evaluating(self._targets):
+        with torch.no_grad(), _random.preserve_rng(), own_metrics(models), _evaluation_mode(models):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):
@@ -136,12 +138,13 @@ class Evaluator(Extension):
             return summary.over(self._comm).compute_mean()
 
     def _evaluate_batch(self, batch: Any) -> Any:
+        """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
         args, kwargs = arguments(self.converter(batch, self.device))
-        answer = (self.eval_func or self._targets["main"])(*args, **kwargs)
-        _, weight = loss_and_weight(answer, "main")
-        number = getattr(batch, "weight", None)
-        own = len(batch) if number is None else number
-        return own if weight is None or own == 0 else weight
+        output = (self.eval_func or self._targets["main"])(*args, **kwargs)
+        _, loss_weight = loss_and_weight(output, "main")
+        examples = getattr(batch, "weight", None)
+        examples = len(batch) if examples is None else examples
+        return examples if loss_weight is None or examples == 0 else loss_weight
 
     def finalize(self) -> None:
         for iterator in self._iterators.values():
@@ -153,26 +156,29 @@ class Evaluator(Extension):
             serializer.visit(f"iterator:{name}", iterator)
 
 
-def _one_pass(name: str, source: Any) -> Any:
+def _one_pass_iterator(name: str, source: Any) -> Any:
     if isinstance(source, LoaderIterator):
-        return LoaderIterator(source.loader, epoch_length=source.epoch_length, repeat=False)
-    iterator = as_iterator(source, repeat=False)
+        iterator: Any = LoaderIterator(source.loader, epoch_length=source.epoch_length, repeat=False)
+    else:
+        iterator = as_iterator(source, repeat=False)
     if getattr(iterator, "repeat", False):
         raise ValueError(
             f"an evaluation is one pass, and iterator {name!r} ({type(iterator).__name__}) repeats for ever; "
             "make it with repeat=False, shuffle=False"
         )
+    if isinstance(iterator, Iterator):
+        iterator.name = f"validation/{name}"  # from which, with the initial seed, a seed of None is derived
     return iterator
 
 
 @contextmanager
-def _evaluating(targets: Mapping[str, nn.Module]) -> Generator[None]:
-    """Every submodule in evaluation mode, and afterwards each in the mode that it had."""
-    modes = [(part, part.training) for model in targets.values() for part in model.modules()]
+def _evaluation_mode(models: list[nn.Module]) -> Generator[None]:
+    """Inside, every submodule is in evaluation mode; afterwards its mode is restored."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
     try:
-        for model in targets.values():
+        for model in models:
             model.eval()
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for module, training in modes:
+            module.training = training

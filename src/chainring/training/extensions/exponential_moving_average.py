@@ -1,4 +1,4 @@
-"""ExponentialMovingAverage: a copy of the model whose parameters follow it slowly, to be evaluated beside it."""
+"""ExponentialMovingAverage: a copy of the model with averaged parameters, to be evaluated beside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from chainring._checks import is_number
 from chainring._distributed.sharding import is_sharded
 from chainring._naming import unwrap
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -23,22 +24,24 @@ class ExponentialMovingAverage(Extension):
     """Averages the parameters of a model over the updates: ``decay * average + (1 - decay) * parameter`` after each.
 
     After the first update the average is the parameters themselves. Buffers, such as the running statistics of a
-    BatchNorm, are those of the model after its last update. It runs before evaluations of the same iteration::
+    BatchNorm, are those of the model after its last update. It runs before evaluations of the same iteration.
+
+    Example::
 
         average = extensions.ExponentialMovingAverage(model)
         trainer.extend(average)
-        trainer.extend(extensions.Evaluator(test, average.model), name="average")
+        trainer.extend(extensions.Evaluator(test_iter, average.model), name="average")
 
     Args:
-        model: the model, or what ``torch.compile`` made of it; it is copied here, and may move to another device later.
-        decay: how much of the average stays in an update, from 0 to less than 1.
+        model: the model, or the one returned by ``torch.compile``; it is copied here, and may move to another device later.
+        decay: the share of the average that stays in an update, from 0 to less than 1.
 
     Attributes:
-        model: the averaged copy. Its parts and its state are called as those of the model; it is never compiled. What
-            it reports when it is called by other than an evaluator is under the name of the extension.
+        model: the averaged copy. Its submodules and its state have the names of the model's; it is never compiled.
+            What it reports outside of an evaluator has the name of the extension.
 
     Raises:
-        TypeError: the model is no ``nn.Module``.
+        TypeError: the model is not an ``nn.Module``.
         ValueError: the decay is out of range, or the model has parameters without a shape yet.
     """
 
@@ -48,31 +51,29 @@ class ExponentialMovingAverage(Extension):
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        if not is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
         self.decay = decay
         self._source: nn.Module = unwrap(model)
-        _refuse_lazy(self._source)
-        # Its counter stays on the host, where it is asked in every update.
-        follow = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._average = AveragedModel(self._source, multi_avg_fn=follow)
+        if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch before it is averaged")
+        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self._average = AveragedModel(self._source, multi_avg_fn=update)  # its counter stays on the host, where it is read
         self.model: nn.Module = self._average.module
         for parameter in self.model.parameters():
-            parameter.grad = None  # copied too, and never used
+            parameter.grad = None  # copied with the model, and not used
 
     def initialize(self, trainer: Trainer) -> None:
-        own, source = self.model.state_dict(), self._source.state_dict()
-        if own.keys() != source.keys():
+        if different := self.model.state_dict().keys() ^ self._source.state_dict().keys():
             raise ValueError(
-                f"the model has changed since its average was made: {sorted(own.keys() ^ source.keys())} are in one only; "
+                f"the model has changed since its average was made: {sorted(different)} are in one only; "
                 "make the ExponentialMovingAverage of the finished model"
             )
-        pairs = zip(_tensors(self.model), _tensors(self._source), strict=True)
-        for tensor, given in pairs:
-            tensor.data = tensor.data.to(given.device)
-        if trainer.comm.size > 1:  # as the model is that of rank 0 on all
+        for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
+            tensor.data = tensor.data.to(source.device)
+        if trainer.comm.size > 1:  # the model of rank 0 is broadcast too
             trainer.comm.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
-        # So that it may report when somebody calls it in the loop; an evaluator has names of its own.
+        # So that it may report when it is called in the loop; an evaluator has its own observers.
         trainer.reporter.add_observers(trainer.extension_name or self.default_name, self.model.named_modules())
 
     def __call__(self, trainer: Trainer) -> None:
@@ -87,9 +88,3 @@ class ExponentialMovingAverage(Extension):
 
 def _tensors(model: nn.Module) -> chain[torch.Tensor]:
     return chain(model.parameters(), model.buffers())
-
-
-def _refuse_lazy(model: nn.Module) -> None:
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch before it is averaged")

@@ -1,4 +1,4 @@
-"""observe_value and observe_lr: what is looked up, and not reported by a model, into the observation."""
+"""observe_value and observe_lr: report values that no model reports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ if TYPE_CHECKING:
 
 
 def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
-    """An extension that reports what a function of the trainer returns, by default after every epoch.
+    """Return an extension that reports the result of a function of the trainer, by default after every epoch.
+
+    Example::
+
+        trainer.extend(extensions.observe_value("momentum", lambda trainer: optimizer.param_groups[0]["momentum"]))
 
     Args:
         observation_key: of the value in the observation.
         target_func: called with the trainer.
 
     Raises:
-        TypeError: the key is no string, or the function cannot be called.
+        TypeError: the key is not a string, or the function cannot be called.
     """
     _check_key(observation_key)
     if not callable(target_func):
@@ -33,17 +37,21 @@ def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -
 
 
 def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Callable[[Trainer], Any]:
-    """An extension that reports the learning rate of an optimizer, by default after every epoch.
+    """Return an extension that reports the learning rate of an optimizer, by default after every epoch.
 
-    It is the one of the last update, as the scheduler or shift that changes it comes later in the iteration. Where there are
-    several groups of parameters, those after the first are reported too, as ``lr/1``, ``lr/2`` and so on.
+    It is that of the last update, as the scheduler or shift that changes it runs later in the iteration. With several
+    parameter groups, those after the first are reported as ``lr/1``, ``lr/2`` and so on.
+
+    Example::
+
+        trainer.extend(extensions.observe_lr())
 
     Args:
         optimizer_name: of the optimizer in the updater; an unknown one is refused when the run starts.
         observation_key: of the value in the observation.
 
     Raises:
-        TypeError: a name is no string.
+        TypeError: a name is not a string.
     """
     _check_key(observation_key)
     if not isinstance(optimizer_name, str):
@@ -55,7 +63,7 @@ def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Cal
     @make_extension((1, "epoch"), "observe_lr", PRIORITY_WRITER, initializer=initialize)
     def observe(trainer: Trainer) -> None:
         groups = trainer.updater.get_optimizer(optimizer_name).param_groups
-        keys = [observation_key, *(f"{observation_key}/{number}" for number in range(1, len(groups)))]
+        keys = [observation_key, *(f"{observation_key}/{index}" for index in range(1, len(groups)))]
         _report(trainer, {key: group["lr"] for key, group in zip(keys, groups, strict=True)})
 
     return observe
