@@ -201,8 +201,8 @@ def test_a_rehearsal_draws_elsewhere_and_leaves_no_point(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((None,), TypeError, "y_keys is the key of a reported value.*got None"),
-        (([],), TypeError, r"or a list of several; got \[\]"),
+        ((None,), TypeError, "y_keys is an iterable of keys.*got None"),
+        (([],), ValueError, r"at least one key; got \[\]"),
         ((["a", 1],), TypeError, r"got \['a', 1\]"),
         (("a", "b"), ValueError, r"x_key is \"iteration\" or \"epoch\", got 'b'; keys to be drawn go into a list"),
         (("a", "epoch", EVERY, 3), TypeError, "postprocess is a function of figure, axes and means; got 3"),

@@ -1,4 +1,4 @@
-"""What a notebook shows instead of text: a table that is replaced in place, and tqdm's bar of widgets."""
+"""Terminals and notebooks: the kind of a stream, a table that grows under a cell, and tqdm's bar of widgets."""
 
 from __future__ import annotations
 
@@ -8,46 +8,61 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
+_SECONDS = 0.2  # at least between two updates, each of which goes over the network
+_ROWS = 100  # the newest, which each update sends
+
+
+class TextStream(Protocol):
+    """A text file, or any object with ``write``."""
+
+    def write(self, text: str, /) -> object: ...
+
+
+def check_stream(out: TextStream | None) -> None:
+    """Refuse an ``out`` that cannot be written to.
+
+    Raises:
+        TypeError: it is neither ``None`` nor a text file.
+    """
+    if out is not None and not callable(getattr(out, "write", None)):
+        raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
+
+
+def flush(out: Any) -> None:
+    """Flush a stream that can be flushed."""
+    if hasattr(out, "flush"):
+        out.flush()
+
 
 def is_terminal(out: Any) -> bool:
-    """Whether the stream shows its text on a terminal, where a line can be drawn over."""
+    """Return True if the stream shows its text on a terminal, where a line can be drawn over."""
     return bool(getattr(out, "isatty", lambda: False)()) and os.environ.get("TERM") != "dumb"
 
 
-def columns_of(out: Any) -> int | None:
-    """The width of the terminal that the stream writes to; ``None`` where it is none, or does not say."""
+def terminal_width(out: Any) -> int | None:
+    """Return the number of columns of the terminal of a stream; ``None`` if it has none or its width is unknown."""
     try:
         return os.get_terminal_size(out.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def flush(out: Any) -> None:
-    """Flushes a stream that can be flushed."""
-    if hasattr(out, "flush"):
-        out.flush()
-
-
-_SECONDS = 0.2  # at least between two updates: what changes faster is not read, and each update goes over the network
-_ROWS = 100  # that are shown, the newest: each update sends all of them
-
-
 def is_notebook(out: Any) -> bool:
-    """Whether the stream is the output of a cell, under which HTML can be shown.
+    """Return True if the stream is the output of a cell, under which HTML can be shown.
 
-    Spyder and Qt consoles have the same kernel and show text; tqdm tells them by the same variables.
+    Spyder and Qt consoles have the same kernel and show text; tqdm recognises them by the same variables.
     """
     streams = sys.modules.get("ipykernel.iostream")
     text_only = any(name == "QT_API" or name.startswith("SPYDER") for name in os.environ)
     return streams is not None and isinstance(out, streams.OutStream) and not text_only
 
 
-def bar_of_widgets() -> Any:
-    """The class of tqdm's bar for notebooks; ``None`` without ipywidgets, which draws it."""
+def notebook_bar_class() -> Any:
+    """Return the class of tqdm's bar for notebooks; ``None`` without ipywidgets, which draws it."""
     try:
         importlib.import_module("ipywidgets")
     except ImportError:
@@ -89,12 +104,12 @@ class NotebookTable:
         self._shown = 0
         self._next = 0.0
 
-    def show(self, rows: Sequence[Mapping[str, Any]], at_once: bool) -> int:
-        """Shows these rows, unless the last update was just now; returns how many of them it has shown."""
+    def show(self, rows: Sequence[Mapping[str, Any]], immediately: bool) -> int:
+        """Show these rows, unless the last update was just now; return how many rows are shown."""
         now = time.monotonic()
-        if now < self._next and not at_once:
+        if now < self._next and not immediately:
             return self._shown
-        table = Table(list(rows[0] if self._entries is None else self._entries), rows)
+        table = _Table(list(rows[0] if self._entries is None else self._entries), rows)
         if self._handle is None:
             with tqdm.external_write_mode(file=self._out):
                 display = importlib.import_module("IPython.display").display
@@ -105,12 +120,12 @@ class NotebookTable:
         return self._shown
 
 
-class Table:
-    """The newest rows under a header, as IPython wants what it shows: as HTML, and as text for who has none."""
+class _Table:
+    """The newest rows under a header, as HTML and as text for IPython to choose from."""
 
     def __init__(self, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
         self._left_out = max(0, len(rows) - _ROWS)
-        self._cells = [list(columns), *([cell(row.get(key, "")) for key in columns] for row in rows[-_ROWS:])]
+        self._cells = [list(columns), *([format_cell(row.get(key, "")) for key in columns] for row in rows[-_ROWS:])]
 
     def _note(self) -> str:
         return f"the newest {_ROWS} rows; the log has {self._left_out} earlier ones" if self._left_out else ""
@@ -131,6 +146,6 @@ class Table:
         return "\n".join([*([self._note()] if self._left_out else []), *lines])
 
 
-def cell(value: Any) -> str:
-    """A value as a table has it."""
+def format_cell(value: Any) -> str:
+    """Return a value as text for a table."""
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -24,6 +24,7 @@ from chainring.writers.base import COUNTERS, Record, Run, Writer
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+    from chainring.training.triggers._get_trigger import TriggerLike
 
 
 _SMALL = 1_000_000  # bytes up to which the array is replaced after each row
@@ -72,7 +73,7 @@ class LogReport(Extension):
     def __init__(
         self,
         keys: Iterable[str] | None = None,
-        trigger: Any = (1, "epoch"),
+        trigger: TriggerLike = (1, "epoch"),
         postprocess: Callable[[dict[str, Any]], None] | None = None,
         filename: str | None = "log",
         writers: Iterable[RecordWriter] = (),
@@ -188,7 +189,7 @@ def _record(row: Mapping[str, Any], *, whole: bool = False) -> Record:
 
 
 def key_list(argument: str, keys: Iterable[str]) -> list[str]:
-    """Return the keys of the columns of a log.
+    """Return the keys as a list.
 
     Raises:
         TypeError: they are not an iterable of strings, or a single string.

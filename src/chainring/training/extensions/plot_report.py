@@ -11,26 +11,30 @@ from chainring._files import atomic_write
 from chainring._messages import OneTimeWarning
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
+from chainring.training.extensions.log_report import key_list
 from chainring.training.triggers import get_trigger
 from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-
-X_KEYS = ("iteration", "epoch")
+    from chainring.training.triggers._get_trigger import TriggerLike
 
 
 class PlotReport(Extension):
-    """Draws the means of reported values over intervals, a curve a key, and keeps an image of them in the trainer's ``out``.
+    """Draws a curve of the means of each reported value over intervals, in an image in the trainer's ``out``.
 
     It observes each iteration what has been reported when its turn comes; when its trigger fires it adds a point to each
     curve whose key was reported since, and draws the image anew. The image is replaced by a rename, so a viewer never sees
     half of one. Matplotlib draws without a window, and its settings of the process are left alone.
 
+    Example::
+
+        trainer.extend(extensions.PlotReport(["main/loss", "validation/main/loss"], filename="loss.png"))
+
     Args:
         y_keys: the key of a value, or several.
         x_key: ``"iteration"`` or ``"epoch"``; epochs with their fraction.
-        trigger: when a point is added. ``extend(..., trigger=t)`` means the same and comes first.
+        trigger: when a point is added. ``extend(..., trigger=t)`` means the same and takes precedence.
         postprocess: called with the figure, its axes and the means of the interval before the image is written; it may
             change the figure.
         filename: of the image in ``out``; its suffix is the format: png, pdf, svg or another of matplotlib's.
@@ -38,7 +42,7 @@ class PlotReport(Extension):
         grid: whether there are lines behind the curves.
 
     Raises:
-        TypeError: the keys are none, ``postprocess`` cannot be called, or the trigger is of another form.
+        TypeError: the keys are not strings, ``postprocess`` cannot be called, or the trigger has the wrong form.
         ValueError: ``x_key``, the file name or its format, or the trigger's unit or period is out of range.
         ImportError: matplotlib is not installed.
     """
@@ -49,18 +53,20 @@ class PlotReport(Extension):
         self,
         y_keys: str | Iterable[str],
         x_key: str = "iteration",
-        trigger: Any = (1, "epoch"),
+        trigger: TriggerLike = (1, "epoch"),
         postprocess: Callable[..., None] | None = None,
         filename: str = "plot.png",
         marker: str = "x",
         grid: bool = True,
     ) -> None:
-        if x_key not in X_KEYS:
+        if x_key not in ("iteration", "epoch"):
             raise ValueError(f'x_key is "iteration" or "epoch", got {x_key!r}; keys to be drawn go into a list: [...]')
         if postprocess is not None and not callable(postprocess):
             raise TypeError(f"postprocess is a function of figure, axes and means; got {postprocess!r}")
         self.trigger = get_trigger(trigger)
-        self._y_keys = _keys(y_keys)
+        self._y_keys = key_list("y_keys", [y_keys] if isinstance(y_keys, str) else y_keys)
+        if not self._y_keys:
+            raise ValueError("y_keys is at least one key; got []")
         self._x_key = x_key
         self._postprocess = postprocess
         self._filename = filename
@@ -87,12 +93,12 @@ class PlotReport(Extension):
             self._points[key].append((x, mean))
         self._warn_of_missing(trainer)
         if trainer.comm.rank == 0 and any(self._points.values()):
-            image = self._drawn(means)
+            image = self._draw(means)
             with atomic_write(Path(trainer.out) / self._filename) as file:
                 file.write(image)
 
     def _warn_of_missing(self, trainer: Trainer) -> None:
-        """Says once which curves have no point yet, because a key that is never reported would otherwise go unnoticed."""
+        """Warn once of curves without a point, because a key that is never reported would otherwise go unnoticed."""
         missing = [key for key, points in self._points.items() if not points]
         if missing:
             self._warning.give(
@@ -102,11 +108,9 @@ class PlotReport(Extension):
                 stacklevel=3,
             )
 
-    def _drawn(self, means: dict[str, float]) -> bytes:
-        """The image. The figure is no pyplot figure, so that neither its list nor the backend of the process is touched."""
-        figure_type, canvas_type = _matplotlib()
-        figure = figure_type()
-        canvas_type(figure)
+    def _draw(self, means: dict[str, float]) -> bytes:
+        """Return the image. The figure is not one of pyplot's, whose list and backend stay as they are."""
+        figure = _figure_class()()
         axes = figure.add_subplot(111)
         axes.set_xlabel(self._x_key)
         axes.grid(self._grid)
@@ -127,37 +131,23 @@ class PlotReport(Extension):
         self._means.serialize(serializer)
 
 
-def _keys(given: Any) -> list[str]:
-    rule = 'y_keys is the key of a reported value, such as "main/loss", or a list of several'
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{rule}; got {given!r}")
-    keys = list(given)
-    if not keys or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"{rule}; got {keys!r}")
-    return keys
-
-
-def _format_of(filename: Any) -> str:
+def _format_of(filename: str) -> str:
     rule = 'filename is a name in out whose suffix is the format of the image, such as "plot.png"'
     path = Path(filename) if isinstance(filename, str) else None
     if path is None or path.name != filename or not path.stem or filename.startswith("."):
         raise ValueError(f"{rule}; got {filename!r}")
-    known = _matplotlib()[1].get_supported_filetypes()
+    formats = _figure_class()().canvas.get_supported_filetypes()
     suffix = path.suffix[1:].lower()
-    if suffix not in known:
-        raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(known))}")
+    if suffix not in formats:
+        raise ValueError(f"{rule}; got {filename!r}, and the formats are {', '.join(sorted(formats))}")
     return suffix
 
 
-def _matplotlib() -> tuple[Any, Any]:
-    """Matplotlib's figure, and the canvas on which it is drawn into memory."""
+def _figure_class() -> Any:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             f"PlotReport draws with matplotlib, which cannot be imported ({error}): pip install 'chainring[plot]'"
         ) from error
-    return Figure, FigureCanvasAgg
+    return Figure

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from chainring.training.extension import Extension
-from chainring.training.extensions._display import NotebookTable, cell, columns_of, flush, is_notebook
+from chainring.training.extensions import _display
 from chainring.training.extensions.log_report import key_list
 
 if TYPE_CHECKING:
@@ -23,36 +23,42 @@ class PrintReport(Extension):
     Where the terminal is too narrow for the table, a row takes several lines, broken between columns. A notebook shows one
     HTML table of the newest rows, which grows.
 
+    Example::
+
+        trainer.extend(extensions.PrintReport(["epoch", "main/loss", "validation/main/loss", "elapsed_time"]))
+
     Args:
         entries: the keys that are columns; ``None`` takes those of the first row.
         log_report: the name under which the LogReport is registered.
         out: where to print; ``None`` is the ``sys.stdout`` of the moment.
 
     Raises:
-        TypeError: an argument is of another kind.
+        TypeError: an argument has the wrong type.
     """
 
     skip_on_resume = True
 
-    def __init__(self, entries: Sequence[str] | None = None, log_report: str = "LogReport", out: Any = None) -> None:
+    def __init__(
+        self, entries: Iterable[str] | None = None, log_report: str = "LogReport", out: _display.TextStream | None = None
+    ) -> None:
         if not isinstance(log_report, str) and not hasattr(log_report, "log"):
             raise TypeError(f'log_report is the name of a LogReport in the trainer, such as "LogReport"; got {log_report!r}')
-        if out is not None and not callable(getattr(out, "write", None)):
-            raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
+        _display.check_stream(out)
         self._entries = None if entries is None else key_list("entries", entries)
         self._log_report = log_report
         self._out = out
         self._log: list[dict[str, Any]] | None = None
         self._printed = 0
-        self._table: NotebookTable | None = None
+        self._table: _display.NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
         self._printed, self._lines = 0, None
         if trainer.comm.rank == 0:
             self._log = self._find(trainer)
-            self._table = NotebookTable(self._entries, self._stream()) if is_notebook(self._stream()) else None
-            self._print_new(at_once=True)
+            out = self._stream()
+            self._table = _display.NotebookTable(self._entries, out) if _display.is_notebook(out) else None
+            self._print_new(immediately=True)
 
     def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
         report: Any = self._log_report
@@ -70,43 +76,43 @@ class PrintReport(Extension):
         self._print_new()
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        self._print_new(at_once=True)
-        self._log = None  # keys that have not come yet are no news then
+        self._print_new(immediately=True)
+        self._log = None  # no warning of keys that have not come yet
 
     def finalize(self) -> None:
-        self._print_new(at_once=True)
+        self._print_new(immediately=True)
         self._warn_of_blanks()
 
     def _warn_of_blanks(self) -> None:
-        """At the end, because a key may come late: that of an evaluation now and then, say."""
+        """Warn at the end, because a key may come late, such as that of an occasional evaluation."""
         log, self._log = self._log, None
-        found = dict.fromkeys(key for row in log or () for key in row)
-        blank = [entry for entry in self._entries or () if entry not in found]
-        if found and blank:
-            warnings.warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(found)}", stacklevel=2)
+        keys = dict.fromkeys(key for row in log or () for key in row)
+        blank = [entry for entry in self._entries or () if entry not in keys]
+        if keys and blank:
+            warnings.warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(keys)}", stacklevel=2)
 
-    def _print_new(self, at_once: bool = False) -> None:
+    def _print_new(self, immediately: bool = False) -> None:
         log = self._log
         if log is None or len(log) == self._printed:
             return
         if self._table is not None:
-            self._printed = self._table.show(log, at_once)
+            self._printed = self._table.show(log, immediately)
             return
         if self._lines is None:
-            self._lines = self._lay_out(log[0])
+            self._lines = self._layout(log[0])
             self._print({key: key for line in self._lines for key, _ in line})
         for row in log[self._printed :]:
             self._print(row)
         self._printed = len(log)
 
-    def _lay_out(self, row: dict[str, Any]) -> list[list[tuple[str, int]]]:
-        """Columns side by side as far as the terminal is known to reach; further lines begin under the second column."""
+    def _layout(self, row: dict[str, Any]) -> list[list[tuple[str, int]]]:
+        """Return columns side by side up to the width of the terminal; further lines begin under the second column."""
         columns = [(entry, max(10, len(entry))) for entry in (row if self._entries is None else self._entries)]
-        room = columns_of(self._stream()) or sys.maxsize
+        max_width = _display.terminal_width(self._stream()) or sys.maxsize
         lines: list[list[tuple[str, int]]] = [[]]
         used = 0
         for entry, width in columns:
-            if lines[-1] and used + width > room:
+            if lines[-1] and used + width > max_width:
                 lines.append([("", columns[0][1])])
                 used = columns[0][1] + 2
             lines[-1].append((entry, width))
@@ -116,9 +122,9 @@ class PrintReport(Extension):
     def _print(self, row: dict[str, Any]) -> None:
         out = self._stream()
         for line in self._lines or ():
-            text = "  ".join(cell(row.get(key, "")).ljust(width) for key, width in line)
+            text = "  ".join(_display.format_cell(row.get(key, "")).ljust(width) for key, width in line)
             tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
-        flush(out)
+        _display.flush(out)
 
-    def _stream(self) -> Any:
+    def _stream(self) -> _display.TextStream:
         return sys.stdout if self._out is None else self._out

@@ -1,4 +1,4 @@
-"""Profiler: where the time of a run goes."""
+"""Profiler: the time of each phase of an iteration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
-PHASES = ("data", "forward", "backward", "communication", "update", "loop")
-TABLE = "profile.txt"
-DATA = "profile.json"
-TRACE = "profile_trace.json"
+_PHASES = ("data", "forward", "backward", "communication", "update", "loop")
+_TABLE = "profile.txt"
+_DATA = "profile.json"
+_TRACE = "profile_trace.json"
 
 _STAGES = {
     "batch_on_finish": "data",
@@ -51,46 +51,50 @@ class Profiler(Extension):
     The phases are those of a `StandardUpdater`; of an updater that does all by itself, what is not known to be another
     phase counts as ``update``.
 
+    Example::
+
+        trainer.extend(extensions.Profiler(trace=(10, 12)))
+
     Args:
         trace: the first and the last iteration, counted from 1, of which ``torch.profiler`` records every operation into
             ``profile_trace.json``, a Chrome trace (see it at https://ui.perfetto.dev). ``None`` records none.
 
     Attributes:
-        seconds: of each phase so far in this run.
-        iterations: updates measured.
+        seconds: the time of each phase so far in this run.
+        iterations: the number of updates measured.
 
     Raises:
-        TypeError: ``trace`` is no pair of integers.
-        ValueError: it is no range of iterations.
+        TypeError: ``trace`` is not a pair of integers.
+        ValueError: ``trace`` is not a range of iterations.
     """
 
     def __init__(self, *, trace: tuple[int, int] | None = None) -> None:
         self.trigger = never
-        self._trace = None if trace is None else _checked(trace)
+        self._trace = None if trace is None else _check_trace(trace)
         self._undo: list[Callable[[], None]] = []
         self._out: Path | None = None
         self._recorder: Any = None
         self._reset()
 
     def _reset(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds = dict.fromkeys(_PHASES, 0.0)
         self.iterations = 0
         self._last: float | None = None
-        self._has_stages = False  # whether the callbacks tell where this update is
-        self._is_stepping = False  # whether this update has come to its first step
+        self._has_stages = False  # True if callbacks have been called in this update
+        self._is_stepping = False  # True after the first step of this update
 
     @property
     def writes(self) -> Sequence[str]:
-        return (TABLE, DATA) if self._trace is None else (TABLE, DATA, TRACE)
+        return (_TABLE, _DATA) if self._trace is None else (_TABLE, _DATA, _TRACE)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Does nothing: it measures all the time, and its trigger never fires."""
+        """Do nothing: the profiler measures all the time, and its trigger never fires."""
 
     def initialize(self, trainer: Trainer) -> None:
         self._reset()
         self._out = Path(trainer.out) if trainer.comm.rank == 0 else None
         updater: Any = trainer.updater
-        self._put(updater, "update", self._timed_update(updater))
+        self._time_update(updater)
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
             self._mark_stages(updater.callbacks)
         for optimizer in updater.get_all_optimizers().values():
@@ -100,53 +104,38 @@ class Profiler(Extension):
             if entry.extension is not self:
                 self._time_entry(entry)
         reporter = trainer.reporter
-        reporter.watchers += (self._see,)
-        self._undo.append(lambda: _remove_watcher(reporter, self._see))
-
-    def _put(self, updater: Any, name: str, value: Any) -> None:
-        """Sets an attribute of the updater until the run ends."""
-        had_own, before = name in vars(updater), getattr(updater, name)
-        setattr(updater, name, value)
-
-        def undo() -> None:
-            if getattr(updater, name) is not value:
-                return  # another has put its own there meanwhile
-            if had_own:
-                setattr(updater, name, before)
-            else:
-                delattr(updater, name)
-
-        self._undo.append(undo)
+        reporter.watchers += (self._watch,)
+        self._undo.append(lambda: _remove_watcher(reporter, self._watch))
 
     def _time_entry(self, entry: Any) -> None:
-        """Times what an extension does each iteration, and when its trigger fires."""
+        """Time the calls of an extension: each iteration, and when its trigger fires."""
         phase = f"extension:{entry.name}"
         self.seconds[phase] = 0.0
         for name in ("call", "observe"):
-            own = getattr(entry, name)
-            if own is not None:
-                setattr(entry, name, self._timed(own, phase))
-                self._undo.append(functools.partial(setattr, entry, name, own))
+            call = getattr(entry, name)
+            if call is not None:
+                setattr(entry, name, self._timed(call, phase))
+                self._undo.append(functools.partial(setattr, entry, name, call))
 
-    def _timed(self, own: Callable[[Any], Any], phase: str) -> Callable[[Any], Any]:
-        def timed(trainer: Any) -> Any:
+    def _timed(self, call: Callable[[Trainer], Any], phase: str) -> Callable[[Trainer], Any]:
+        def timed(trainer: Trainer) -> Any:
             self._mark("loop")
             try:
-                return own(trainer)
+                return call(trainer)
             finally:
                 self._mark(phase)
 
         return timed
 
     def _mark(self, phase: str) -> None:
-        """The time since the last mark was that of this phase."""
+        """Count the time since the last mark as that of this phase."""
         now = time.perf_counter()
         if self._last is not None:
             self.seconds[phase] += now - self._last
         self._last = now
 
-    def _timed_update(self, updater: Any) -> Callable[[], None]:
-        update = updater.update
+    def _time_update(self, updater: Any) -> None:
+        update, is_overridden = updater.update, "update" in vars(updater)
 
         def timed() -> None:
             self._has_stages = self._is_stepping = False
@@ -157,10 +146,19 @@ class Profiler(Extension):
             self._mark("update")
             self.iterations += 1
 
-        return timed
+        def undo() -> None:
+            if updater.update is not timed:
+                return  # it has been set again meanwhile
+            if is_overridden:
+                updater.update = update
+            else:
+                del updater.update
+
+        updater.update = timed
+        self._undo.append(undo)
 
     def _mark_stages(self, callbacks: UpdateCallbacks) -> None:
-        """Adds marks to the updater's callbacks: before them where a stage finishes, and after them where one starts."""
+        """Add marks to the updater's callbacks: before the others when a stage finishes, after them when one starts."""
         for stage, phase in _STAGES.items():
             mark = self._stage(stage, phase)
             callbacks.add(stage, mark, first=stage.endswith("finish"))
@@ -174,7 +172,7 @@ class Profiler(Extension):
 
         return mark
 
-    def _see(self, key: str, value: Any) -> None:
+    def _watch(self, key: str, value: Any) -> None:
         # Without stages, the loss that is reported with its graph is the end of the forward.
         if not self._has_stages and isinstance(value, Tensor) and value.requires_grad:
             self._mark("forward")
@@ -188,7 +186,7 @@ class Profiler(Extension):
         self._mark("update")
 
     def _record(self, iteration: int, first: int, last: int) -> None:
-        """Starts the trace before its first iteration, ends it before the one after its last."""
+        """Start the trace before its first iteration, end it before the one after its last."""
         if self._recorder is None and first <= iteration <= last and self._out is not None:
             self._recorder = torch.profiler.profile()
             self._recorder.start()
@@ -200,7 +198,7 @@ class Profiler(Extension):
             return
         recorder, self._recorder = self._recorder, None
         recorder.stop()
-        with atomic_write(self._out / TRACE) as file:
+        with atomic_write(self._out / _TRACE) as file:
             recorder.export_chrome_trace(file.name)
 
     def finalize(self) -> None:
@@ -211,21 +209,21 @@ class Profiler(Extension):
         self._last = None
         self._end_trace()
         if self.iterations and self._out is not None:
-            with atomic_write(self._out / TABLE) as file:
+            with atomic_write(self._out / _TABLE) as file:
                 file.write(self.table().encode())
             data = {"iterations": self.iterations, "seconds": self.seconds}
-            with atomic_write(self._out / DATA) as file:
+            with atomic_write(self._out / _DATA) as file:
                 file.write((json.dumps(data, indent=1) + "\n").encode())
 
     def table(self) -> str:
-        """The phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
+        """Return the phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
         total = sum(self.seconds.values())
         rows = [(phase, seconds) for phase, seconds in self.seconds.items() if seconds] + [("all", total)]
         width = max(len(phase) for phase, _ in rows) + 2
         lines = [f"{self.iterations} iterations", f"{'phase':<{width}}{'share':>7}{'ms/iteration':>15}{'seconds':>12}"]
         for phase, seconds in rows:
-            share, each = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
-            lines.append(f"{phase:<{width}}{share:>7.1%}{each:>15.3f}{seconds:>12.3f}")
+            share, milliseconds = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
+            lines.append(f"{phase:<{width}}{share:>7.1%}{milliseconds:>15.3f}{seconds:>12.3f}")
         return "\n".join(lines) + "\n"
 
 
@@ -233,9 +231,9 @@ def _remove_watcher(reporter: Any, watcher: Callable[[str, Any], None]) -> None:
     reporter.watchers = tuple(other for other in reporter.watchers if other != watcher)
 
 
-def _checked(trace: Any) -> tuple[int, int]:
+def _check_trace(trace: tuple[int, int]) -> tuple[int, int]:
     rule = "trace is the first and the last iteration to record, counted from 1, such as (10, 12)"
-    if not isinstance(trace, (tuple, list)) or len(trace) != 2 or not all(type(each) is int for each in trace):
+    if not isinstance(trace, (tuple, list)) or len(trace) != 2 or not all(type(limit) is int for limit in trace):
         raise TypeError(f"{rule}; got {trace!r}")
     first, last = trace
     if not 1 <= first <= last:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from chainring._progress import check_epoch_period, to_fraction
 from chainring.training.extension import Extension
-from chainring.training.extensions._display import bar_of_widgets, columns_of, flush, is_notebook, is_terminal
+from chainring.training.extensions import _display
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -29,17 +29,21 @@ class ProgressBar(Extension):
     The bar of a notebook is made of ipywidgets (``pip install 'chainring[notebook]'``), without which it is one of text. A
     terminal that cannot go back in a line (``TERM=dumb``) gets lines; there are no colours.
 
+    Example::
+
+        trainer.extend(extensions.ProgressBar(update_interval=10))
+
     Args:
-        training_length: ``(number, "iteration")`` or ``(number, "epoch")``; by default that of the stop trigger. Without
+        training_length: ``(length, "iteration")`` or ``(length, "epoch")``; by default that of the stop trigger. Without
             a known length there is no total.
         update_interval: iterations between two refreshes; slow iterations are shown every few seconds all the same.
         bar_length: characters of the bar, fewer where the terminal is narrow.
         out: where to show it; ``None`` is the ``sys.stdout`` of the moment.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ValueError: a length or interval that is not above 0, or a unit that is neither; at the start of the run, a
-            length in epochs where the updater counts none.
+        TypeError: an argument has the wrong type.
+        ValueError: a length or interval is not above 0, or the unit is unknown; at the start of the run, the length is in
+            epochs and the updater counts none.
     """
 
     def __init__(
@@ -47,17 +51,16 @@ class ProgressBar(Extension):
         training_length: tuple[int, str] | None = None,
         update_interval: int = 100,
         bar_length: int = 50,
-        out: Any = None,
+        out: _display.TextStream | None = None,
     ) -> None:
         if training_length is not None:
             _check_length(training_length)
-        if out is not None and not callable(getattr(out, "write", None)):
-            raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
-        for name, number in (("update_interval", update_interval), ("bar_length", bar_length)):
-            if not isinstance(number, int):
-                raise TypeError(f"{name} is an integer, got {number!r}")
-            if number < 1:
-                raise ValueError(f"{name} is at least 1, got {number!r}")
+        _display.check_stream(out)
+        for argument, value in (("update_interval", update_interval), ("bar_length", bar_length)):
+            if not isinstance(value, int):
+                raise TypeError(f"{argument} is an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{argument} is at least 1, got {value!r}")
         self._training_length = training_length
         self._update_interval = update_interval
         self._bar_length = bar_length
@@ -85,30 +88,30 @@ class ProgressBar(Extension):
         return (None, "iteration") if length is None or length[1] == "second" else length
 
     def _make_bar(self) -> Any:
-        """A bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
+        """Return a bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
         out = sys.stdout if self._out is None else self._out
-        in_notebook = is_notebook(out)
-        widgets = bar_of_widgets() if in_notebook else None
+        in_notebook = _display.is_notebook(out)
+        widgets = _display.notebook_bar_class() if in_notebook else None
         settings: dict[str, Any] = {
             "total": self._total,
-            "initial": self._drawn(),
-            "miniters": 0,  # it is decided here when to refresh; tqdm shall not wait for iterations that it foresees
+            "initial": self._shown_progress(),
+            "miniters": 0,  # refreshing is timed here and not by tqdm
             "unit": self._unit,
             "bar_format": _format("{bar}" if widgets else f"{{bar:{self._bar_length}}}", self._total is not None),
         }
         if widgets:
             return widgets(desc=self._text(), **settings)
-        if not in_notebook and not is_terminal(out):
+        if not in_notebook and not _display.is_terminal(out):
             return _Lines(out, self._text(), **settings)
         return _Bar(file=out, desc=self._text(), leave=False, **settings)
 
-    def _done(self) -> float:
+    def _progress(self) -> float:
         updater = self._trainer.updater
         return updater.iteration if self._unit == "iteration" else updater.epoch_detail
 
-    def _drawn(self) -> float:
-        """What is done as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
-        return self._done() if self._total is None else min(self._done(), self._total)
+    def _shown_progress(self) -> float:
+        """Return the progress as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
+        return self._progress() if self._total is None else min(self._progress(), self._total)
 
     def _text(self) -> str:
         updater = self._trainer.updater
@@ -130,7 +133,7 @@ class ProgressBar(Extension):
 
     def _show(self) -> None:
         self._bar.set_description_str(self._text(), refresh=False)
-        self._bar.update(self._drawn() - self._bar.n)
+        self._bar.update(self._shown_progress() - self._bar.n)
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         if self._bar is not None:
@@ -144,9 +147,9 @@ class ProgressBar(Extension):
             self._bar = None
 
 
-def _check_length(length: Any) -> None:
+def _check_length(length: tuple[int, str]) -> None:
     if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
-        raise TypeError(f'training_length is (number, "iteration") or (number, "epoch"), got {length!r}')
+        raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
     if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
         raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
 
@@ -163,10 +166,12 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0
 
     def __str__(self) -> str:
-        """The line with the bar in its full length, or in what a narrow terminal leaves for it."""
+        """Return the line with the bar in its full length, or shorter in a narrow terminal."""
         fields: dict[str, Any] = {**self.format_dict, "ncols": None}
         line = self.format_meter(**fields)
-        columns = (columns_of(self.fp) or shutil.get_terminal_size().columns) - 1  # a full line would wrap in some
+        columns = (
+            _display.terminal_width(self.fp) or shutil.get_terminal_size().columns
+        ) - 1  # a full line would wrap in some
         if len(line) <= columns:
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))
@@ -174,7 +179,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
 
 class _Lines:
-    """What a bar says as plain lines, for a pipe or a file: no colour, no carriage return."""
+    """The text of a bar as plain lines, for a pipe or a file: no colour, no carriage return."""
 
     def __init__(self, out: Any, text: str, *, initial: float, miniters: int, **settings: Any) -> None:
         self._out = out
@@ -201,4 +206,4 @@ class _Lines:
         elapsed = self._printed - self._began
         line = tqdm.format_meter(self.n, elapsed=elapsed, prefix=self._text, **self._settings)
         print(line, file=self._out)
-        flush(self._out)
+        _display.flush(self._out)
