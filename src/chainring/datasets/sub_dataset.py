@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from chainring._checks import is_integer
 from chainring._random import Indices, epoch_order, stable_hash
 from chainring.datasets._columns import Gather, make_gather
 from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets
@@ -37,7 +38,7 @@ class SubDataset(DatasetMixin):
         require_datasets("a SubDataset", dataset)
         size = len(dataset)
         for position in (start, finish):
-            if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+            if not is_integer(position):
                 raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from chainring._checks import is_number
 from chainring.html_report import _tags
 from chainring.html_report._run import Log
 from chainring.writers.base import COUNTERS
@@ -233,7 +234,7 @@ def charts_of(log: Log, max_points: int = MAX_POINTS) -> Charts:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(value)
 
 
 def _float(value: float) -> float:

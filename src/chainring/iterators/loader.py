@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from chainring._checks import is_integer
 from chainring._random import preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import count_rows
 from chainring.iterators.base import Batch, Iterator
@@ -379,7 +380,7 @@ def _check(loader: Any, epoch_length: int | None) -> None:
         raise TypeError(f"a loader is an iterable of batches, or a function that returns one; got {type(loader).__name__}")
     if epoch_length is None:
         return
-    if isinstance(epoch_length, bool) or not isinstance(epoch_length, int) or epoch_length < 1:
+    if not is_integer(epoch_length) or epoch_length < 1:
         raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
 
 

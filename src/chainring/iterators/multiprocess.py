@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from chainring._checks import is_number
 from chainring._random import stable_hash
 from chainring.converters import concat_examples
 from chainring.datasets._columns import make_gather
@@ -80,7 +81,7 @@ class MultiprocessIterator(IndexedIterator):
         start_method: str | None = None,
     ) -> None:
         super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler)
-        if isinstance(dataset_timeout, bool) or not isinstance(dataset_timeout, (int, float)) or not dataset_timeout > 0:
+        if not is_number(dataset_timeout) or not dataset_timeout > 0:
             raise ValueError(f"dataset_timeout is a positive number of seconds (math.inf waits), got {dataset_timeout!r}")
         if converter is not None and not callable(converter):
             raise TypeError(f"a converter is called with (examples, device), got {type(converter).__name__}")

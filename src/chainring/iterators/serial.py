@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
+from chainring._checks import is_integer
 from chainring._messages import announce_change
 from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, stable_hash
 from chainring.datasets._columns import Batch, make_gather
@@ -341,7 +342,7 @@ def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSample
             "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
         )
     require_integer("a batch size", batch_size, 1)
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+    if seed is not None and not is_integer(seed):
         raise TypeError(f"a seed is an integer or None, got {seed!r}")
     if sampler is not None and (isinstance(sampler, type) or not callable(sampler)):
         got = f"the class {sampler.__name__}: make one" if isinstance(sampler, type) else type(sampler).__name__
@@ -354,6 +355,6 @@ def require_integer(name: str, value: Any, least: int) -> int:
     Raises:
         ValueError: ``value`` is not an integer, or is below ``least``.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    if not is_integer(value) or value < least:
         raise ValueError(f"{name} is an integer of at least {least}, got {value!r}")
     return int(value)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from chainring._checks import is_integer
 from chainring.testing._harness import ResumeScenario
 from chainring.testing.fakes import FakeUpdater, Values
 from chainring.training.trainer import Trainer
@@ -90,7 +91,7 @@ def call_iterations(
     strict: bool = True,
 ) -> list[list[int]]:
     """Return the iterations at which each of so many extensions that share a trigger is called, see `fired`."""
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+    if not is_integer(iterations) or iterations < 1:
         raise ValueError(f"a run has at least 1 iteration, got iterations={iterations!r}")
     calls: list[list[int]] = [[] for _ in range(extensions)]
 

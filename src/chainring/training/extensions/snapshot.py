@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from chainring._checks import is_integer
 from chainring._naming import name_cleaner
 from chainring.serializers._checkpoint import (
     BackgroundWriter,
@@ -312,7 +313,7 @@ class _Series:
 
     def __init__(self, filename: Filename, n_retains: int) -> None:
         fields = [] if callable(filename) else _fields_of(filename)
-        if isinstance(n_retains, bool) or not isinstance(n_retains, int) or (n_retains != -1 and n_retains < 1):
+        if not is_integer(n_retains) or (n_retains != -1 and n_retains < 1):
             raise ValueError(f"n_retains is how many snapshots to keep, at least 1, or -1 for all; got {n_retains!r}")
         self.filename = filename
         self.label: str | None = None if callable(filename) else filename

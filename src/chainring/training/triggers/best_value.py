@@ -21,17 +21,7 @@ _RULE = "compare is called with the best value so far and a new one, and returns
 
 
 class MonitorTrigger(Trigger):
-    """Checks the mean of a reported value whenever its own trigger fires; a subclass defines `check`.
-
-    Args:
-        key: of the value in the observation. What is not a single number is ignored.
-        compare: called with the best mean so far and a new one; returns True if the new one is better.
-        trigger: when a mean is taken and checked.
-
-    Raises:
-        TypeError: the key is not a string, or ``trigger`` is not a trigger.
-        ValueError: the period or unit of ``trigger`` is invalid.
-    """
+    """Checks the mean of a reported value whenever its own trigger fires; a subclass defines `check`."""
 
     def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike) -> None:
         if not isinstance(key, str):
@@ -148,8 +138,7 @@ class MaxValueTrigger(BestValueTrigger):
         trainer.extend(extensions.snapshot(filename="best"), trigger=MaxValueTrigger("validation/main/accuracy"))
 
     Args:
-        key: of the value in the observation, such as ``"validation/main/accuracy"``.
-        trigger: when a mean is taken and compared.
+        key, trigger: as for `BestValueTrigger`.
     """
 
     def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:
@@ -167,8 +156,7 @@ class MinValueTrigger(BestValueTrigger):
         trainer.extend(extensions.snapshot(filename="best"), trigger=MinValueTrigger("validation/main/loss"))
 
     Args:
-        key: of the value in the observation, such as ``"validation/main/loss"``.
-        trigger: when a mean is taken and compared.
+        key, trigger: as for `BestValueTrigger`.
     """
 
     def __init__(self, key: str, trigger: TriggerLike = (1, "epoch")) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from chainring._checks import is_number
 from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import report
 
@@ -203,5 +204,5 @@ def _parameters(context: UpdateContext) -> list[Tensor]:
 
 
 def _require_positive(what: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if not is_number(value) or not value > 0:
         raise ValueError(f"{what} is a number above 0, got {value!r}")

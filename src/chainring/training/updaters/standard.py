@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
+from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_local
 from chainring.converters import Device, as_device, concat_examples
@@ -84,7 +85,7 @@ def check_settings(converter: Any, accumulate: Any, callbacks: Any) -> None:
     """Refuses settings of another kind or out of range."""
     if not callable(converter):
         raise TypeError(f"converter is called with a batch and a device, got {_described(converter)}")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
+    if not is_integer(accumulate):
         raise TypeError(f"accumulate counts the parts of an update, an integer, got {accumulate!r}")
     if accumulate < 1:
         raise ValueError(f"accumulate counts the parts of an update, at least 1, got {accumulate}")
