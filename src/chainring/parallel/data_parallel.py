@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 
 from chainring.converters import Device, to_device
 from chainring.parallel.scatter import as_devices, count_rows, join, map_structure, part_sizes, scatter
-from chainring.reporting._scalars import is_scalar, weighted_means
 from chainring.reporting.reporter import current_observation, report_scope
+from chainring.reporting.summary import is_scalar, weighted_means
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords."""

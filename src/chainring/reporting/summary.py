@@ -1,105 +1,126 @@
-"""Weighted statistics of reported values, which are read from their device only when they are asked for.
+"""How reported values become means, over intervals, micro-batches and ranks.
 
 The values themselves are kept, not running sums: a mean is the correctly rounded sum (`math.fsum`) of the products
 value x weight in float64 over the summed weight. So it does not depend on where a snapshot fell or on how values were
-grouped.
+grouped. They stay on their device, stacked in chunks, because a thousand live scalars slow every iteration; reading them
+waits for the device, and happens only when a mean is asked for.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
-from itertools import chain
+import warnings
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, groupby
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
-from chainring.reporting._metrics import is_metric, take, warn_of_unsaved
-from chainring.reporting._scalars import NONE, SCALARS, Block, append, in_order, is_scalar, mean_of, on_host, stacked
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
 
-Keys = tuple[str, ...]
+_CHUNK_SIZE = 256
+"""The number of scalars stacked at once: the fixed cost of stacking is then small, and few objects are alive."""
+_MAX_CHUNKS = 64
+"""The number of chunks that are merged into one."""
+_Chunk = tuple[Tensor, Tensor]
+"""Values (n,) or (n, keys), and their weights (n,)."""
+_Keys = tuple[str, ...]
 
 
 class Summary(Stateful):
-    """The weighted mean and deviation of one series of numbers."""
+    """The weighted mean and standard deviation of one series of numbers.
+
+    Example::
+
+        summary = Summary()
+        summary.add(0.5, weight=3)
+        mean, deviation = summary.make_statistics()
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[Block] = []
+        self._chunks: list[_Chunk] = []
 
-    def add(self, value: Any, weight: float = 1) -> None:
-        """Takes one number into account ``weight`` times. Tensors without dimensions will do for both, and are not read.
+    def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
+        """Add one number that counts ``weight`` times. Both may be tensors without dimensions, which are not read.
 
         Raises:
             TypeError: ``value`` is not a single number.
-            ValueError: ``weight`` is not.
+            ValueError: ``weight`` is not a single number.
         """
         if not is_scalar(value):
-            raise TypeError(f"a summary takes single numbers, got {_shown(value)}; reduce it first, for example .mean()")
+            raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        self.add_block(_kept(value), _kept(weight))
+        self._add_chunk(_as_vector(value), _as_vector(weight))
 
-    def add_block(self, values: Tensor, weights: Tensor) -> None:
-        """Takes many numbers into account, one dimension of values and of their weights, where they lie."""
-        append(self._blocks, (values, weights))
+    def _add_chunk(self, values: Tensor, weights: Tensor) -> None:
+        _append(self._chunks, (values, weights))
 
-    def _numbers(self) -> Block:
-        """Values and weights in float64 on the host."""
-        self._blocks = [on_host(self._blocks)] if self._blocks else []
-        return self._blocks[0] if self._blocks else (NONE, NONE)
+    def _on_host(self) -> _Chunk:
+        self._chunks = [_to_host(self._chunks)] if self._chunks else []
+        return self._chunks[0] if self._chunks else _empty()
 
     def compute_mean(self) -> float:
-        """The weighted mean; NaN when nothing has been added."""
-        return mean_of(*self._numbers())
+        """Return the weighted mean; NaN if nothing has been added."""
+        return _mean_of(*self._on_host())
 
     def make_statistics(self) -> tuple[float, float]:
-        """The weighted mean and the weighted population standard deviation, by two passes over the values."""
-        values, weights = self._numbers()
-        mean = mean_of(values, weights)
-        variance = mean_of((values - mean) * (values - mean), weights)
+        """Return the weighted mean and the weighted population standard deviation, by two passes over the values."""
+        values, weights = self._on_host()
+        mean = _mean_of(values, weights)
+        variance = _mean_of((values - mean) * (values - mean), weights)
         return mean, math.sqrt(variance) if variance == variance else variance
 
-    def over(self, comm: Communicator) -> Summary:
-        """The summary of what has been added on all ranks."""
+    def over_ranks(self, comm: Communicator) -> Summary:
+        """Return the summary of what has been added on all ranks."""
         merged = Summary()
-        for values, weights in comm.gather_object(self._numbers()):
-            merged.add_block(values, weights)
+        for values, weights in comm.gather_object(self._on_host()):
+            merged._add_chunk(values, weights)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saved = self.over(serializer.comm) if isinstance(serializer, Serializer) and serializer.comm.size > 1 else self
-        saved.visit(serializer)
+        """Save the numbers of all ranks, or load them into rank 0: a mean does not depend on which rank has them."""
+        is_shared = isinstance(serializer, Serializer) and serializer.comm.size > 1
+        (self.over_ranks(serializer.comm) if is_shared else self)._visit(serializer)
 
-    def visit(self, serializer: AbstractSerializer) -> None:
-        """Saves what this rank has, or loads what all had on rank 0: a mean does not depend on who holds the values."""
-        saving = isinstance(serializer, Serializer)
-        values, weights = in_order(*self._numbers()) if saving else (NONE, NONE)
-        loaded = serializer("values", values)
-        loaded_weights = serializer("weights", weights)
-        if not saving:
-            holds = len(loaded) and serializer.comm.rank == 0
-            self._blocks = [(loaded, loaded_weights)] if holds else []
+    def _visit(self, serializer: AbstractSerializer) -> None:
+        is_saving = isinstance(serializer, Serializer)
+        values, weights = _sort_by_bits(*self._on_host()) if is_saving else _empty()
+        values, weights = serializer("values", values), serializer("weights", weights)
+        if not is_saving:
+            self._chunks = [(values, weights)] if len(values) and serializer.comm.rank == 0 else []
 
 
 class DictSummary(Stateful):
-    """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero."""
+    """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+
+    Example::
+
+        summary = DictSummary()
+        summary.add({"loss": loss, "accuracy": accuracy}, weight=len(batch))
+        summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
+    """
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._weights: list[Any] = []
-        self._tables: dict[Keys, list[Block]] = {}
+        self._tables: dict[_Keys, list[_Chunk]] = {}
         self._summaries: dict[str, Summary] = {}
         self._metrics: dict[str, Any] = {}
 
-    def add(self, values: Mapping[str, Any], weight: float = 1) -> None:
-        """Takes an observation into account with ``weight``; a value given as ``(value, weight)`` brings its own.
+    def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
+        """Add an observation that counts ``weight`` times; a value given as ``(value, weight)`` has its own weight.
 
-        Of an object with ``compute()`` and ``reset()``, such as a metric of torchmetrics, the value is computed when the
-        mean is asked for, and the object then starts anew; of a mapping, such as a ``MetricCollection`` computes, each
-        number is ``key/its name``. Other values that are no single numbers, such as strings and arrays, are passed over.
-        Tensors must not change afterwards in place, which holds for what was reported.
+        An object with ``compute()`` and ``reset()``, such as a metric of torchmetrics, is computed when the mean is asked
+        for, and then reset; of a mapping, such as a ``MetricCollection`` computes, each number is ``key/its name``. Other
+        values that are not single numbers, such as strings and arrays, are ignored. Tensors must not change afterwards in
+        place, which holds for what was reported.
 
         Raises:
             ValueError: a weight is not a single number.
@@ -108,128 +129,309 @@ class DictSummary(Stateful):
             _check_weight(weight)
         self._rows.append(dict(values))
         self._weights.append(weight)
-        if len(self._rows) * (len(values) or 1) >= SCALARS:
-            self._fold()
+        if len(self._rows) * (len(values) or 1) >= _CHUNK_SIZE:
+            self._stack_rows()
 
-    def _fold(self) -> None:
-        """Stacks the observations that have the same keys, all their values at once if those are alike."""
-        groups = _alike(self._rows, self._weights)
+    def _stack_rows(self) -> None:
+        # hot path: "the script's extensions": observations of the same keys are stacked at once if their values are alike
+        groups = _group_by_keys(self._rows, self._weights)
         self._rows, self._weights = [], []
         for keys, rows, weights in groups:
             values = list(chain.from_iterable(map(dict.values, rows)))
-            weighing = stacked(weights)
-            if self._add_table(keys, stacked(values), weighing):
+            weight_vector = _stack(weights)
+            if self._add_table(keys, _stack(values), weight_vector):
                 continue
-            for number, key in enumerate(keys):
-                column = values[number :: len(keys)]
-                if not self._add_table((key,), stacked(column), weighing):
-                    self._add_each(key, column, weights)
+            for index, key in enumerate(keys):
+                column = values[index :: len(keys)]
+                if not self._add_table((key,), _stack(column), weight_vector):
+                    self._add_column(key, column, weights)
 
-    def _add_table(self, keys: Keys, values: Tensor | None, weights: Tensor | None) -> bool:
-        """Adds rows of values, one of each key; false where there are none, because they are not alike."""
+    def _add_table(self, keys: _Keys, values: Tensor | None, weights: Tensor | None) -> bool:
+        """Add rows of values, one of each key; return False if they could not be stacked."""
         if values is None or weights is None:
             return False
         for key in keys:
-            self._of(key)
-        append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights))
+            self._summary_of(key)
+        _append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights))
         return True
 
-    def _add_each(self, key: str, column: list[Any], weights: list[Any]) -> None:
+    def _add_column(self, key: str, column: list[Any], weights: list[Any]) -> None:
         for value, weight in zip(column, weights, strict=True):
             if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
-                self._of(key).add(*value)
+                self._summary_of(key).add(*value)
             elif is_scalar(value):
-                self._of(key).add(value, weight)
+                self._summary_of(key).add(value, weight)
             elif is_metric(value):
                 self._metrics[key] = value
 
-    def _collect(self) -> dict[str, Summary]:
-        """The summary of each key, with all of its values."""
-        self._fold()
-        tables, self._tables = self._tables, {}
-        for keys, blocks in tables.items():
-            values, weights = on_host(blocks)
-            for key, column in zip(keys, values.unbind(1), strict=True):
-                self._of(key).add_block(column.contiguous(), weights)
-        return self._summaries
-
-    def _compute(self) -> dict[str, Summary]:
-        """The same at the end of the interval of the metrics: each gives one number and starts anew."""
-        summaries = self._collect()
-        metrics, self._metrics = self._metrics, {}
-        for key, metric in metrics.items():
-            for name, value in take(key, metric).items():
-                if is_scalar(value):
-                    self._of(name).add(value)
-        return summaries
-
-    def _of(self, key: str) -> Summary:
+    def _summary_of(self, key: str) -> Summary:
         if key not in self._summaries:
             self._summaries[key] = Summary()
         return self._summaries[key]
 
+    def _collect(self) -> dict[str, Summary]:
+        """Return the summary of each key, with all of its values but those of metrics."""
+        self._stack_rows()
+        tables, self._tables = self._tables, {}
+        for keys, chunks in tables.items():
+            values, weights = _to_host(chunks)
+            for key, column in zip(keys, values.unbind(1), strict=True):
+                self._summary_of(key)._add_chunk(column.contiguous(), weights)
+        return self._summaries
+
+    def _end_interval(self) -> dict[str, Summary]:
+        """Return the summary of each key, those of metrics included, which are computed and reset."""
+        summaries = self._collect()
+        metrics, self._metrics = self._metrics, {}
+        for key, metric in metrics.items():
+            value = metric.compute()
+            metric.reset()
+            values = {f"{key}/{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
+            for name, item in values.items():
+                if is_scalar(item):
+                    self._summary_of(name).add(item)
+        return summaries
+
     def compute_mean(self) -> dict[str, float]:
-        """The weighted mean of each key, in the order in which the keys were first seen."""
-        return {key: summary.compute_mean() for key, summary in self._compute().items()}
+        """Return the weighted mean of each key, in the order in which the keys were first added."""
+        return {key: summary.compute_mean() for key, summary in self._end_interval().items()}
 
     def make_statistics(self) -> dict[str, float]:
-        """The mean of each key as ``key`` and its standard deviation as ``key.std``."""
+        """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
         statistics: dict[str, float] = {}
-        for key, summary in self._compute().items():
+        for key, summary in self._end_interval().items():
             statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
         return statistics
 
-    def over(self, comm: Communicator) -> DictSummary:
-        """The summary of what has been added on all ranks. Metrics are computed, and start anew."""
-        self._compute()
-        return self if comm.size == 1 else self._gathered(comm)
+    def over_ranks(self, comm: Communicator) -> DictSummary:
+        """Return the summary of what has been added on all ranks. Metrics are computed and reset."""
+        self._end_interval()
+        return self if comm.size == 1 else self._gather(comm)
 
-    def _gathered(self, comm: Communicator) -> DictSummary:
+    def _gather(self, comm: Communicator) -> DictSummary:
         merged = DictSummary()
-        for rank in comm.gather_object({name: summary._numbers() for name, summary in self._collect().items()}):
-            for name, (values, weights) in rank.items():
-                merged._of(name).add_block(values, weights)
+        for chunks in comm.gather_object({key: summary._on_host() for key, summary in self._collect().items()}):
+            for key, (values, weights) in chunks.items():
+                merged._summary_of(key)._add_chunk(values, weights)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        self._fold()
-        saved, saving = self, isinstance(serializer, Serializer)
-        if saving:
-            warn_of_unsaved(self._metrics)
-            saved = self if serializer.comm.size == 1 else self._gathered(serializer.comm)
-        names: list[str] = serializer("names", list(saved._collect()))
-        if not saving:
+        """Save the numbers of all ranks, or load them into rank 0."""
+        self._stack_rows()
+        source, is_saving = self, isinstance(serializer, Serializer)
+        if is_saving:
+            _warn_of_unsaved(self._metrics)
+            source = self if serializer.comm.size == 1 else self._gather(serializer.comm)
+        keys: list[str] = serializer("names", list(source._collect()))
+        if not is_saving:
             self._rows, self._weights, self._tables, self._metrics = [], [], {}, {}
-            self._summaries = {name: Summary() for name in names}
-        for number, name in enumerate(names):  # by number: a name may hold slashes
-            saved._summaries[name].visit(serializer[str(number)])
+            self._summaries = {key: Summary() for key in keys}
+        for index, key in enumerate(keys):  # by index: a key may hold slashes
+            source._summaries[key]._visit(serializer[str(index)])
 
 
-def _alike(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[Keys, list[dict[str, Any]], list[Any]]]:
-    """Observations by their keys, with their weights."""
+def _group_by_keys(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[_Keys, list[dict[str, Any]], list[Any]]]:
+    """Return the observations that have the same keys, with their weights."""
     keys = list(map(tuple, rows))
     if keys and keys.count(keys[0]) == len(keys):  # nearly always
         return [(keys[0], rows, weights)]
-    groups: dict[Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
-    for own, row, weight in zip(keys, rows, weights, strict=True):
-        group = groups.setdefault(own, ([], []))
+    groups: dict[_Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
+    for row_keys, row, weight in zip(keys, rows, weights, strict=True):
+        group = groups.setdefault(row_keys, ([], []))
         group[0].append(row)
         group[1].append(weight)
-    return [(own, *group) for own, group in groups.items()]
+    return [(row_keys, *group) for row_keys, group in groups.items()]
 
 
-def _kept(number: Any) -> Tensor:
-    """One dimension: of a tensor as it was now, out of its graph and safe from a later change in place."""
+def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:
+    """Merge observations of one update: numbers by weighted mean, on their device; of anything else the last is kept.
+
+    Args:
+        observations: each with its weight (a number or a tensor without dimensions): of micro-batches or replicas.
+    """
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for values, _ in observations for key in values):
+        pairs = [(values[key], weight) for values, weight in observations if key in values]
+        if all(is_scalar(value) for value, _ in pairs):
+            merged[key], _ = _merge_scalars(pairs)
+        elif all(_is_weighted(value) for value, _ in pairs):
+            merged[key] = _merge_scalars([value for value, _ in pairs])
+        else:
+            merged[key] = pairs[-1][0]
+    return merged
+
+
+def _is_weighted(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
+
+
+def _merge_scalars(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return the weighted mean of pairs of value and weight, and the summed weight."""
+    # In float32 at least, in which a sum of products of half-precision values neither overflows nor loses the value.
+    pairs = [(v.float() if isinstance(v, Tensor) and v.dtype.itemsize < 4 else v, weight) for v, weight in pairs]
+    total = sum(weight for _, weight in pairs)
+    if not isinstance(total, Tensor) and total == 0:  # nothing counts: a plain mean, which weighs nothing later
+        return sum(value for value, _ in pairs) / len(pairs), total
+    return sum(value * weight for value, weight in pairs) / total, total
+
+
+# --- metrics ---
+
+_PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
+"""Types of most attributes of a module, which are not metrics."""
+
+
+def is_metric(value: Any) -> bool:
+    """Return True for an object that accumulates by itself, such as a metric of torchmetrics: ``compute``, ``reset``."""
+    return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
+
+
+@contextmanager
+def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
+    """Replace every metric that is an attribute of a submodule by a copy that starts anew, until the end of the context.
+
+    A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
+    to that interval and then end it.
+    """
+    found = [attribute for model in models for attribute in _metric_attributes(model)]
+    memo: dict[int, Any] = {}  # one for all, so that a metric under two names is one copy
+    copies = [copy.deepcopy(metric, memo) for _, _, metric in found]
+    try:
+        for (attributes, name, _), fresh in zip(found, copies, strict=True):
+            fresh.reset()
+            attributes[name] = fresh
+        yield
+    finally:
+        for attributes, name, metric in found:
+            attributes[name] = metric
+
+
+def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for module in model.modules():
+        for attributes in (vars(module), module._modules):
+            for name, value in attributes.items():
+                if type(value) not in _PLAIN and is_metric(value) and not _is_trained(value):
+                    yield attributes, name, value
+
+
+def _is_trained(value: Any) -> bool:
+    """Return True for a layer of the network that only happens to have methods of those names."""
+    return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
+
+
+def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
+    """Name the metrics whose state is not saved by their owner, a model for example."""
+    saved = (name for name, m in metrics.items() if serialize_method(m) is not None or (has_state(m) and m.state_dict()))
+    if unsaved := sorted(metrics.keys() - set(saved)):
+        warnings.warn(
+            f"this state lies inside the interval of the metrics {unsaved}, and what they have counted is not in it: a run "
+            "resumed from here computes them over the rest of the interval. Save where intervals end; or make the metric a "
+            "part of the model that saves its state: metric.persistent(True), or an nn.Module with buffers",
+            stacklevel=3,
+        )
+
+
+# --- scalars ---
+
+
+def is_scalar(value: Any) -> bool:
+    """Return True for what can be averaged: a real number, or an array or tensor without dimensions."""
+    ndim = getattr(value, "ndim", None)
+    if ndim is not None:
+        if isinstance(value, Tensor):
+            return ndim == 0 and not value.is_complex()
+        return bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
+    return isinstance(value, Real)
+
+
+def _check_weight(weight: Any) -> None:
+    if not is_scalar(weight):
+        raise ValueError(f"a weight is a single number, got {_describe(weight)}")
+
+
+def _describe(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+
+
+def _as_vector(number: Any) -> Tensor:
+    """Return a number as a tensor of one element, a copy out of its graph."""
     if isinstance(number, Tensor):
         return number.detach().clone().view(1)
     return torch.tensor([float(number)], dtype=torch.float64)
 
 
-def _check_weight(weight: Any) -> None:
-    if not is_scalar(weight):
-        raise ValueError(f"a weight is a single number, got {_shown(weight)}")
+def _stack(scalars: list[Any]) -> Tensor | None:
+    """Stack scalars: tensors on their device, Python numbers as float64; return ``None`` if they are not alike."""
+    if not scalars:
+        return None
+    types, first = set(map(type, scalars)), scalars[0]
+    if types <= {float, int}:
+        if scalars.count(first) == len(scalars):  # weights, nearly always
+            return torch.full((len(scalars),), float(first), dtype=torch.float64)
+        return torch.from_numpy(np.array(scalars, np.float64))
+    if types != {Tensor} or not is_scalar(first) or len({value.dtype for value in scalars}) > 1:
+        return None
+    try:
+        return torch.stack(scalars)
+    except RuntimeError:  # some have dimensions, or lie on another device
+        return None
 
 
-def _shown(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+def _empty() -> _Chunk:
+    return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+
+
+def _append(chunks: list[_Chunk], chunk: _Chunk) -> None:
+    """Add a chunk, and merge many into one, so that an interval of any length stays few objects."""
+    chunks.append(chunk)
+    if len(chunks) >= _MAX_CHUNKS:
+        chunks[:] = _merge(chunks)
+
+
+def _merge(chunks: list[_Chunk]) -> list[_Chunk]:
+    """Concatenate neighbours of the same dtypes and devices."""
+    groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
+    return [_concatenate(group) for _, group in groups]
+
+
+def _concatenate(chunks: Iterable[_Chunk]) -> _Chunk:
+    values, weights = zip(*chunks, strict=True)
+    return torch.cat(values), torch.cat(weights)
+
+
+def _to_host(chunks: list[_Chunk]) -> _Chunk:
+    """Concatenate all chunks in float64 on the host: the one place where a device is waited for."""
+    return _concatenate((v.cpu().to(torch.float64), w.cpu().to(torch.float64)) for v, w in _merge(chunks))
+
+
+def _sort_by_bits(values: Tensor, weights: Tensor) -> _Chunk:
+    """Sort numbers on the host, so that what is saved does not depend on which were stacked together."""
+    order = torch.from_numpy(np.lexsort([tensor.numpy().view(np.int64) for tensor in (weights, values)]))
+    return values[order], weights[order]
+
+
+def _mean_of(values: Tensor, weights: Tensor) -> float:
+    """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
+    total = exact_sum(weights.tolist())
+    if not total:
+        return math.nan
+    mean = exact_sum((values * weights).tolist()) / total
+    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
+    return min(max(mean, values.min().item()), values.max().item()) if math.isfinite(mean) else mean
+
+
+def exact_sum(numbers: list[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # past the largest float on the way, in this order, or infinities of both signs
+        if special := [number for number in numbers if not math.isfinite(number)]:
+            return sum(special)
+    from fractions import Fraction  # rarely needed, and an import of chainring shall be cheap
+
+    total = sum(map(Fraction, numbers))
+    try:
+        return float(total)
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._naming import unwrap
-from chainring.reporting._scalars import is_scalar
+from chainring.reporting.summary import is_scalar
 from chainring.training.updaters._optimizer_state import parameter_names
 
 if TYPE_CHECKING:

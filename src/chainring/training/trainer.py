@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._messages import announce_change, info
-from chainring.reporting._scalars import is_scalar
 from chainring.reporting.reporter import Reporter
+from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
 from chainring.training import _plan, _rehearsal
 from chainring.training._run import Run, visit_trigger

@@ -15,9 +15,8 @@ from chainring._naming import named_submodules
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.reporting._metrics import own_metrics
 from chainring.reporting.reporter import Reporter, report
-from chainring.reporting.summary import DictSummary
+from chainring.reporting.summary import DictSummary, fresh_metrics
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.updaters._forward import arguments, loss_and_weight
@@ -129,13 +128,13 @@ class Evaluator(Extension):
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
             self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
         summary = DictSummary()
-        with torch.no_grad(), _random.preserve_rng(), own_metrics(models), _evaluation_mode(models):
+        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), _evaluation_mode(models):
             for batch in iterator:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation):
                     weight = self._evaluate_batch(batch)
                 summary.add(observation, weight)
-            return summary.over(self._comm).compute_mean()
+            return summary.over_ranks(self._comm).compute_mean()
 
     def _evaluate_batch(self, batch: Any) -> Any:
         """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""

@@ -6,9 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from chainring._messages import OneTimeWarning
-from chainring.reporting._scalars import is_scalar, sum_of
 from chainring.reporting.reporter import report
-from chainring.reporting.summary import Summary
+from chainring.reporting.summary import Summary, exact_sum, is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import get_trigger
@@ -55,16 +54,16 @@ class MicroAverage(Extension):
         self._warning = OneTimeWarning()
 
     def observe(self, trainer: Trainer) -> None:
-        values = [trainer.observation.get(key) for key in self.keys]
+        values: list[Any] = [trainer.observation.get(key) for key in self.keys]
         if all(map(is_scalar, values)):
             for summary, value in zip(self._sums, values, strict=True):
                 summary.add(value)
 
     def __call__(self, trainer: Trainer) -> None:
-        values = [summary.over(trainer.comm).state_dict()["values"].tolist() for summary in self._sums]
+        values = [summary.over_ranks(trainer.comm).state_dict()["values"].tolist() for summary in self._sums]
         self._sums = Summary(), Summary()
         if values[0]:
-            numerator, denominator = map(sum_of, values)
+            numerator, denominator = map(exact_sum, values)
             report({self.result_key: numerator / denominator if denominator else math.nan})
             return
         self._warning.give(

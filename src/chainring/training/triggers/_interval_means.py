@@ -39,7 +39,7 @@ class IntervalMeans:
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        means = self._summary.over(trainer.comm).compute_mean()
+        means = self._summary.over_ranks(trainer.comm).compute_mean()
         self.reset()
         return means
 

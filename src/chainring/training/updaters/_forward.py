@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from chainring.reporting._scalars import is_scalar
 from chainring.reporting.reporter import current, report
+from chainring.reporting.summary import is_scalar
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -14,9 +14,8 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 
 from chainring._naming import named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples, to_device
-from chainring.reporting._metrics import is_metric
-from chainring.reporting._scalars import weighted_means
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
+from chainring.reporting.summary import is_metric, weighted_means
 from chainring.training.updaters._forward import arguments, check_call, check_loss, check_model_call, loss_and_weight
 from chainring.training.updaters.standard import StandardUpdater, count_examples, named_models, refuse_closures, require_main
 

@@ -20,8 +20,8 @@ from chainring._distributed.sharding import to_local
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
-from chainring.reporting._scalars import weighted_means
 from chainring.reporting.reporter import current_observation, report_scope
+from chainring.reporting.summary import weighted_means
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
 from chainring.training.updaters._compiled import Compiled, not_compiled
 from chainring.training.updaters._forward import (
