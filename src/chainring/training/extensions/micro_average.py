@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chainring._messages import OneTimeWarning
 from chainring.reporting.reporter import report
