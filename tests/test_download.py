@@ -24,11 +24,8 @@ class Mirror(ThreadingHTTPServer):
     def __init__(self, **files):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = files
-        self.asked = []  # the file and the range of each request
+        self.asked = []  # the file of each request
         self.cuts = []  # the bytes after which the next answers end
-        self.knows_ranges = True
-        self.shift = 0  # of the bytes it gives from those it was asked for
-        self.longest = len(CONTENT)  # bytes in an answer to a range
         self.chunked = False
         self.was_asked = threading.Event()
         self.may_answer = threading.Event()
@@ -43,23 +40,15 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        mirror, name, asked = self.server, self.path.removeprefix("/files/"), self.headers["Range"]
-        mirror.asked.append((name, asked))
+        mirror, name = self.server, self.path.removeprefix("/files/")
+        mirror.asked.append(name)
         mirror.was_asked.set()
         mirror.may_answer.wait(30)
         self.close_connection = True
         if name not in mirror.files:
             return self.send_error(404)
-        content = mirror.files[name]
-        ranged = asked is not None and mirror.knows_ranges
-        start = int(asked.removeprefix("bytes=").removesuffix("-")) if ranged else 0
-        if ranged and start >= len(content):
-            return self.send_error(416)
-        start += mirror.shift if ranged else 0
-        body = content[start : start + mirror.longest] if ranged else content
-        self.send_response(206 if ranged else 200)
-        if ranged:
-            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(content)}")
+        body = mirror.files[name]
+        self.send_response(200)
         if mirror.chunked:
             self.send_header("Transfer-Encoding", "chunked")
         else:
@@ -112,14 +101,9 @@ def source(*mirrors, **contents):
     return RemoteFiles("set", urls, {name: digest(content) for name, content in (contents or {"a": CONTENT}).items()})
 
 
-def leave_part(folder, content):
-    folder.mkdir(parents=True)
-    (folder / "a.part").write_bytes(content)
-
-
 def assert_complete(folder, content=CONTENT):
     assert (folder / "a").read_bytes() == content
-    assert not (folder / "a.part").exists()
+    assert not [path for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 
 def test_files_are_downloaded_once_and_again_when_damaged(serve, folder):
@@ -127,79 +111,31 @@ def test_files_are_downloaded_once_and_again_when_damaged(serve, folder):
     mirror = serve(a=CONTENT, b=OTHER)
     files = source(mirror, a=CONTENT, b=OTHER)
     assert files.download() == files.download() == {"a": folder / "a", "b": folder / "b"}
-    assert mirror.asked == [("a", None), ("b", None)]
+    assert mirror.asked == ["a", "b"]
     assert_complete(folder)
     (folder / "a").write_bytes(CONTENT[:-1] + b"?")
     files.download()
     assert_complete(folder)
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_cut_download_goes_on_where_it_stopped(serve, folder, chunked):
-    """The rest is asked for by its range, whether or not the server says how long the file is."""
+@pytest.mark.parametrize(("chunked", "says"), [(False, "cut after 1000 of 256000 bytes"), (True, "the connection was cut")])
+def test_a_cut_download_leaves_nothing_and_begins_again(serve, folder, chunked, says):
+    """A part of a file is never taken for the file, whether or not the server says how long that is."""
     mirror = serve(a=CONTENT)
-    mirror.cuts, mirror.chunked = [100_000, 50_000], chunked
-    source(mirror).download()
-    assert mirror.asked == [("a", None), ("a", "bytes=100000-"), ("a", "bytes=150000-")]
-    assert_complete(folder)
-
-
-def test_the_next_run_goes_on_where_the_last_one_gave_up(serve, folder):
-    """What came before the mirror failed for good is not asked for again."""
-    mirror = serve(a=CONTENT)
-    mirror.cuts = [1000] * 3
-    with pytest.raises(OSError, match="cut after 3000 of 256000 bytes"):
+    mirror.cuts, mirror.chunked = [1000], chunked
+    with pytest.raises(OSError, match=says):
         source(mirror).download()
-    assert not (folder / "a").exists()
+    assert [path.name for path in folder.iterdir()] == [".lock"]
     source(mirror).download()
-    assert mirror.asked[-1] == ("a", "bytes=3000-")
-    assert_complete(folder)
-
-
-def test_a_server_without_ranges_sends_the_file_anew(serve, folder):
-    """A whole file in answer to a range replaces the part."""
-    mirror = serve(a=CONTENT)
-    mirror.cuts, mirror.knows_ranges = [1000], False
-    source(mirror).download()
-    assert mirror.asked == [("a", None), ("a", "bytes=1000-")]
-    assert_complete(folder)
-
-
-@pytest.mark.parametrize(("shift", "longest", "second"), [(5, len(CONTENT), None), (0, 200_000, "bytes=201000-")])
-def test_a_server_may_send_something_else_than_the_range(serve, folder, shift, longest, second):
-    """Bytes from another place are not put behind the part; fewer than asked for are, and gone on from."""
-    mirror = serve(a=CONTENT)
-    mirror.shift, mirror.longest = shift, longest
-    leave_part(folder, CONTENT[:1000])
-    source(mirror).download()
-    assert mirror.asked == [("a", "bytes=1000-"), ("a", second)]
-    assert_complete(folder)
-
-
-@pytest.mark.parametrize("part", [OTHER, CONTENT + b"more", bytes(len(CONTENT))], ids=["other", "longer", "zeros"])
-def test_a_part_of_another_file_is_replaced(serve, folder, part):
-    """What a part does wrong costs one more request, not the file."""
-    mirror = serve(a=CONTENT)
-    leave_part(folder, part)
-    source(mirror).download()
-    assert mirror.asked == [("a", f"bytes={len(part)}-"), ("a", None)]
-    assert_complete(folder)
-
-
-def test_a_part_that_is_complete_needs_no_network(nowhere, folder):
-    """A process killed between the last byte and the rename has lost nothing."""
-    leave_part(folder, CONTENT)
-    source(nowhere).download()
     assert_complete(folder)
 
 
 def test_mirrors_are_tried_in_turn(serve, nowhere, folder):
-    """One is down, one lacks the file, one has another, one breaks off: the next goes on with what is right."""
+    """One is down, one lacks the file, one has another, one breaks off: the next is asked."""
     lacking, wrong, breaking, good = serve(), serve(a=OTHER), serve(a=CONTENT), serve(a=CONTENT)
-    breaking.cuts = [1000] * 3
+    breaking.cuts = [1000]
     source(nowhere, lacking, wrong, breaking, good).download()
-    assert [len(mirror.asked) for mirror in (lacking, wrong, breaking, good)] == [1, 1, 3, 1]
-    assert good.asked == [("a", "bytes=3000-")]
+    assert [len(mirror.asked) for mirror in (lacking, wrong, breaking, good)] == [1, 1, 1, 1]
     assert_complete(folder)
 
 
@@ -254,15 +190,15 @@ def test_two_at_once_download_once(serve, folder):
         assert looked.now.wait(30)
         mirror.may_answer.set()
         assert first.result(30) == second.result(30)
-    assert mirror.asked == [("a", None)]
+    assert mirror.asked == ["a"]
     assert_complete(folder)
 
 
 def test_an_error_of_the_own_disk_is_no_fault_of_the_mirror(serve, folder):
     """What cannot be written is said at once, by the error of the system."""
     mirrors = serve(a=CONTENT), serve(a=CONTENT)
-    (folder / "a.part").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError, match=r"a\.part"):
+    (folder / "a").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="could not be written"):
         source(*mirrors).download()
     assert [len(mirror.asked) for mirror in mirrors] == [1, 0]
 

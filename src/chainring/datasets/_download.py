@@ -6,20 +6,19 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from pathlib import Path
-from typing import cast
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from tqdm import tqdm
 
+from chainring._files import atomic_write
+
 _VARIABLE = "CHAINRING_DATASET_ROOT"
 _TIMEOUT = 30.0  # seconds without a byte
-_TRIES = 3  # of one mirror, if the connection is cut
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,8 @@ class RemoteFiles:
     def download(self) -> dict[str, Path]:
         """Download the files that are missing or damaged.
 
-        They are kept in ``$CHAINRING_DATASET_ROOT/<name>``, by default in ``~/.cache/chainring/<name>``. A download
-        that was cut continues where it stopped, also in the next process; of several processes one downloads and the
-        others wait. If all files are there they are only read.
+        They are kept in ``$CHAINRING_DATASET_ROOT/<name>``, by default in ``~/.cache/chainring/<name>``. Of several
+        processes one downloads and the others wait. If all files are there they are only read.
 
         Returns:
             The path of each file, by its name.
@@ -68,63 +66,46 @@ class RemoteFiles:
             OSError: no mirror gave a file; the message lists every file that is missing, where to put it and its
                 SHA-256. Or the directory cannot be written.
         """
-        directory = _root() / self.name
+        root = Path(os.environ.get(_VARIABLE) or "~/.cache/chainring").expanduser()
+        directory = root / self.name
         paths = {name: directory / name for name in self.sha256}
-        missing = self._missing(paths)
-        if missing:
-            with _lock(directory):
-                for name in self._missing(missing):  # another process may have downloaded some meanwhile
-                    self._download_file(name, paths)
+        if not self._missing(paths):
+            return paths
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = (directory / ".lock").open("ab")  # it stays: a new file of this name would not be locked
+        except OSError as error:
+            raise OSError(
+                f"datasets are kept in a directory that can be written, and {directory} cannot ({error}): set the "
+                f"environment variable {_VARIABLE} to another"
+            ) from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in self._missing(paths):  # another process may have downloaded some meanwhile
+                self._download_file(name, paths)
         return paths
 
-    def _missing(self, paths: Mapping[str, Path]) -> dict[str, Path]:
-        return {name: path for name, path in paths.items() if _sha256(path) != self.sha256[name]}
+    def _missing(self, paths: Mapping[str, Path]) -> list[str]:
+        return [name for name, path in paths.items() if _sha256(path) != self.sha256[name]]
 
     def _download_file(self, name: str, paths: Mapping[str, Path]) -> None:
-        partial = paths[name].with_name(f"{name}.part")
         failures = []
         for mirror in self.mirrors:
             url = f"{mirror.rstrip('/')}/{name}"
             try:
-                _complete(url, partial, self.sha256[name])
+                return _download(url, paths[name], self.sha256[name])
             except _MirrorError as error:
                 failures.append(f"  {url}: {error}")
-            else:
-                # No fsync: a file that a power cut tears has another SHA-256, and is downloaded again.
-                os.replace(partial, paths[name])
-                return
         raise OSError(
             f"{name} could not be downloaded:\n"
             + "\n".join(failures)
-            + "\nRun again when there is a network: it continues where this stopped. Or put these files there yourself:\n"
-            + "\n".join(f"  {path}  (SHA-256 {self.sha256[name]})" for name, path in self._missing(paths).items())
-            + f"\nTo keep datasets in another directory than {_root()}, set the environment variable {_VARIABLE}."
+            + "\nRun again when there is a network. Or put these files there yourself:\n"
+            + "\n".join(f"  {paths[name]}  (SHA-256 {self.sha256[name]})" for name in self._missing(paths))
+            + f"\nTo keep datasets in another directory, set the environment variable {_VARIABLE}."
         )
 
 
-def _root() -> Path:
-    return Path(os.environ.get(_VARIABLE) or "~/.cache/chainring").expanduser()
-
-
-@contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Make the directory, and lock it against other processes and threads; waits until it is free."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("ab")
-    except OSError as error:
-        raise OSError(
-            f"datasets are kept in a directory that can be written, and {directory} cannot ({error}): set the environment "
-            f"variable {_VARIABLE} to another"
-        ) from error
-    # The file stays: unlinked, it could be locked by one process while another locks a new one of the same name.
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file, or ``None`` if there is no file."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -132,29 +113,7 @@ def _sha256(path: Path) -> str | None:
 
 
 class _MirrorError(Exception):
-    """A mirror did not give the file; ``retry`` is true if another request may help."""
-
-    def __init__(self, reason: str, retry: bool) -> None:
-        super().__init__(reason)
-        self.retry = retry
-
-
-def _complete(url: str, partial: Path, sha256: str) -> None:
-    """Download what a partial file lacks, in a few requests, until it has the SHA-256."""
-    for tries_left in reversed(range(_TRIES)):
-        if _sha256(partial) == sha256:  # an earlier process was killed between the last byte and the rename
-            return
-        try:
-            resumed = _append(url, partial)
-            digest = _sha256(partial)
-            if digest == sha256:
-                return
-            partial.unlink()
-            # If it was resumed, its first half may be the wrong one, so the file is tried again from its first byte.
-            raise _MirrorError(f"this file has the SHA-256 {digest}", retry=resumed)
-        except _MirrorError as error:
-            if not (error.retry and tries_left):
-                raise
+    """A mirror did not give the file."""
 
 
 class _ProgressBar(tqdm):  # type: ignore[type-arg]
@@ -163,56 +122,28 @@ class _ProgressBar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0
 
 
-def _append(url: str, partial: Path) -> bool:
-    """Append the rest of a file to the partial one, or write the whole file; return whether it was resumed."""
-    start = partial.stat().st_size if partial.is_file() else 0
-    with _open(url, start, partial) as response:
-        missing = response.length  # None if the server does not say it
-        resumed = start > 0 and response.status == 206
-        if resumed:
-            content_range = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
-            if content_range is None or int(content_range[1]) != start:
-                partial.unlink()
-                raise _MirrorError(f"asked for the bytes from {start}, it sent others", retry=True)
-            if content_range[2] != "*":
-                missing = int(content_range[2]) - start
-        start = start if resumed else 0
-        total = None if missing is None else start + missing
-        with (
-            open(partial, "ab" if resumed else "wb", opener=_open_no_link) as file,
-            _ProgressBar(total=total, initial=start, desc=partial.stem, unit="B", unit_scale=True, disable=None) as bar,
-        ):
-            for chunk in _read_chunks(response):
-                file.write(chunk)
-                bar.update(len(chunk))
-            size = file.tell()
-    if total is not None and size < total:
-        raise _MirrorError(f"the connection was cut after {size} of {total} bytes", retry=True)
-    return resumed
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    """Open a file whose name is known beforehand, because the next process continues it; a link planted there fails."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def _open(url: str, start: int, partial: Path) -> HTTPResponse:
-    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})
+def _download(url: str, path: Path, sha256: str) -> None:
+    """Download a file; one that is cut or has another SHA-256 never takes the place of ``path``."""
     try:
-        return cast(HTTPResponse, urlopen(request, timeout=_TIMEOUT))
-    except HTTPError as error:
-        error.close()
-        if error.code == 416:  # the partial file is as long as the file or longer, and is not the file
-            partial.unlink()
-        raise _MirrorError(f"HTTP {error.code} {error.reason}", retry=error.code == 416) from error
+        response = urlopen(url, timeout=_TIMEOUT)
     except (OSError, HTTPException) as error:
-        raise _MirrorError(str(error.reason if isinstance(error, URLError) else error), retry=False) from error
-
-
-def _read_chunks(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the bytes as they come. Only reading is guarded: a full disk is not an error of the mirror."""
-    try:
-        while chunk := response.read1(1 << 16):  # read would drop what came just before a cut
-            yield chunk
-    except (OSError, HTTPException) as error:
-        raise _MirrorError(f"the connection was cut ({error})", retry=True) from error
+        if isinstance(error, HTTPError):
+            error.close()
+        raise _MirrorError(str(error)) from error
+    digest, total = hashlib.sha256(), response.length
+    bar = _ProgressBar(total=total, desc=path.name, unit="B", unit_scale=True, disable=None)
+    with response, bar, atomic_write(path) as file:
+        while True:
+            try:
+                chunk = response.read(1 << 16)
+            except (OSError, HTTPException) as error:  # only of reading: a full disk is not an error of the mirror
+                raise _MirrorError(f"the connection was cut ({error})") from error
+            if not chunk:
+                break
+            file.write(chunk)
+            digest.update(chunk)
+            bar.update(len(chunk))
+        if total is not None and file.tell() < total:
+            raise _MirrorError(f"the connection was cut after {file.tell()} of {total} bytes")
+        if digest.hexdigest() != sha256:
+            raise _MirrorError(f"this file has the SHA-256 {digest.hexdigest()}")
