@@ -28,17 +28,22 @@ if TYPE_CHECKING:
 class Shift(Extension):
     """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
+    A subclass defines `factor`, by which the initial value is multiplied, or `value` itself.
+
     State is the number of calls and, where ``init`` is ``None``, the value that the script had constructed. So a resumed
     run neither decays twice nor starts anew. If its script constructs another value, this is a changed setting, from
     which the shift is then computed.
 
     Args:
-        attr, init, optimizer: as for `ExponentialShift`.
+        attr, init, target, optimizer: as for `ExponentialShift`.
+        grows: True if the factor grows with the calls, False if it falls.
     """
 
     skip_on_resume = True
 
-    def __init__(self, attr: str, init: float | None, optimizer: OptimizerLike) -> None:
+    def __init__(
+        self, attr: str, init: float | None, optimizer: OptimizerLike, target: float | None = None, grows: bool = False
+    ) -> None:
         if not isinstance(attr, str):
             raise TypeError(f'attr is the name of a setting in param_groups, such as "lr"; got {attr!r}')
         if not (optimizer is None or isinstance(optimizer, str) or is_optimizer(optimizer)):
@@ -46,9 +51,13 @@ class Shift(Extension):
         self.attr = attr
         self.init = None if init is None else _check_number("init", init)
         self.optimizer = optimizer
-        self._target: Any = None  # the optimizer, from `initialize` on
+        self.target = None if target is None else _check_number("target", target)
+        self._grows = grows
+        self._live: Any = None  # the optimizer, from `initialize` on
         self._restored = False
         self._reset()
+        if self.init is not None:
+            self._check_target(self.init)
         if is_optimizer(optimizer):
             self._check_groups(optimizer)
             if self.init is None:
@@ -60,9 +69,19 @@ class Shift(Extension):
         self._constructed: list[Any] = []
         self._was_last: bool | None = None  # to set the attribute when the state was saved; None if the run had not started
 
+    def factor(self, calls: int) -> float:
+        """Return the factor of the initial value after so many calls."""
+        raise NotImplementedError(f"{type(self).__name__} must define factor(calls) or value(calls, init)")
+
     def value(self, calls: int, init: float) -> float:
         """Return the value of the attribute after so many calls."""
-        raise NotImplementedError(f"{type(self).__name__} must define value(calls, init)")
+        value = init * self.factor(calls) if init else init
+        if self.target is None or not init:
+            return value
+        return min(value, self.target) if self._rises(init) else max(value, self.target)
+
+    def _rises(self, init: float) -> bool:
+        return self._grows == (init > 0)
 
     def initialize(self, trainer: Trainer) -> None:
         optimizer = find_optimizer(trainer.updater, self.optimizer)
@@ -74,8 +93,8 @@ class Shift(Extension):
         is_changed = bool(constructed and self._constructed) and not are_equal(constructed, self._constructed)
         if self.init is None and (self._found is None or is_changed):
             self._found = self._common_value(constructed if is_changed else self._values(optimizer))
-        self._check_init(self._init)
-        self._target, self._constructed, self._restored = optimizer, constructed, False
+        self._check_target(self._init)
+        self._live, self._constructed, self._restored = optimizer, constructed, False
         if was_last is not False:  # otherwise another extension had set the attribute since, and its value was restored
             self._set_value()
 
@@ -85,7 +104,7 @@ class Shift(Extension):
 
     def _set_value(self) -> None:
         value = self.value(self._calls, self._init)
-        for group in self._target.param_groups:
+        for group in self._live.param_groups:
             set_value(group, self.attr, value)
 
     @property
@@ -120,57 +139,7 @@ class Shift(Extension):
             )
         return numbers[0]
 
-    def _check_init(self, init: float) -> None:
-        """Refuse an initial value that the other settings do not fit."""
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        was_last = self._was_last
-        if self._target is not None and isinstance(serializer, Serializer):
-            value = self.value(self._calls, self._init)
-            was_last = all(are_equal(current, value) for current in self._values(self._target))
-        attr = serializer("attr", self.attr)
-        self._calls = serializer("calls", self._calls)
-        self._found = serializer("found", self._found)
-        self._constructed = serializer("constructed", self._constructed)
-        was_last = serializer("was_last", was_last)
-        if not isinstance(serializer, Serializer):
-            self._target, self._restored, self._was_last = None, True, was_last
-            if attr != self.attr:  # settings are never state: what is known of another attribute says nothing
-                self._reset()
-
-
-class ScalingShift(Shift):
-    """``init`` times a factor that follows from the number of calls, up to a target.
-
-    Args:
-        attr, init, target, optimizer: as for `ExponentialShift`.
-        grows: True if the factor grows with the calls, False if it falls.
-    """
-
-    def __init__(self, attr: str, init: float | None, target: float | None, grows: bool, optimizer: OptimizerLike) -> None:
-        self.target = None if target is None else _check_number("target", target)
-        self._grows = grows
-        super().__init__(attr, init, optimizer)
-        if self.init is not None:
-            self._check_init(self.init)
-
-    def factor(self, calls: int) -> float:
-        """Return the factor of the initial value after so many calls."""
-        raise NotImplementedError(f"{type(self).__name__} must define factor(calls)")
-
-    def value(self, calls: int, init: float) -> float:
-        """Return the value of the attribute after so many calls."""
-        if not init:
-            return init
-        value = init * self.factor(calls)
-        if self.target is None:
-            return value
-        return min(value, self.target) if self._rises(init) else max(value, self.target)
-
-    def _rises(self, init: float) -> bool:
-        return self._grows == (init > 0)
-
-    def _check_init(self, init: float) -> None:
+    def _check_target(self, init: float) -> None:
         if self.target is None or not init:
             return
         rises = self._rises(init)
@@ -180,8 +149,23 @@ class ScalingShift(Shift):
                 f"comes to {self.target}; give a target on its way"
             )
 
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        was_last = self._was_last
+        if self._live is not None and isinstance(serializer, Serializer):
+            value = self.value(self._calls, self._init)
+            was_last = all(are_equal(current, value) for current in self._values(self._live))
+        attr = serializer("attr", self.attr)
+        self._calls = serializer("calls", self._calls)
+        self._found = serializer("found", self._found)
+        self._constructed = serializer("constructed", self._constructed)
+        was_last = serializer("was_last", was_last)
+        if not isinstance(serializer, Serializer):
+            self._live, self._restored, self._was_last = None, True, was_last
+            if attr != self.attr:  # settings are never state: what is known of another attribute says nothing
+                self._reset()
 
-class ExponentialShift(ScalingShift):
+
+class ExponentialShift(Shift):
     """Sets an attribute to ``init * rate ** calls``.
 
     Before the first update it is ``init``. With ``trigger=(1, "epoch")`` it is multiplied by ``rate`` after every epoch.
@@ -208,13 +192,13 @@ class ExponentialShift(ScalingShift):
         self, attr: str, rate: float, init: float | None = None, target: float | None = None, optimizer: OptimizerLike = None
     ) -> None:
         self.rate = _check_number("rate", rate, minimum=0)
-        super().__init__(attr, init, target, self.rate > 1, optimizer)
+        super().__init__(attr, init, optimizer, target, self.rate > 1)
 
     def factor(self, calls: int) -> float:
         return _power(self.rate, calls)
 
 
-class InverseShift(ScalingShift):
+class InverseShift(Shift):
     """Sets an attribute to ``init * (1 + gamma * calls) ** -power``.
 
     Before the first update it is ``init``.
@@ -243,7 +227,7 @@ class InverseShift(ScalingShift):
     ) -> None:
         self.gamma = _check_number("gamma", gamma, minimum=0)
         self.power = _check_number("power", power)
-        super().__init__(attr, init, target, self.power < 0, optimizer)
+        super().__init__(attr, init, optimizer, target, self.power < 0)
 
     def factor(self, calls: int) -> float:
         return _power(1 + self.gamma * calls, -self.power)
@@ -287,7 +271,7 @@ class LinearShift(Shift):
         return first + (calls - begin) / (end - begin) * (last - first)
 
 
-class MultistepShift(ScalingShift):
+class MultistepShift(Shift):
     """Sets an attribute to ``init * gamma ** n``, where n is the number of steps that have been reached.
 
     Before the first update it is ``init``; a step of 3 is reached by the third call.
@@ -314,13 +298,13 @@ class MultistepShift(ScalingShift):
         self.step_value = [_check_count("a step of step_value", step) for step in step_value]
         if self.step_value != sorted(self.step_value):
             raise ValueError(f"step_value ascends, got {self.step_value}; sort it")
-        super().__init__(attr, init, None, self.gamma > 1, optimizer)
+        super().__init__(attr, init, optimizer)
 
     def factor(self, calls: int) -> float:
         return _power(self.gamma, bisect_right(self.step_value, calls))
 
 
-class PolynomialShift(ScalingShift):
+class PolynomialShift(Shift):
     """Sets an attribute to ``init * max(1 - calls / max_count, 0) ** rate``.
 
     Before the first update it is ``init``; from call ``max_count`` on it is 0, or ``target``.
@@ -350,13 +334,13 @@ class PolynomialShift(ScalingShift):
     ) -> None:
         self.rate = _check_number("rate", rate, minimum=0)
         self.max_count = _check_count("max_count", max_count)
-        super().__init__(attr, init, target, False, optimizer)
+        super().__init__(attr, init, optimizer, target)
 
     def factor(self, calls: int) -> float:
         return float(max(1 - calls / self.max_count, 0) ** self.rate)
 
 
-class StepShift(ScalingShift):
+class StepShift(Shift):
     """Sets an attribute to ``init * gamma ** floor(calls / step)``.
 
     Before the first update it is ``init``.
@@ -385,7 +369,7 @@ class StepShift(ScalingShift):
     ) -> None:
         self.gamma = _check_number("gamma", gamma, minimum=0)
         self.step = _check_count("step", step)
-        super().__init__(attr, init, target, self.gamma > 1, optimizer)
+        super().__init__(attr, init, optimizer, target, self.gamma > 1)
 
     def factor(self, calls: int) -> float:
         return _power(self.gamma, calls // self.step)
