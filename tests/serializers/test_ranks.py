@@ -47,7 +47,7 @@ def part_of(rank):
 
 def writer(rank):
     tensors, places = part_of(rank)
-    return lambda place: _safetensors.write(place, tensors, places=places)
+    return lambda place: _safetensors.write(place, tensors, shard_offsets=places)
 
 
 def saved(store, writers=writer, at_rank_0=None):
@@ -118,7 +118,7 @@ def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
 
 def written(directory, number, tensors, places):
     path = directory / f"{number}.safetensors"
-    _safetensors.write(path, tensors, places=places)
+    _safetensors.write(path, tensors, shard_offsets=places)
     return path
 
 

@@ -219,5 +219,5 @@ HOSTILE = {
 def test_a_damaged_or_hostile_file_is_a_clear_error(path, kind):
     """A ValueError that names the file, without asking for the memory that a header claims."""
     path.write_bytes(HOSTILE[kind])
-    with pytest.raises(ValueError, match=r"a\.safetensors is damaged or no tensor file: .*\. Use another snapshot"):
+    with pytest.raises(ValueError, match=r"a\.safetensors is damaged or not a tensor file: .*\. Use another snapshot"):
         _safetensors.read(path)

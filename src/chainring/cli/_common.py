@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring.serializers._checkpoint import STATE
-from chainring.serializers._safetensors import is_of_pickle
+from chainring.serializers._safetensors import is_pickle
 from chainring.serializers._store import MANIFEST, CorruptError, Store
 
 _RUN = "run.json"
@@ -50,7 +50,7 @@ def describe_foreign_file(path: Path) -> str | None:
     """Return words for a file that Chainring neither writes nor opens; ``None`` if it may be a model's, sound or not."""
     if not path.is_file():
         return "neither a regular file nor a directory"
-    if is_of_pickle(path):
+    if is_pickle(path):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python: "
             "load it with torch.load(path, weights_only=True), and save the model with chainring.serializers.save"

@@ -1,4 +1,7 @@
-"""`save` and `load`: a model as one file, anything else as a directory; nothing is ever unpickled."""
+"""`save` and `load`, and the checkpoints that snapshots are: a model as one file, anything else as a directory.
+
+Nothing is ever unpickled.
+"""
 
 from __future__ import annotations
 
@@ -33,139 +36,22 @@ from chainring.serializers.base import (
     shard_like,
 )
 
-WriteResult = tuple[int, int] | str
-"""Size and checksum of a rank's file, or why there is none."""
-
-
-def rank_file_name(rank: int, size: int) -> str:
-    """What a rank's file is called."""
-    return f"rank{rank:05d}-of-{size:05d}.safetensors"
-
-
-def participate(comm: Communicator, write: WriteFile) -> None:
-    """Takes part in the snapshot that rank 0 commits.
-
-    Raises:
-        OSError: it is not committed; the error says which rank has failed and why.
-    """
-    place: str | None = comm.broadcast_object(None)
-    if place is not None:
-        comm.gather_object(_written(write, Path(place) / rank_file_name(comm.rank, comm.size)))
-    outcome: str | None = comm.broadcast_object(None)
-    if outcome is not None:
-        raise OSError(errno.EIO, outcome)
-
-
-def coordinate(
-    comm: Communicator, store: Store, name: str, write: WriteFile, files: Mapping[str, WriteFile], iteration: int, about: Any
-) -> None:
-    """Commits a snapshot with the files of all ranks; rank 0's call beside the `follow` of the others.
-
-    Raises:
-        OSError: a rank could not write, or the snapshot could not be published.
-    """
-    announced = False
-    votes: list[WriteResult] = []
-
-    def together(place: Path) -> tuple[int, int]:
-        nonlocal announced, votes
-        announced = True
-        comm.broadcast_object(str(place.parent))
-        votes = comm.gather_object(_written(write, place))
-        failed = [f"rank {rank}: {vote}" for rank, vote in enumerate(votes) if isinstance(vote, str)]
-        if failed:
-            raise OSError(errno.EIO, f"the snapshot could not be written by {'; '.join(failed)}")
-        return _numbers(votes[0])
-
-    def of(rank: int) -> WriteFile:
-        return lambda place: _numbers(votes[rank])
-
-    others = {rank_file_name(rank, comm.size): of(rank) for rank in range(1, comm.size)}
-    try:
-        store.commit(name, {rank_file_name(0, comm.size): together, **others, **files}, iteration, about)
-    except BaseException as error:
-        if not announced:
-            comm.broadcast_object(None)
-        comm.broadcast_object(f"{type(error).__name__}: {error}")
-        raise
-    comm.broadcast_object(None)
-
-
-def _written(write: WriteFile, place: Path) -> WriteResult:
-    try:
-        return write(place)
-    except BaseException as error:  # whatever it is, the others must not wait
-        return f"{type(error).__name__}: {error}"
-
-
-def _numbers(vote: WriteResult) -> tuple[int, int]:
-    assert not isinstance(vote, str)
-    return vote
-
-
-class _Part(NamedTuple):
-    tensor: Tensor
-    offsets: Sequence[int]
-    shape: Sequence[int]
-    path: Path
-
-
-def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
-    """The tensors of the files of a snapshot, each whole.
-
-    Raises:
-        CorruptError: parts of a tensor are missing, too many, or do not fit together.
-        ValueError: a file is damaged.
-    """
-    tensors: dict[str, Tensor] = {}
-    parts: dict[str, list[_Part]] = {}
-    for path in paths:
-        places = _safetensors.read_shard_offsets(path)
-        for name, tensor in _safetensors.read(path).items():
-            if name in places:
-                parts.setdefault(name, []).append(_Part(tensor, *places[name], path))
-            elif name in tensors:
-                raise CorruptError(f"{path} has {name!r}, which another file of the snapshot has too")
-            else:
-                tensors[name] = tensor
-    if both := parts.keys() & tensors.keys():
-        raise CorruptError(f"{min(both)!r} is saved whole and in parts")
-    return tensors | {name: _together(name, held) for name, held in parts.items()}
-
-
-def _together(name: str, parts: list[_Part]) -> Tensor:
-    first = parts[0]
-    covered = sum(part.tensor.numel() for part in parts)
-    fit = all(part.shape == first.shape and part.tensor.dtype == first.tensor.dtype and _is_inside(part) for part in parts)
-    if not fit or covered != math.prod(first.shape):  # checked first: the shape alone could ask for any memory
-        raise CorruptError(f"the parts of {name!r} in {[part.path.name for part in parts]} are not one whole")
-    # Every number is written over unless parts overlap, in which case some would be left: NaN says so, zero elsewhere.
-    full = torch.full(tuple(first.shape), math.nan if first.tensor.is_floating_point() else 0, dtype=first.tensor.dtype)
-    for part in parts:
-        full[_slices(part)] = part.tensor
-    return full
-
-
-def _slices(part: _Part) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(part.offsets, part.tensor.shape, strict=True))
-
-
-def _is_inside(part: _Part) -> bool:
-    sizes = tuple(part.tensor.shape)
-    return len(sizes) == len(part.offsets) == len(part.shape) and all(
-        0 <= start <= start + size <= whole for start, size, whole in zip(part.offsets, sizes, part.shape, strict=True)
-    )
-
-
 STATE = "state.json"
-TENSORS = "rank00000-of-00001.safetensors"
 _MODEL = "updater/model:"
+
+WriteResult = tuple[int, int] | str
+"""Size and CRC-32 of the file that a rank has written, or why it could not write it."""
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
-    """Saves the state of an object; what is there under that name is complete at every moment.
+    """Save the state of an object; what is there under that name is complete at every moment.
 
     A model of which each rank holds a part is saved whole; every rank calls this.
+
+    Example::
+
+        serializers.save("mlp.model", model)
+        serializers.load("mlp.model", model)
 
     Args:
         path: of a module the file, in the safetensors format, which replaces one that is there; of anything else a
@@ -187,78 +73,8 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     Checkpoint(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
 
 
-class Checkpoint:
-    """A state ready to be written: its tensors in one file, everything else as typed JSON.
-
-    Attributes:
-        tensors: the tensors of the state by name, not copied. Where they will change before `commit`, put copies here.
-        about: what the manifest says beside the files.
-
-    Raises:
-        TypeError: a value cannot be restored; the error names its path.
-    """
-
-    def __init__(self, state: StateCollector) -> None:
-        self._text, tensors = _values.encode(state.target)
-        self._referred, self._comm = state.referred, state.comm
-        chunks = {name: local_shard(tensor) for name, tensor in tensors.items() if is_sharded(tensor)}
-        plain = {name: tensor for name, tensor in tensors.items() if name not in chunks and self._comm.rank == 0}
-        own = {name: chunk for name, chunk in chunks.items() if chunk is not None}
-        self.is_sharded = bool(chunks)
-        self.tensors = {**plain, **{name: chunk.tensor for name, chunk in own.items()}}
-        self._places = {name: (chunk.offsets, chunk.shape) for name, chunk in own.items()}
-        self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
-        if (reason := _random.nondeterminism_reason()) is not None:
-            self.about["not bit-exact"] = reason
-
-    def commit(
-        self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None, comm: Any = None
-    ) -> None:
-        """Writes it into a store, see `Store.commit`; the files that it refers to are flushed first.
-
-        Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
-        """
-        for path in self._referred:
-            flush_file(path)
-
-        def write(place: Path) -> tuple[int, int]:
-            return _safetensors.write(place, self.tensors, places=self._places)
-
-        said = {**self.about, **(about or {})}
-        files: dict[str, WriteFile] = {STATE: lambda place: write_bytes(place, self._text)}
-        if not self.is_sharded or self._comm.size == 1:
-            if self._comm.rank == 0:
-                store.commit(name, {TENSORS: write, **files}, iteration, said)
-        elif self._comm.rank == 0:
-            coordinate(comm, store, name, write, files, iteration, said)
-        else:
-            participate(comm, write)
-
-
-def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
-    """The state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
-
-    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
-
-    Raises:
-        TypeError: the object has none.
-    """
-    serializer = StateCollector(directory)
-    serializer.comm = serializer.comm if comm is None else comm
-    method = serialize_method(obj)
-    if method is not None:
-        method(serializer)
-    elif is_module(obj):
-        save_module(serializer, unwrap(obj))
-    elif has_state(obj):
-        serializer("state_dict", obj.state_dict())
-    else:
-        raise TypeError(f"{type(obj).__name__} has no state to save: it needs serialize, or state_dict and load_state_dict")
-    return serializer
-
-
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
-    """Puts saved state into an object, after every byte has been verified.
+    """Load saved state into an object, after every byte has been verified.
 
     Args:
         path: what `save` or a snapshot wrote.
@@ -275,11 +91,11 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     """
     source = Path(path)
     if source.is_dir():
-        _put(read_state(source), obj, path_in_snapshot, strict, source.resolve())
+        _load_state(read_state(source), obj, path_in_snapshot, strict, source.resolve())
         return
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
-    if source.is_file() and _safetensors.is_of_pickle(source):
+    if source.is_file() and _safetensors.is_pickle(source):
         raise ValueError(
             f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
             "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
@@ -291,21 +107,149 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
             f"{source} holds a model, and a {type(obj).__name__} is continued from a snapshot directory; "
             "a model is loaded by load(path, model)"
         )
-    prefix = path_in_snapshot.strip("/").replace("/", ".")
-    part = {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
-    _load_tensors(obj, part if prefix else tensors, strict)
-
-
-def _load_tensors(module: Any, tensors: Mapping[str, Tensor], strict: bool) -> None:
-    """Puts the entries of a file into a model, whose own may stand below the prefixes of wrappers."""
-    own, clean = module.state_dict(), name_cleaner(module)
-    names = {clean(name): name for name in own}
+    if path_in_snapshot:
+        prefix = f"{path_in_snapshot.strip('/').replace('/', '.')}."
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    entries, clean = obj.state_dict(), name_cleaner(obj)
+    names = {clean(name): name for name in entries}  # the model's own may stand below the prefixes of wrappers
     found = {names.get(name, name): value for name, value in tensors.items()}
-    module.load_state_dict({name: shard_like(value, own.get(name)) for name, value in found.items()}, strict=strict)
+    obj.load_state_dict({name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict=strict)
+
+
+def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
+    """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
+
+    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
+
+    Raises:
+        TypeError: the object has no state.
+    """
+    serializer = StateCollector(directory)
+    serializer.comm = serializer.comm if comm is None else comm
+    method = serialize_method(obj)
+    if method is not None:
+        method(serializer)
+    elif is_module(obj):
+        save_module(serializer, unwrap(obj))
+    elif has_state(obj):
+        serializer("state_dict", obj.state_dict())
+    else:
+        raise TypeError(f"{type(obj).__name__} has no state to save: it needs serialize, or state_dict and load_state_dict")
+    return serializer
+
+
+class Checkpoint:
+    """A state ready to be written: its tensors in one file of each rank, everything else as typed JSON.
+
+    Attributes:
+        tensors: the tensors that this rank writes by name, not copied. Where they will change before `commit`, put copies
+            here.
+        is_sharded: True if the state has tensors of which each rank holds a part.
+        about: what the manifest says beside the files.
+
+    Raises:
+        TypeError: a value cannot be restored; the error names its path.
+    """
+
+    def __init__(self, state: StateCollector) -> None:
+        self._text, tensors = _values.encode(state.target)
+        self._referred, self._comm = state.referred, state.comm
+        sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
+        shards = {name: shard for name in sharded if (shard := local_shard(tensors[name])) is not None}
+        whole = {name: tensor for name, tensor in tensors.items() if name not in sharded and self._comm.rank == 0}
+        self.is_sharded = bool(sharded)
+        self.tensors = {**whole, **{name: shards[name].tensor for name in tensors if name in shards}}
+        self._offsets = {name: (shard.offsets, shard.shape) for name, shard in shards.items()}
+        self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
+        if (reason := _random.nondeterminism_reason()) is not None:
+            self.about["not bit-exact"] = reason
+
+    def commit(
+        self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None, comm: Any = None
+    ) -> None:
+        """Write it into a store, see `Store.commit`; the files to which it refers are flushed first.
+
+        Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
+        """
+        for path in self._referred:
+            flush_file(path)
+
+        def write(path: Path) -> tuple[int, int]:
+            return _safetensors.write(path, self.tensors, shard_offsets=self._offsets)
+
+        about = {**self.about, **(about or {})}
+        files: dict[str, WriteFile] = {STATE: lambda path: write_bytes(path, self._text)}
+        if not self.is_sharded or self._comm.size == 1:
+            if self._comm.rank == 0:
+                store.commit(name, {_rank_file(0, 1): write, **files}, iteration, about)
+        elif self._comm.rank == 0:
+            coordinate(comm, store, name, write, files, iteration, about)
+        else:
+            participate(comm, write)
+
+
+def coordinate(
+    comm: Communicator, store: Store, name: str, write: WriteFile, files: Mapping[str, WriteFile], iteration: int, about: Any
+) -> None:
+    """Commit a snapshot with the files of all ranks: the side of rank 0 of a two-phase commit, beside `participate`.
+
+    Raises:
+        OSError: a rank could not write, or the snapshot could not be published.
+    """
+    is_announced = False
+    results: list[WriteResult] = []
+
+    def write_all(path: Path) -> tuple[int, int]:
+        nonlocal is_announced, results
+        is_announced = True
+        comm.broadcast_object(str(path.parent))
+        results = comm.gather_object(_try_to_write(write, path))
+        failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
+        if failures:
+            raise OSError(errno.EIO, f"the snapshot could not be written by {'; '.join(failures)}")
+        return written_by(0)(path)
+
+    def written_by(rank: int) -> WriteFile:
+        return lambda path: results[rank]  # type: ignore[return-value]  # write_all has raised if it is a str
+
+    others = {_rank_file(rank, comm.size): written_by(rank) for rank in range(1, comm.size)}
+    try:
+        store.commit(name, {_rank_file(0, comm.size): write_all, **others, **files}, iteration, about)
+    except BaseException as error:
+        if not is_announced:
+            comm.broadcast_object(None)
+        comm.broadcast_object(f"{type(error).__name__}: {error}")
+        raise
+    comm.broadcast_object(None)
+
+
+def participate(comm: Communicator, write: WriteFile) -> None:
+    """Write this rank's file of the snapshot that rank 0 commits by `coordinate`.
+
+    Raises:
+        OSError: the snapshot is not committed; the error says which rank has failed and why.
+    """
+    directory: str | None = comm.broadcast_object(None)
+    if directory is not None:
+        comm.gather_object(_try_to_write(write, Path(directory) / _rank_file(comm.rank, comm.size)))
+    failure: str | None = comm.broadcast_object(None)
+    if failure is not None:
+        raise OSError(errno.EIO, failure)
+
+
+def _try_to_write(write: WriteFile, path: Path) -> WriteResult:
+    try:
+        return write(path)
+    except BaseException as error:  # whatever it is, the other ranks must not wait
+        return f"{type(error).__name__}: {error}"
+
+
+def _rank_file(rank: int, size: int) -> str:
+    return f"rank{rank:05d}-of-{size:05d}.safetensors"
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The flat state in a snapshot directory, verified.
+    """Return the flat state in a snapshot directory, verified.
 
     Raises:
         CorruptError: it is not what was written.
@@ -317,9 +261,9 @@ def read_state(directory: Path) -> dict[str, Any]:
     return _values.decode((directory / STATE).read_bytes(), tensors)
 
 
-def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path) -> None:
-    if part or is_module(obj):
-        prefix = f"{part.strip('/')}/" if part else model_prefix(state, source)
+def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source: Path) -> None:
+    if path or is_module(obj):
+        prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
@@ -331,14 +275,71 @@ def _put(state: dict[str, Any], obj: Any, part: str, strict: bool, source: Path)
         load_module(saved, unwrap(obj))
     elif method is not None:
         method(saved)
-    else:
-        if "state_dict" not in state:
-            raise ValueError(f"{source} holds no {type(obj).__name__}; `chainring inspect` lists what it has")
+    elif "state_dict" in state:
         obj.load_state_dict(saved("state_dict", None))
+    else:
+        raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
+
+
+class _SavedShard(NamedTuple):
+    tensor: Tensor
+    offsets: Sequence[int]
+    shape: Sequence[int]
+    path: Path
+
+    def is_inside(self) -> bool:
+        sizes = tuple(self.tensor.shape)
+        return len(sizes) == len(self.offsets) == len(self.shape) and all(
+            0 <= start <= start + size <= full for start, size, full in zip(self.offsets, sizes, self.shape, strict=True)
+        )
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
+    """Return the tensors of the files of a snapshot, each whole.
+
+    Raises:
+        CorruptError: shards of a tensor are missing, too many, or do not fit together.
+        ValueError: a file is damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, list[_SavedShard]] = {}
+    for path in paths:
+        offsets = _safetensors.read_shard_offsets(path)
+        for name, tensor in _safetensors.read(path).items():
+            if name in offsets:
+                shards.setdefault(name, []).append(_SavedShard(tensor, *offsets[name], path))
+            elif name in tensors:
+                raise CorruptError(f"{path} has {name!r}, which another file of the snapshot has too")
+            else:
+                tensors[name] = tensor
+    if both := shards.keys() & tensors.keys():
+        raise CorruptError(f"{min(both)!r} is saved whole and in shards")
+    return tensors | {name: _join(name, of_name) for name, of_name in shards.items()}
+
+
+def _join(name: str, shards: list[_SavedShard]) -> Tensor:
+    shape, dtype = tuple(shards[0].shape), shards[0].tensor.dtype
+    fit = all(tuple(shard.shape) == shape and shard.tensor.dtype == dtype and shard.is_inside() for shard in shards)
+    covered = sum(shard.tensor.numel() for shard in shards)
+    if not fit or covered != math.prod(shape):  # checked first: the shape alone could ask for any memory
+        raise CorruptError(f"the shards of {name!r} in {[shard.path.name for shard in shards]} do not make one tensor")
+    # Every number is written over unless shards overlap, in which case some would be left: NaN says so, zero elsewhere.
+    full = torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype)
+    for shard in shards:
+        full[shard.slices()] = shard.tensor
+    return full
+
+
+def is_module(obj: Any) -> bool:
+    """Return whether an object is a model, which is saved as one file."""
+    return hasattr(obj, "named_parameters") and has_state(obj) and not hasattr(obj, "serialize")
 
 
 def model_prefix(state: Mapping[str, Any], source: Path) -> str:
-    """The prefix of the only model in a snapshot, or of the main one; empty where there is none.
+    """Return the prefix of the only model in a snapshot, or of the main one; an empty one where there is no model.
 
     Raises:
         ValueError: there are several, and none is the main one.
@@ -351,16 +352,13 @@ def model_prefix(state: Mapping[str, Any], source: Path) -> str:
     return f"{_MODEL}{'main' if 'main' in names else names[0]}/"
 
 
-def is_module(obj: Any) -> bool:
-    """Whether an object is a model, which is saved as one file."""
-    return hasattr(obj, "named_parameters") and has_state(obj) and not hasattr(obj, "serialize")
-
-
 def module_tensors(module: Any) -> dict[str, Tensor]:
-    """The entries of a model's state, not copied. Where each rank holds parts of them, all call this, and all get the whole.
+    """Return the entries of a model's state, not copied.
+
+    Where each rank holds shards of them, all ranks call this, and all get the whole tensors.
 
     Raises:
-        TypeError: one of them is no tensor.
+        TypeError: one of them is not a tensor.
     """
     clean = name_cleaner(module)
     tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in module.state_dict().items()}
@@ -386,36 +384,37 @@ class StagingBuffers:
     memory is pinned, and the copies from there overlap.
     """
 
+    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; "chainring" in benchmarks/growth.py
+
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host, which are overwritten by the next call; tensors that share memory share it here too."""
+        """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
         copies: dict[str, Tensor] = {}
-        owners = find_aliases(tensors)
+        aliases = find_aliases(tensors)
         devices = set()
         for name, tensor in tensors.items():
-            owner = owners[name]
-            if owner == name:
+            first = aliases[name]
+            if first == name:
                 copies[name] = self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
                 devices.add(tensor.device)
             else:
-                copies[name] = copies[owner]
+                copies[name] = copies[first]
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        self._buffers = {name: copies[name] for name in set(owners.values())}
+        self._buffers = {name: copies[name] for name in set(aliases.values())}
         return copies
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._buffers.get(name)
-        if kept is not None and _layout(kept) == _layout(tensor):
-            return kept
-        fresh = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
-        if kept is not None and _layout(kept) == _layout(fresh):
-            return kept
-        pinned = tensor.device.type != "cpu"
-        return torch.empty_strided(fresh.shape, fresh.stride(), dtype=tensor.dtype, pin_memory=pinned)
+        buffer = self._buffers.get(name)
+        if buffer is not None and _layout(buffer) == _layout(tensor):
+            return buffer
+        like = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
+        if buffer is not None and _layout(buffer) == _layout(like):
+            return buffer
+        return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
@@ -430,7 +429,7 @@ class BackgroundWriter:
         self._running: Future[None] | None = None
 
     def start(self, call: Callable[[], None], after: Iterable[BackgroundWriter] = ()) -> None:
-        """Waits for the call before, and starts this one, which begins when those under way in ``after`` have ended.
+        """Wait for the call before, and start this one, which begins when those under way in ``after`` have ended.
 
         Raises:
             Exception: what the call before has raised.
@@ -448,11 +447,11 @@ class BackgroundWriter:
 
     @staticmethod
     def wait_for(others: Iterable[BackgroundWriter]) -> None:
-        """Waits until what is under way there has ended; if it has failed, it is raised there."""
+        """Wait until what is under way there has ended; if it has failed, it is raised there."""
         futures.wait(_running(others))
 
     def wait(self) -> None:
-        """Waits until nothing is running.
+        """Wait until nothing is running.
 
         Raises:
             Exception: what the last call has raised; once.
@@ -466,7 +465,7 @@ class BackgroundWriter:
                     self._running = None
 
     def close(self) -> None:
-        """Waits, and ends the thread.
+        """Wait, and end the thread.
 
         Raises:
             Exception: what the last call has raised.

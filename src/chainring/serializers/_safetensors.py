@@ -1,12 +1,12 @@
-"""Tensors in one safetensors file, written as a stream and checked as it goes.
+"""Tensors in one safetensors file, written as a stream whose checksum is computed on the way.
 
 The format is safetensors': eight bytes of header length, the header as JSON, then the tensors in row-major order. What it
-has no word for stands in the file's metadata under ``"chainring"``, as JSON from a tensor's name to its marks:
+has no word for stands in the file's metadata under ``"chainring"``, as JSON from a tensor's name to an entry:
 
     {"strides": [9, 1, 3]}      elements between neighbours of a dimension, if not those of row-major order
     {"dtype": "complex128"}     the dtype of which the stored numbers are a view
     {"same_as": "encoder/w"}    stored under that name only
-    {"offsets": [4, 0], "shape": [8, 2]}   where in a tensor of that shape it begins, of which it is a part
+    {"offsets": [4, 0], "shape": [8, 2]}   a shard: where it begins in a tensor of that shape
 
 Any other reader opens the file; it sees every value, but no strides, two float64 for a complex128, and a tied tensor once.
 """
@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from chainring._files import parse_strict
 from chainring.serializers.base import find_aliases
 
 CHUNK = 8 * 2**20  # bytes per write
 
-MARKS = "chainring"
-MAX_HEADER = 100_000_000  # bytes; safetensors refuses to read more
+_KEY = "chainring"
+_MAX_HEADER = 100_000_000  # bytes; safetensors refuses to read more
 _FORMAT_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -50,29 +51,28 @@ _NUMPY = {
 }
 """Dtypes that NumPy has too, without those that may be conjugated."""
 
-Marks = dict[str, dict[str, Any]]
-Place = tuple[Sequence[int], Sequence[int]]
-"""Where a part of a tensor begins in each dimension, and the shape of the whole."""
+Metadata = dict[str, dict[str, Any]]
+ShardOffsets = tuple[Sequence[int], Sequence[int]]
+"""Where a shard of a tensor begins in each dimension, and the shape of the whole tensor."""
 
 
 def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None = None,
-    places: Mapping[str, Place] | None = None,
+    shard_offsets: Mapping[str, ShardOffsets] | None = None,
 ) -> tuple[int, int]:
-    """Writes a new file and waits until the disk has it. Returns its size in bytes and its CRC-32.
+    """Write a new file and flush it to the disk; return its size in bytes and its CRC-32.
 
     No more than 8 MB are copied at a time. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
-    and a slice comes back dense; the same view of the same storage is written once. The directory is not synced. ``places``
-    are those of the tensors that are parts of larger ones.
+    and a slice comes back dense; the same view of the same storage is written once. The directory is not flushed.
 
     Raises:
         TypeError: a tensor whose dtype or layout the format lacks; the message names it.
         ValueError: a name or a key of ``metadata`` that the format or this module has taken.
         OSError: the file exists (it is left alone), or the disk failed (the part written is removed).
     """
-    header, stored = _prepare(tensors, metadata or {}, places or {})
+    header, stored = _prepare(tensors, metadata or {}, shard_offsets or {})
     with Path(path).open("xb") as file:
         try:
             size, crc = _stream(file, header, stored.values())
@@ -85,62 +85,66 @@ def write(
 
 
 def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a file, all or those of ``names``, in memory of their own on the CPU. Tied ones are one tensor again.
+    """Return the tensors of a file, all or those of ``names``, in memory of their own on the CPU. Tied ones are one again.
 
     Raises:
-        ValueError: the file is damaged, or no safetensors file.
+        ValueError: the file is damaged, or not a safetensors file.
         KeyError: ``names`` holds one that the file lacks.
     """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             stored = set(file.keys())
-            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
-            tied = {name: mark["same_as"] for name, mark in marks.items() if "same_as" in mark}
-            if marks.keys() - stored - tied.keys() or tied.keys() & stored or not stored.issuperset(tied.values()):
-                raise ValueError("its marks and its tensors disagree")
-            wanted = [*sorted(stored | tied.keys())] if names is None else list(names)
-            if missing := [name for name in wanted if name not in stored and name not in tied]:
+            metadata = _read_metadata(file)
+            aliases = {name: entry["same_as"] for name, entry in metadata.items() if "same_as" in entry}
+            if (
+                metadata.keys() - stored - aliases.keys()
+                or aliases.keys() & stored
+                or not stored.issuperset(aliases.values())
+            ):
+                raise ValueError("its metadata and its tensors disagree")
+            wanted = [*sorted(stored | aliases.keys())] if names is None else list(names)
+            if missing := [name for name in wanted if name not in stored and name not in aliases]:
                 raise KeyError(f"{path} has no tensor {missing[0]!r}; tensor files of a snapshot belong together")
             found: dict[str, torch.Tensor] = {}
-            for name in dict.fromkeys(tied.get(name, name) for name in wanted):
-                found[name] = _restored(file.get_tensor(name), marks.get(name, {}))
+            for name in dict.fromkeys(aliases.get(name, name) for name in wanted):
+                found[name] = _restore(file.get_tensor(name), metadata.get(name, {}))
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or no tensor file: {error}. Use another snapshot") from error
-    return {name: found[tied.get(name, name)] for name in wanted}
+        raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
+    return {name: found[aliases.get(name, name)] for name in wanted}
 
 
-def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, Place]:
-    """Of each tensor of a file that is a part of a larger one, where it belongs.
+def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, ShardOffsets]:
+    """Return for each tensor of a file that is a shard of a larger one where it belongs.
 
     Raises:
-        ValueError: the file is damaged, or no safetensors file.
+        ValueError: the file is damaged, or not a safetensors file.
     """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            marks = _parsed((file.metadata() or {}).get(MARKS, "{}"))
-            found = {name: (mark["offsets"], mark["shape"]) for name, mark in marks.items() if "offsets" in mark}
+            metadata = _read_metadata(file)
+            found = {name: (entry["offsets"], entry["shape"]) for name, entry in metadata.items() if "offsets" in entry}
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is damaged or no tensor file: {error}. Use another snapshot") from error
-    if not all(type(number) is int for place in found.values() for part in place for number in part):
-        raise ValueError(f"{path} is damaged: a place is given by integers. Use another snapshot")
+        raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
+    if not all(type(size) is int for offsets_and_shape in found.values() for sizes in offsets_and_shape for size in sizes):
+        raise ValueError(f"{path} is damaged: offsets and shapes are integers. Use another snapshot")
     return found
 
 
 def _prepare(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Mapping[str, Place]
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], shard_offsets: Mapping[str, ShardOffsets]
 ) -> tuple[bytes, dict[str, torch.Tensor]]:
     """Return the header of a file, and the tensors to store in the order of the file."""
     for name, tensor in tensors.items():
         _check(name, tensor)
-    marks, stored = _marked(tensors)
-    for name, (offsets, shape) in places.items():
-        marks.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
-    return _header(stored, marks, metadata), stored
+    entries, stored = _describe(tensors)
+    for name, (offsets, shape) in shard_offsets.items():
+        entries.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
+    return _header(stored, entries, metadata), stored
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
     if name == "__metadata__" or not isinstance(name, str):
-        raise ValueError(f"{name!r} is no name for a tensor in a safetensors file; give it another")
+        raise ValueError(f"{name!r} cannot name a tensor in a safetensors file; give it another")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"{name}: a tensor file holds plain tensors, not {type(tensor).__name__}; write what it wraps")
     if tensor.layout is not torch.strided or tensor.is_meta:
@@ -151,44 +155,43 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: safetensors has no {tensor.dtype}; convert it to a dtype that holds its values")
 
 
-def _marked(tensors: Mapping[str, torch.Tensor]) -> tuple[Marks, dict[str, torch.Tensor]]:
-    """What the format cannot say, by name, and the tensors to store in the order of the file."""
-    marks: Marks = {}
+def _describe(tensors: Mapping[str, torch.Tensor]) -> tuple[Metadata, dict[str, torch.Tensor]]:
+    """Return by name what the format cannot say, and the tensors to store in the order of the file."""
+    metadata: Metadata = {}
     stored: dict[str, torch.Tensor] = {}
-    owners = find_aliases(tensors)
+    aliases = find_aliases(tensors)
     for name, tensor in tensors.items():
-        if owners[name] != name and tensor.numel():
-            marks[name] = {"same_as": owners[name]}
+        if aliases[name] != name and tensor.numel():
+            metadata[name] = {"same_as": aliases[name]}
             continue
         stored[name] = tensor.detach() if tensor.requires_grad else tensor
-        mark: dict[str, Any] = {}
+        entry: dict[str, Any] = {}
         if tensor.stride() != _row_major(tensor.shape):
             strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
             if strides != _row_major(tensor.shape):
-                mark["strides"] = strides
+                entry["strides"] = strides
         if tensor.dtype in _VIEWS:
-            mark["dtype"] = str(tensor.dtype).removeprefix("torch.")
-        if mark:
-            marks[name] = mark
+            entry["dtype"] = str(tensor.dtype).removeprefix("torch.")
+        if entry:
+            metadata[name] = entry
     # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
-    return marks, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+    return metadata, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of that shape."""
+    """Return the strides of a new tensor of that shape."""
     strides = [1]
     for size in shape[:0:-1]:
         strides.append(strides[-1] * (size or 1))
     return tuple(strides[::-1]) if shape else ()
 
 
-def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[str, str]) -> bytes:
-    if MARKS in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError(f"metadata maps str to str and leaves the key {MARKS!r} to this module, unlike {metadata!r:.200}")
+def _header(stored: Mapping[str, torch.Tensor], entries: Metadata, metadata: Mapping[str, str]) -> bytes:
+    if _KEY in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
+        raise ValueError(f"metadata maps str to str and leaves the key {_KEY!r} to this module, unlike {metadata!r:.200}")
     header: dict[str, Any] = {}
-    notes = {**metadata, MARKS: json.dumps(marks)} if marks else dict(metadata)
-    if notes:
-        header["__metadata__"] = notes
+    if texts := {**metadata, _KEY: json.dumps(entries)} if entries else dict(metadata):
+        header["__metadata__"] = texts
     start = 0
     for name, tensor in stored.items():
         end = start + tensor.numel() * tensor.itemsize
@@ -198,9 +201,9 @@ def _header(stored: Mapping[str, torch.Tensor], marks: Marks, metadata: Mapping[
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
+    if len(text) > _MAX_HEADER:
         raise ValueError(
-            f"a header of {len(text)} bytes is more than the {MAX_HEADER} that safetensors reads: write two files"
+            f"a header of {len(text)} bytes is more than the {_MAX_HEADER} that safetensors reads: write two files"
         )
     return len(text).to_bytes(8, "little") + text
 
@@ -217,7 +220,8 @@ def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> t
 
 
 def _contents(tensor: torch.Tensor) -> Iterator[Any]:
-    """Buffers of bytes, at most `CHUNK` each, which are ``tensor`` in row-major order."""
+    """Yield buffers of at most `CHUNK` bytes, which are ``tensor`` in row-major order."""
+    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py
     if tensor.dtype in _NUMPY and tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
         # Through NumPy: each operation of torch would hand Python's lock to the training and wait to have it back.
         content = tensor.numpy().reshape(-1).view(np.uint8)
@@ -228,7 +232,7 @@ def _contents(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """One-dimensional pieces of at most `CHUNK` bytes, which are ``tensor`` in row-major order."""
+    """Yield one-dimensional tensors of at most `CHUNK` bytes, which are ``tensor`` in row-major order."""
     size = tensor.numel() * tensor.itemsize
     if size == 0:
         return
@@ -238,42 +242,39 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from torch.split(tensor.reshape(-1), CHUNK // tensor.itemsize)
     else:
         rows = len(tensor) * CHUNK // size
-        for part in torch.split(tensor, rows) if rows > 1 else tensor:
-            yield from _chunks(part)
+        for block in torch.split(tensor, rows) if rows > 1 else tensor:
+            yield from _chunks(block)
 
 
-def _parsed(text: str) -> Marks:
-    """The marks of a file that may come from anywhere."""
-    try:
-        marks = json.loads(text)
-    except RecursionError:
-        raise ValueError("its marks are nested too deep") from None
-    kinds = {"strides": list, "dtype": str, "same_as": str, "offsets": list, "shape": list}
-    if not isinstance(marks, dict) or not all(
-        isinstance(mark, dict) and all(type(value) is kinds.get(key) for key, value in mark.items())
-        for mark in marks.values()
+def _read_metadata(file: Any) -> Metadata:
+    """Return what a file, which may come from anywhere, says of its tensors beyond the format."""
+    metadata = parse_strict((file.metadata() or {}).get(_KEY, "{}").encode())
+    types = {"strides": list, "dtype": str, "same_as": str, "offsets": list, "shape": list}
+    if not isinstance(metadata, dict) or not all(
+        isinstance(entry, dict) and all(type(value) is types.get(key) for key, value in entry.items())
+        for entry in metadata.values()
     ):
-        raise ValueError("its marks are not those of this version")
-    return marks
+        raise ValueError("its metadata is not that of this version")
+    return metadata
 
 
-def _restored(stored: torch.Tensor, mark: Mapping[str, Any]) -> torch.Tensor:
-    """A copy with the dtype and strides that ``mark`` names; ``stored`` lies in the file."""
-    if "dtype" in mark:
-        dtype = _VIEW_NAMES.get(mark["dtype"])
+def _restore(stored: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
+    """Return a copy with the dtype and strides that ``entry`` names; ``stored`` lies in the file."""
+    if "dtype" in entry:
+        dtype = _VIEW_NAMES.get(entry["dtype"])
         if dtype is None or _VIEWS[dtype] is not stored.dtype or (dtype.is_complex and stored.shape[-1:] != (2,)):
-            raise ValueError(f"{stored.dtype} of shape {list(stored.shape)} cannot be a view of {mark['dtype']!r:.40}")
+            raise ValueError(f"{stored.dtype} of shape {list(stored.shape)} cannot be a view of {entry['dtype']!r:.40}")
         stored = stored.clone()  # a complex128 needs 16 bytes of alignment, in the file it has 8
         stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
-    if "strides" not in mark:
+    if "strides" not in entry:
         return stored.clone(memory_format=torch.contiguous_format)
-    if not _is_dense(stored.shape, mark["strides"]):
-        raise ValueError(f"strides {mark['strides']!r:.80} do not fit shape {list(stored.shape)}")
-    return torch.empty_strided(stored.shape, mark["strides"], dtype=stored.dtype).copy_(stored)
+    if not _is_dense(stored.shape, entry["strides"]):
+        raise ValueError(f"strides {entry['strides']!r:.80} do not fit shape {list(stored.shape)}")
+    return torch.empty_strided(stored.shape, entry["strides"], dtype=stored.dtype).copy_(stored)
 
 
 def _is_dense(shape: Iterable[int], strides: list[Any]) -> bool:
-    """Whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
+    """Return whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
     sizes = list(shape)
     if len(sizes) != len(strides) or not all(type(stride) is int and 0 <= stride < 2**62 for stride in strides):
         return False
@@ -288,7 +289,7 @@ def _is_dense(shape: Iterable[int], strides: list[Any]) -> bool:
     return True
 
 
-_SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
+_CHECKSUM = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
 _WRITER = re.compile(rb'"writer":"chainring"')
 
 
@@ -304,31 +305,33 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     Raises:
         TypeError, ValueError, OSError: as for `write`.
     """
-    header, stored = _prepare(tensors, {"writer": MARKS, "crc32": "00000000"}, {})
+    header, stored = _prepare(tensors, {"writer": _KEY, "crc32": "00000000"}, {})
     _, crc = _stream(file, header, stored.values())
-    found = _SEAL.search(header)
+    found = _CHECKSUM.search(header)
     assert found is not None
     file.seek(found.start(1))
     file.write(b"%08x" % crc)
 
 
 def verify_checksum(path: str | os.PathLike[str]) -> bool:
-    """Compares a file that `write_sealed` wrote with its checksum. One of another writer has none: then it is false.
+    """Compare a file with the checksum that `write_with_checksum` wrote; return whether it has one.
 
     Raises:
-        ValueError: the file is not what was written, or no file: to open a pipe would be to wait for ever.
+        ValueError: the file is not what was written, or not a regular file.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"{path} is no plain file; give the path of a model's file")
+    if not Path(path).is_file():  # to open a pipe would be to wait for ever
+        raise ValueError(f"{path} is not a regular file; give the path of a model's file")
     with Path(path).open("rb") as file:
-        header = bytearray(file.read(_length_of_header(file)))
-        seal = _SEAL.search(header)
-        if seal is None and not _WRITER.search(header):
+        header_size = 8 + min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
+        file.seek(0)
+        header = bytearray(file.read(header_size))
+        found = _CHECKSUM.search(header)
+        if found is None and not _WRITER.search(header):
             return False
         crc, written = 0, b""
-        if seal is not None:
-            written = bytes(seal.group(1))
-            header[slice(*seal.span(1))] = b"00000000"
+        if found is not None:
+            written = bytes(found.group(1))
+            header[slice(*found.span(1))] = b"00000000"
             crc = zlib.crc32(header)
             while chunk := file.read(CHUNK):
                 crc = zlib.crc32(chunk, crc)
@@ -337,15 +340,8 @@ def verify_checksum(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def is_of_pickle(path: Path) -> bool:
-    """Whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, and not as safetensors."""
+def is_pickle(path: Path) -> bool:
+    """Return whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, not as safetensors."""
     with path.open("rb") as file:
         start = file.read(9)
     return start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{"
-
-
-def _length_of_header(file: BinaryIO) -> int:
-    """The bytes up to the first tensor, as far as the file says and holds them; the position is put back."""
-    claimed = int.from_bytes(file.read(8), "little")
-    file.seek(0)
-    return 8 + min(claimed, MAX_HEADER)
