@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,13 @@ def to_device(device: Device, x: Any) -> Any:
         TypeError: ``device`` is not a device.
     """
     return _move(as_device(device), x)
+
+
+def device_scope(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context in which tensors that are made on "cuda" without an index are made on this device."""
+    if device is None or device.index is None or device.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def as_device(device: Device) -> torch.device | None:

@@ -43,7 +43,11 @@ class OnlyWrites:
 
 REFUSED = {
     # updaters
-    "no parts": (ValueError, "accumulate counts the parts of an update, at least 1, got 0", lambda: updater(accumulate=0)),
+    "no micro-batches": (
+        ValueError,
+        "accumulate is the number of micro-batches in an update, at least 1, got 0",
+        lambda: updater(accumulate=0),
+    ),
     "a precision": (ValueError, 'precision is "fp32", "bf16" or "fp16", got \'fp64\'', lambda: updater(precision="fp64")),
     "a callback": (
         TypeError,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
-from chainring.converters import Device, to_device
+from chainring.converters import Device, device_scope, to_device
 from chainring.parallel.scatter import as_devices, count_rows, join, map_structure, part_sizes, scatter
 from chainring.reporting.reporter import current_observation, report_scope
-from chainring.reporting.summary import is_scalar, weighted_means
+from chainring.reporting.summary import is_scalar, merge_observations
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments and keywords."""
@@ -83,13 +83,12 @@ class DataParallel(nn.Module):
         # Accelerators compute on while the next replica is started.
         runs = zip(self._replicas(len(calls)), self.devices, calls, observations, strict=False)
         for replica, device, call, observation in runs:
-            with report_scope(observation) if outer is not None else nullcontext(), _current(device):
+            with report_scope(observation) if outer is not None else nullcontext(), device_scope(device):
                 outputs.append(replica(*call))
         given = _given_weights(outputs)
         weights = sizes if given is None else [to_device(self.output_device, weight) for weight in given]
         if outer is not None:
-            seen = [{key: self._beside(value) for key, value in own.items()} for own in observations]
-            outer.update(weighted_means(list(zip(seen, weights, strict=True))))
+            outer.update(merge_observations(observations, weights, self.output_device))
         gathered = map_structure(partial(self._join, weights), outputs, "outputs")
         if given is not None:
             gathered["weight"] = sum(weights)
@@ -118,10 +117,6 @@ class DataParallel(nn.Module):
 
     def _moved(self, leaves: Sequence[Any], where: str) -> Any:
         return leaves[0].to(self.output_device) if isinstance(leaves[0], Tensor) else leaves[0]
-
-    def _beside(self, value: Any) -> Any:
-        """A reported value where those of the other replicas are, so that they can be averaged."""
-        return to_device(self.output_device, value) if isinstance(value, (Tensor, tuple)) else value
 
     def _check_home(self) -> None:
         home = self.devices[0]
@@ -175,11 +170,6 @@ def _call(part: Mapping[Any, Any], positional: int) -> _Call:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return itertools.chain(module.parameters(), module.buffers())
-
-
-def _current(device: torch.device) -> Any:
-    """Inside, what a forward makes on "cuda" without a number is made on this device."""
-    return nullcontext() if device.index is None or device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
 def _is_mean(value: Any) -> bool:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
+from chainring.converters import to_device
 from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
 
 _CHUNK_SIZE = 256
@@ -279,6 +280,32 @@ def _merge_scalars(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 
 _PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
 """Types of most attributes of a module, which are not metrics."""
+
+
+def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence[Any], device: Any) -> dict[str, Any]:
+    """Merge what replicas of a model on several devices reported: numbers by weighted mean, of all else the last.
+
+    Args:
+        observations: one for each replica.
+        weights: a number or a tensor without dimensions for each replica.
+        device: where the means are computed.
+
+    Raises:
+        TypeError: each replica has reported a metric of its own, which has counted a share of the batch.
+    """
+    if len(observations) == 1:
+        return observations[0]
+    moved = [
+        {key: to_device(device, value) if isinstance(value, (Tensor, tuple)) else value for key, value in values.items()}
+        for values in observations
+    ]
+    for key in dict.fromkeys(key for values in moved for key in values):
+        if len({id(values[key]) for values in moved if is_metric(values.get(key))}) > 1:
+            raise TypeError(
+                f"{key!r} is a metric of which each replica has its own, and each has counted a part of the batch; report "
+                "the metric's value of the batch, which is averaged, or keep one metric outside the model, for all replicas"
+            )
+    return weighted_means(list(zip(moved, weights, strict=True)))
 
 
 def is_metric(value: Any) -> bool:

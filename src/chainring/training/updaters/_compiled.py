@@ -1,4 +1,4 @@
-"""A whole update as one compiled function: loss, gradients and steps, with what is reported on the way."""
+"""A whole update as one compiled function: loss, gradients and steps, with the values reported on the way."""
 
 from __future__ import annotations
 
@@ -15,47 +15,40 @@ from torch.optim import Optimizer
 from chainring.reporting.reporter import current
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
-from chainring.training.updaters._precision import Full
+from chainring.training.updaters._gradients import list_parameters
+from chainring.training.updaters._precision import Precision
 
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
 
 
-def not_compiled(reason: str) -> None:
-    """Says once why updates run without compilation."""
-    warnings.warn(
-        f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
-        stacklevel=2,
-    )
-
-
-class HookError(RuntimeError):
-    """Something is called inside autograd that a compiled function does not call."""
-
-
-class Compiled:
-    """Computes updates by ``torch.compile``, and eagerly from where that cannot be done.
+class CompiledUpdate:
+    """Computes updates by ``torch.compile``, and eagerly after that has failed.
 
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
     has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
 
     Args:
-        eagerly: computes an update from a batch of inputs as it is, and returns its weight.
-        answer: the model, or its loss function: called with the inputs.
+        eagerly: computes an update from a converted batch without compilation, and returns its weight.
+        forward: the model, or its loss function: called with the inputs.
         precision: of the forward.
         optimizers: those that step.
     """
 
     def __init__(
-        self, eagerly: Callable[[Any], Any], answer: Callable[..., Any], precision: Full, optimizers: Sequence[Optimizer]
+        self,
+        eagerly: Callable[[Any], Any],
+        forward: Callable[..., Any],
+        precision: Precision,
+        optimizers: Sequence[Optimizer],
     ) -> None:
         self._eagerly = eagerly
         self._is_eager = False
         self._optimizers = list(optimizers)
-        self._parameters = _parameters(self._groups())
-        self._rates: list[_Rate] = []
+        self._parameters = list_parameters(self._optimizers)
+        self._learning_rates: list[_LearningRate] = []
         self._device = self._parameters[0].device
         self._compute = torch.compile(
-            partial(_update, answer, precision, self._parameters, self._optimizers),
+            partial(_update, forward, precision, self._parameters, self._optimizers),
             fullgraph=True,
             dynamic=False,
             options={"fallback_random": True, "triton.cudagraphs": self._device.type == "cuda"},
@@ -63,9 +56,9 @@ class Compiled:
         )
 
     def __call__(self, inputs: Any) -> Any:
-        """Computes an update and returns its weight, ``None`` if none came with the loss."""
+        """Compute an update and return its weight, ``None`` if none came with the loss."""
         reporter = current.reporter
-        if self._is_eager or (reporter is not None and reporter.watchers):  # who watches looks at the graph of autograd
+        if self._is_eager or (reporter is not None and reporter.watchers):  # watchers look at the graph of autograd
             return self._eagerly(inputs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 
@@ -77,35 +70,32 @@ class Compiled:
             except Unsupported:  # it is compiled for the first time, or anew, and differentiates
                 with torch._dynamo.config.patch(trace_autograd_ops=True):
                     weight = self._compute(steps, inputs)
-        except (TorchDynamoException, FailOnRecompileLimitHit, HookError) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, _HookError) as error:
             self._is_eager = True
-            not_compiled(_first_line(error))
+            warn_not_compiled(_first_line(error))
         finally:
-            for rate in self._rates:
+            for rate in self._learning_rates:
                 rate.to_number()
         if self._is_eager:
             return self._eagerly(inputs)
         for optimizer in self._optimizers:
             if steps:
-                vars(optimizer)["_opt_called"] = True  # as its step notes for schedulers of torch, which ask
+                vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
             else:
                 optimizer.step()
-        if self._device.type == "cuda":  # what a captured graph gives lies where its next run writes
+        if self._device.type == "cuda":  # the next run of a captured graph overwrites its outputs
             weight = _copied(weight)
             if reporter is not None:
                 reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
         return weight
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
     def _prepare(self) -> None:
-        """Learning rates as tensors, and tensors for the gradients: a compiled function writes into what is there."""
-        groups = self._groups()
-        if len(groups) != len(self._rates):
-            self._rates = [_Rate(self._device) for _ in groups]
-            self._parameters[:] = _parameters(groups)
-        for rate, group in zip(self._rates, groups, strict=True):
+        """Make learning rates tensors and allocate gradients: a compiled function writes into tensors that exist."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if len(groups) != len(self._learning_rates):
+            self._learning_rates = [_LearningRate(self._device) for _ in groups]
+            self._parameters[:] = list_parameters(self._optimizers)
+        for rate, group in zip(self._learning_rates, groups, strict=True):
             rate.to_tensor(group)
         for parameter in self._parameters:
             if not parameter.requires_grad:
@@ -113,7 +103,7 @@ class Compiled:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise HookError("a parameter has a hook of its gradient, which a compiled function would pass over")
+                raise _HookError("a parameter has a hook of its gradient, which a compiled function would pass over")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         is_eager = serializer("is_eager", self._is_eager)
@@ -121,29 +111,41 @@ class Compiled:
             self._is_eager = bool(is_eager)
 
 
-class _Rate:
-    """The learning rate of a group of parameters: a tensor while an update is computed, or it would be compiled in."""
+def warn_not_compiled(reason: str) -> None:
+    """Warn that updates run without compilation."""
+    warnings.warn(
+        f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
+        stacklevel=2,
+    )
+
+
+class _HookError(RuntimeError):
+    """A hook is called inside autograd, which a compiled function would not call."""
+
+
+class _LearningRate:
+    """The learning rate of a parameter group: a tensor while an update is computed, or it would be compiled in."""
 
     def __init__(self, device: torch.device) -> None:
         self._group: dict[str, Any] = {}
         self._number: Any = None
-        self._held = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._tensor = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
     def to_tensor(self, group: dict[str, Any]) -> None:
         number = group.get("lr")
         self._group = group
         if isinstance(number, float | int):
             if number != self._number:
-                self._held.fill_(number)
-            self._number, group["lr"] = number, self._held
+                self._tensor.fill_(number)
+            self._number, group["lr"] = number, self._tensor
 
     def to_number(self) -> None:
-        if self._group.get("lr") is self._held:
+        if self._group.get("lr") is self._tensor:
             self._group["lr"] = self._number
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether something is to be called around its step, such as `FailOnNonNumber`: then it steps by itself."""
+    """Return True if a step has hooks, such as that of `FailOnNonNumber`: then the optimizer steps outside."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -151,13 +153,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _parameters(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
-    return list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-
-
 def _update(
-    answer: Callable[..., Any],
-    precision: Full,
+    forward: Callable[..., Any],
+    precision: Precision,
     parameters: Sequence[Tensor],
     optimizers: Sequence[Optimizer],
     steps: bool,
@@ -165,7 +163,7 @@ def _update(
 ) -> Any:
     args, kwargs = arguments(inputs)
     with precision.autocast():
-        loss, weight = loss_and_weight(answer(*args, **kwargs), "main")
+        loss, weight = loss_and_weight(forward(*args, **kwargs), "main")
     check_loss(loss)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
@@ -173,7 +171,7 @@ def _update(
         parameter.grad.copy_(gradient)
     with torch.no_grad():
         for optimizer in optimizers if steps else ():
-            inspect.unwrap(type(optimizer).step)(optimizer)  # inside what profiles it
+            inspect.unwrap(type(optimizer).step)(optimizer)  # without the record of the profiler
     return weight
 
 

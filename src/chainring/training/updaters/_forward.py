@@ -1,4 +1,4 @@
-"""How a model or a loss function is called with a batch, and what its answer means. Updaters and Evaluator share it."""
+"""Calls of a model or a loss function with a batch, and the loss in their output, for updaters and Evaluator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chainring.reporting.summary import is_scalar
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A converted batch as arguments: a tuple is passed by position, a mapping by keyword, anything else as one."""
+    """Return a converted batch as arguments: a tuple by position, a mapping by keyword, anything else as one argument."""
     if isinstance(batch, tuple):
         return batch, {}
     if isinstance(batch, Mapping):
@@ -22,112 +22,44 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (batch,), {}
 
 
-def check_loss_func(function: Any) -> None:
-    """Refuses what cannot take the model first, as far as that can be seen before there is a batch.
-
-    Raises:
-        TypeError: it is not callable, a loss module, or a loss of ``torch.nn.functional``.
-    """
-    if not callable(function):
-        raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    home = type(inner).__module__ if isinstance(inner, nn.Module) else getattr(inner, "__module__", None)
-    if str(home).startswith("torch."):
-        name = _name(inner)
-        raise TypeError(
-            f"loss_func is called with the model first, then the inputs, and {name} takes no model; "
-            f"write loss_func=lambda model, x, t: loss(model(x), t) with loss = that {name}, "
-            "or wrap the model: chainring.nn.Classifier(model, lossfun=loss)"
-        )
-
-
-def check_call(function: Callable[..., Any], model: Any, batch: Any) -> None:
-    """Refuses a loss function whose parameters do not fit the model and this batch.
-
-    Raises:
-        TypeError: they do not fit.
-    """
-    try:
-        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):
-        return  # some callables of C have no signature
-    args, kwargs = arguments(batch)
-    try:
-        signature.bind(model, *args, **kwargs)
-    except TypeError as error:
-        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
-        raise TypeError(
-            f"loss_func is called with the model first and then {inputs}, and {_name(function)}{signature} cannot be: "
-            f"{error}. Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
-            "inside, use that model and not one from outside"
-        ) from None
-
-
-def check_model_call(model: nn.Module, batch: Any) -> None:
-    """Refuses a model whose ``forward`` does not take this batch; asked when its call has failed.
-
-    Raises:
-        TypeError: it does not.
-    """
-    args, kwargs = arguments(batch)
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
-        raise TypeError(
-            f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss; "
-            f"{type(model).__name__}.forward{signature} cannot be: {error}. Wrap it, as chainring.nn.Classifier(model) "
-            "does for labels, or give loss_func=lambda model, x, t: ..."
-        ) from None
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def loss_and_weight(answer: Any, name: str) -> tuple[Any, Any]:
-    """The loss in what a model or loss function returned, and its weight if that was returned too; reports both.
+def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
+    """Report the loss in the output of a model or loss function, and return it with its weight.
 
     Args:
-        answer: the loss, or a mapping that has ``"loss"``, whose scalars are all reported.
+        output: the loss, or a mapping that has ``"loss"``, whose scalars are all reported.
         name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
+
+    Returns:
+        The loss, and the ``"weight"`` beside it; ``None`` if there is none.
+
+    Raises:
+        ValueError: the weight is not one number.
     """
-    if isinstance(answer, Tensor):
+    if isinstance(output, Tensor):
         reporter = current.reporter
-        if reporter is not None and (key := f"{name}/loss") not in reporter.observation and answer.ndim == 0:
+        if reporter is not None and (key := f"{name}/loss") not in reporter.observation and output.ndim == 0:
             if reporter.watchers:
-                reporter.report({key: answer})
-            else:  # the same, in a third of the time
-                reporter.observation[key] = answer.detach().clone()
-        return answer, None
-    if isinstance(answer, Mapping) and "loss" in answer:
-        report({f"{name}/{key}": value for key, value in answer.items() if is_scalar(value)})
-        return answer["loss"], _checked_weight(answer.get("weight"))
-    return answer, None
+                reporter.report({key: output})
+            else:  # hot path: "no extension" of benchmarks/overhead.py. A third of the time of a report.
+                reporter.observation[key] = output.detach().clone()
+        return output, None
+    if isinstance(output, Mapping) and "loss" in output:
+        report({f"{name}/{key}": value for key, value in output.items() if is_scalar(value)})
+        return output["loss"], _checked_weight(output.get("weight"))
+    return output, None
 
 
-def _checked_weight(weight: Any) -> Any:
-    if weight is not None and not is_scalar(weight):
-        raise ValueError(
-            'the "weight" beside "loss" is one number, what the mean in the loss counts; '
-            f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
-        )
-    return weight.detach() if isinstance(weight, Tensor) else weight
+def run_backward(loss: Tensor) -> None:
+    """Compute the gradients of a loss.
 
-
-def differentiate(loss: Tensor) -> None:
-    """Runs the backward of a loss.
-
-    Gradient checkpointing runs parts of the forward again in there. What they report again is not taken, or a part that
-    is called twice would end with the value of its first call.
+    Gradient checkpointing runs parts of the forward again in there. A value that they report again is ignored, or a module
+    that is called twice would end with the value of its first call.
     """
     reporter = current.reporter
     if reporter is None:
         loss.backward()  # type: ignore[no-untyped-call]
         return
+    # hot path: "no extension" of benchmarks/overhead.py. As in a scope of the reporter, which is two calls.
     observation = reporter.observation
     during: dict[str, Any] = {}
     reporter.observation = during
@@ -135,15 +67,15 @@ def differentiate(loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
     finally:
         reporter.observation = observation
-    if during:  # what is new there, such as the size of a gradient in a tensor's hook, is a report as any other
+    if during:  # a new key, such as the size of a gradient in a tensor's hook, is a report as any other
         observation.update({**during, **observation})
 
 
 def check_loss(loss: Any) -> None:
-    """Refuses what cannot be differentiated.
+    """Refuse a loss that has no gradient.
 
     Raises:
-        TypeError: the loss is no tensor.
+        TypeError: the loss is not a tensor.
         ValueError: it is not a single number, or depends on no parameter.
     """
     if not isinstance(loss, Tensor):
@@ -158,3 +90,83 @@ def check_loss(loss: Any) -> None:
             "the loss depends on no parameter that needs a gradient, so there is nothing to train; "
             "look for detach(), no_grad() or parameters with requires_grad=False"
         )
+
+
+def check_loss_func(function: Any) -> None:
+    """Refuse a loss function that does not take the model first, as far as that can be seen before there is a batch.
+
+    Raises:
+        TypeError: it is not callable, or it is a loss module, or a loss of ``torch.nn.functional``.
+    """
+    if not callable(function):
+        raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    origin = type(inner).__module__ if isinstance(inner, nn.Module) else getattr(inner, "__module__", None)
+    if str(origin).startswith("torch."):
+        name = _name(inner)
+        raise TypeError(
+            f"loss_func is called with the model first, then the inputs, and {name} takes no model; "
+            f"write loss_func=lambda model, x, t: loss(model(x), t) with loss = that {name}, "
+            "or wrap the model: chainring.nn.Classifier(model, lossfun=loss)"
+        )
+
+
+def check_loss_func_call(function: Callable[..., Any], model: nn.Module, batch: Any) -> None:
+    """Refuse a loss function whose parameters do not fit the model and this batch.
+
+    Raises:
+        TypeError: they do not fit.
+    """
+    target = function.forward if isinstance(function, nn.Module) else function
+    if (mismatch := _mismatch(target, batch, model)) is not None:
+        inputs, reason = mismatch
+        raise TypeError(
+            f"loss_func is called with the model first and then {inputs}, and {_name(function)}{reason}. "
+            "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
+            "inside, use that model and not one from outside"
+        )
+
+
+def check_model_call(model: nn.Module, batch: Any) -> None:
+    """Refuse a model whose ``forward`` does not take this batch; for use when its call has failed.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if (mismatch := _mismatch(model.forward, batch)) is not None:
+        inputs, reason = mismatch
+        raise TypeError(
+            f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss; "
+            f"{type(model).__name__}.forward{reason}. Wrap it, as chainring.nn.Classifier(model) "
+            "does for labels, or give loss_func=lambda model, x, t: ..."
+        ) from None
+
+
+def _mismatch(function: Callable[..., Any], batch: Any, *first: Any) -> tuple[str, str] | None:
+    """Return the inputs in words, and why a function cannot be called with ``first`` and the batch; ``None`` if it can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None  # some callables of C have no signature
+    args, kwargs = arguments(batch)
+    try:
+        signature.bind(*first, *args, **kwargs)
+    except TypeError as error:
+        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
+        return inputs, f"{signature} cannot be: {error}"
+    return None
+
+
+def _checked_weight(weight: Any) -> Any:
+    if weight is not None and not is_scalar(weight):
+        raise ValueError(
+            'the "weight" beside "loss" is one number, what the mean in the loss counts; '
+            f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
+        )
+    return weight.detach() if isinstance(weight, Tensor) else weight
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

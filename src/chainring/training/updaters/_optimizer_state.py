@@ -1,4 +1,4 @@
-"""The state of torch optimizers by the names of the parameters, so that neither order nor position can mix it up."""
+"""The state of torch optimizers by the names of the parameters, so that their order does not matter."""
 
 from __future__ import annotations
 
@@ -15,28 +15,8 @@ from chainring._naming import name_cleaner
 from chainring.serializers.base import AbstractSerializer, Serializer
 
 
-def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
-    """The name of each parameter by its id, such as ``main/predictor/l1/weight``; one that is tied has its first."""
-    names: dict[int, str] = {}
-    for model_name, model in models.items():
-        clean = name_cleaner(model)
-        for path, parameter in model.named_parameters():
-            names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
-    return names
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The plain settings of each group of parameters; the learning rate is that before a scheduler wrote to it."""
-    plain = (bool, int, float, str, tuple, type(None))
-    groups = []
-    for group in optimizer.param_groups:
-        own = {key: value for key, value in group.items() if key != "initial_lr" and isinstance(value, plain)}
-        groups.append({**own, "lr": group["initial_lr"]} if "initial_lr" in group else own)
-    return groups
-
-
 class OptimizerState:
-    """An optimizer's state as something to serialize.
+    """An optimizer's state as an object with ``serialize``.
 
     ``state`` maps a parameter's name to its entries; a parameter that never got a gradient has none. ``param_groups``
     are the hyperparameters, with names in place of positions.
@@ -44,7 +24,7 @@ class OptimizerState:
     Args:
         optimizer: the optimizer, which is not changed by saving.
         names: `parameter_names` of the models that it trains.
-        label: what its updater calls it.
+        label: its name in the updater.
         constructed: `hyperparameters` as they were when the script had made the optimizer; ``None`` where that is not
             known. A value that the script of a resumed run makes another is a changed setting and holds; all others, which
             a scheduler or an extension may have written since, come from the saved run.
@@ -59,7 +39,7 @@ class OptimizerState:
         self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Saves the state as it is, or puts saved state back, each tensor in the dtype in which it was saved.
+        """Save the state as it is, or put saved state back, each tensor in the dtype in which it was saved.
 
         Raises:
             ValueError: the saved parameters are not those of this optimizer.
@@ -80,48 +60,70 @@ class OptimizerState:
 
     def _load(self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any]) -> None:
         _require_same(saved, live)
-        index = {name: number for number, name in enumerate(self._names)}
+        index_of = {name: index for index, name in enumerate(self._names)}
         positions = iter(range(len(self._names)))
         counts = [len(group["params"]) for group in live]
         groups = [
             {**group, "params": [next(positions) for _ in range(count)]} for group, count in zip(saved, counts, strict=True)
         ]
         parameters = list(_parameters(self._optimizer))
-        state = {name: _laid_out(entries, parameters[index[name]]) for name, entries in state.items()}
-        by_index = {index[name]: entries for name, entries in state.items()}
+        state = {name: _shard_like(entries, parameters[index_of[name]]) for name, entries in state.items()}
+        by_index = {index_of[name]: entries for name, entries in state.items()}
         self._optimizer.load_state_dict({**extra, "state": by_index, "param_groups": groups})
-        self._put_dtypes_back(state)
+        self._restore_dtypes(state)
 
     def _apply_changes(self, saved: list[Any] | None) -> None:
-        """Lets the values hold that the script now constructs otherwise than the script of the saved run."""
-        for number, (own, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
-            group = self._optimizer.param_groups[number]
-            for key, value in own.items():
+        """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
+        for index, (settings, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
+            group = self._optimizer.param_groups[index]
+            for key, value in settings.items():
                 if key in before and before[key] != value:
                     group[key] = value
                     if key == "lr" and "initial_lr" in group:
                         group["initial_lr"] = value
-                    announce_change(f"{key} of optimizer {self._label!r}, group {number},", before[key], value)
+                    announce_change(f"{key} of optimizer {self._label!r}, group {index},", before[key], value)
 
-    def _put_dtypes_back(self, state: Mapping[str, Any]) -> None:
-        """Undoes the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
+    def _restore_dtypes(self, state: Mapping[str, Any]) -> None:
+        """Undo the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
         for name, parameter in zip(self._names, _parameters(self._optimizer), strict=True):
             loaded = self._optimizer.state.get(parameter, {})
             for key, value in state.get(name, {}).items():
                 loaded[key] = _with_dtypes(loaded[key], value)
 
 
-def _laid_out(entries: Any, parameter: Tensor) -> Any:
-    """Entries as large as a sharded parameter are sharded as it is."""
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the name of each parameter by its id, such as ``main/predictor/l1/weight``; of a tied one the first."""
+    names: dict[int, str] = {}
+    for model_name, model in models.items():
+        clean = name_cleaner(model)
+        for path, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
+    return names
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain settings of each parameter group; the learning rate is that before a scheduler wrote to it."""
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "initial_lr" and isinstance(value, plain)}
+        groups.append({**settings, "lr": group["initial_lr"]} if "initial_lr" in group else settings)
+    return groups
+
+
+def _shard_like(entries: Any, parameter: Tensor) -> Any:
+    """Shard entries that are as large as a sharded parameter in the same way."""
     if not is_sharded(parameter) or not isinstance(entries, dict):
         return entries
-    fit = {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == parameter.shape}
-    plain = {key for key in fit if not is_sharded(entries[key])}
-    return {key: distribute_like(value, parameter) if key in plain else value for key, value in entries.items()}
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
+
+    return {key: distribute_like(value, parameter) if fits(value) else value for key, value in entries.items()}
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
-    """``loaded`` in the types of ``saved``: torch also makes letters of a str, and a dict of a Counter."""
+    """Return ``loaded`` in the types of ``saved``: torch also splits a str into letters, and makes a dict of a Counter."""
     if isinstance(saved, Tensor):
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
     if isinstance(saved, dict):

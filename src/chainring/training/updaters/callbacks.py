@@ -1,4 +1,4 @@
-"""What is called around the stages of an update."""
+"""UpdateCallbacks: functions called around the stages of an update, such as gradient clipping."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from chainring._checks import is_number
 from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import report
+from chainring.training.updaters._gradients import list_trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UpdateContext:
-    """Where an update is, for a callback.
+    """The state of an update, for a callback.
 
     Attributes:
         updater: whose update it is.
@@ -43,6 +43,7 @@ class UpdateContext:
 
 
 Callback = Callable[[UpdateContext], Any]
+Callbacks = Callback | Iterable[Callback]
 
 
 class UpdateCallbacks:
@@ -72,25 +73,25 @@ class UpdateCallbacks:
     def __init__(
         self,
         *,
-        batch_on_finish: Any = (),
-        forward_on_start: Any = (),
-        forward_on_finish: Any = (),
-        backward_on_start: Any = (),
-        backward_on_finish: Any = (),
-        comm_on_start: Any = (),
-        comm_on_finish: Any = (),
-        update_on_start: Any = (),
-        update_on_finish: Any = (),
+        batch_on_finish: Callbacks = (),
+        forward_on_start: Callbacks = (),
+        forward_on_finish: Callbacks = (),
+        backward_on_start: Callbacks = (),
+        backward_on_finish: Callbacks = (),
+        comm_on_start: Callbacks = (),
+        comm_on_finish: Callbacks = (),
+        update_on_start: Callbacks = (),
+        update_on_finish: Callbacks = (),
     ) -> None:
-        self.batch_on_finish = _callbacks("batch_on_finish", batch_on_finish)
-        self.forward_on_start = _callbacks("forward_on_start", forward_on_start)
-        self.forward_on_finish = _callbacks("forward_on_finish", forward_on_finish)
-        self.backward_on_start = _callbacks("backward_on_start", backward_on_start)
-        self.backward_on_finish = _callbacks("backward_on_finish", backward_on_finish)
-        self.comm_on_start = _callbacks("comm_on_start", comm_on_start)
-        self.comm_on_finish = _callbacks("comm_on_finish", comm_on_finish)
-        self.update_on_start = _callbacks("update_on_start", update_on_start)
-        self.update_on_finish = _callbacks("update_on_finish", update_on_finish)
+        self.batch_on_finish = _as_tuple("batch_on_finish", batch_on_finish)
+        self.forward_on_start = _as_tuple("forward_on_start", forward_on_start)
+        self.forward_on_finish = _as_tuple("forward_on_finish", forward_on_finish)
+        self.backward_on_start = _as_tuple("backward_on_start", backward_on_start)
+        self.backward_on_finish = _as_tuple("backward_on_finish", backward_on_finish)
+        self.comm_on_start = _as_tuple("comm_on_start", comm_on_start)
+        self.comm_on_finish = _as_tuple("comm_on_finish", comm_on_finish)
+        self.update_on_start = _as_tuple("update_on_start", update_on_start)
+        self.update_on_finish = _as_tuple("update_on_finish", update_on_finish)
         self.needs_stages = False
         self._stages = [stage for stage in vars(self) if "_on_" in stage]
         self._note_stages()
@@ -108,7 +109,7 @@ class UpdateCallbacks:
             TypeError: ``callback`` cannot be called.
         """
         self._check_stage(stage)
-        (callback,) = _callbacks(stage, [callback])
+        (callback,) = _as_tuple(stage, [callback])
         before = getattr(self, stage)
         setattr(self, stage, (callback, *before) if first else (*before, callback))
         self._note_stages()
@@ -135,7 +136,7 @@ class UpdateCallbacks:
         self.needs_stages = any(getattr(self, stage) for stage in self._stages if stage != "batch_on_finish")
 
 
-def _callbacks(name: str, given: Any) -> tuple[Callback, ...]:
+def _as_tuple(name: str, given: Callbacks) -> tuple[Callback, ...]:
     if callable(given):
         return (given,)
     if not isinstance(given, Iterable):
@@ -148,32 +149,36 @@ def _callbacks(name: str, given: Any) -> tuple[Callback, ...]:
 
 
 def run(callbacks: tuple[Callback, ...], context: UpdateContext) -> None:
-    """Calls each with the context."""
+    """Call each with the context."""
     for callback in callbacks:
         callback(context)
 
 
-Clip = Callable[[UpdateContext], None]
-
-
-def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
-    """Scales all gradients together so that their norm is at most ``max_norm``; reports the norm before as ``grad_norm``.
+def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateContext], None]:
+    """Scale all gradients together so that their norm is at most ``max_norm``; report the norm before as ``grad_norm``.
 
     The norm is that of all gradients of the updater's optimizers as one vector, as ``torch.nn.utils.clip_grad_norm_``
     has it. It stays on the device.
 
     Args:
         max_norm: above 0; infinity only reports.
-        norm_type: of the norm, above 0; ``math.inf`` is the largest magnitude.
+        norm_type: exponent of the norm, above 0; ``math.inf`` is the largest magnitude.
+
+    Returns:
+        A callback for ``update_on_start``.
 
     Raises:
         ValueError: a number is not above 0.
+
+    Example::
+
+        callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(1.0))
     """
     _require_positive("max_norm", max_norm)
     _require_positive("norm_type", norm_type)
 
     def clip(context: UpdateContext) -> None:
-        parameters = _parameters(context)
+        parameters = list_trained(context.updater.get_all_optimizers().values())
         norm = to_full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
         if max_norm != math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -182,27 +187,30 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
     return clip
 
 
-def clip_grad_value(max_value: float) -> Clip:
-    """Clips each element of each gradient to the range from ``-max_value`` to ``max_value``.
+def clip_grad_value(max_value: float) -> Callable[[UpdateContext], None]:
+    """Clip each element of each gradient to the range from ``-max_value`` to ``max_value``.
 
     Args:
         max_value: above 0.
 
+    Returns:
+        A callback for ``update_on_start``.
+
     Raises:
         ValueError: it is not above 0.
+
+    Example::
+
+        callbacks = UpdateCallbacks(update_on_start=clip_grad_value(0.5))
     """
     _require_positive("max_value", max_value)
-    return lambda context: torch.nn.utils.clip_grad_value_(_parameters(context), max_value)
+
+    def clip(context: UpdateContext) -> None:
+        torch.nn.utils.clip_grad_value_(list_trained(context.updater.get_all_optimizers().values()), max_value)
+
+    return clip
 
 
-def _parameters(context: UpdateContext) -> list[Tensor]:
-    """The parameters of the updater's optimizers that have a gradient, each once."""
-    optimizers = context.updater.get_all_optimizers().values()
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    found = {id(p): p for group in groups for p in group["params"] if p.grad is not None}
-    return list(found.values())
-
-
-def _require_positive(what: str, value: float) -> None:
+def _require_positive(name: str, value: float) -> None:
     if not is_number(value) or not value > 0:
-        raise ValueError(f"{what} is a number above 0, got {value!r}")
+        raise ValueError(f"{name} is a number above 0, got {value!r}")
