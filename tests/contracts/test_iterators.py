@@ -1,4 +1,4 @@
-"""Every public iterator keeps to what `check_iterator` asks."""
+"""The rules of iterators, for every public one over every source: those of `check_iterator`, and those of ours alone."""
 
 import inspect
 import random
@@ -6,72 +6,169 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from chainring import iterators
-from chainring.datasets import TupleDataset
-from chainring.iterators import DevicePrefetcher, LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.converters import concat_examples
+from chainring.iterators import Batch, Iterator
 from chainring.testing import check_iterator
+from iterator_sources import ALL, BATCH, ONCE, SERIAL, SIZE, STATELESS, WORKERS
 
-ARRAYS = TupleDataset(np.arange(10), torch.arange(10) * 0.5)
-
-
-class Drawn(Dataset):
-    """Ten examples that draw from all three global generators."""
-
-    def __len__(self):
-        return 10
-
-    def __getitem__(self, i):
-        return i, random.random() + float(np.random.rand()) + float(torch.rand(()))
+pytestmark = pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
 
 
-class Stateful:
-    """Three batches a pass, and a state: how many have been given."""
-
-    at = 0
-
-    def __iter__(self):
-        while self.at < 3:
-            self.at += 1
-            yield torch.arange(4) + 10 * self.at
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def content(batch):
+    return [column.tolist() for column in concat_examples(batch)]
 
 
-ITERATORS = {
-    "SerialIterator": lambda: SerialIterator(ARRAYS, 4),
-    "SerialIterator in order": lambda: SerialIterator(ARRAYS, 4, shuffle=False),
-    "SerialIterator over a list": lambda: SerialIterator(list(range(10)), 5, seed=3),
-    "SerialIterator over examples that draw": lambda: SerialIterator(Drawn(), 4),
-    "SerialIterator once": lambda: SerialIterator(Drawn(), 4, repeat=False),
-    "SerialIterator with an order sampler": lambda: SerialIterator(
-        ARRAYS, 4, order_sampler=iterators.WeightedOrderSampler(np.arange(1.0, 11.0))
-    ),
-    "MultiprocessIterator": lambda: MultiprocessIterator(Drawn(), 4, n_processes=2),
-    "MultiprocessIterator once": lambda: MultiprocessIterator(Drawn(), 4, repeat=False, n_processes=1),
-    "LoaderIterator": lambda: LoaderIterator(DataLoader(Drawn(), 4, shuffle=True)),
-    "LoaderIterator over a list": lambda: LoaderIterator([torch.arange(4), torch.arange(4) + 4]),
-    "LoaderIterator with epoch_length": lambda: LoaderIterator([torch.arange(4) + k for k in range(3)], epoch_length=2),
-    "LoaderIterator over a loader with state": lambda: LoaderIterator(Stateful()),
-    "DevicePrefetcher": lambda: DevicePrefetcher(SerialIterator(ARRAYS, 4), "cpu"),
-}
+def record(iterator, count):
+    rows = []
+    for _ in range(count):
+        batch = content(next(iterator))
+        rows.append((batch, iterator.epoch, iterator.epoch_detail, iterator.previous_epoch_detail, iterator.is_new_epoch))
+    return rows
 
 
-@pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
-@pytest.mark.parametrize("name", ITERATORS)
-def test_it_is_resumed_anywhere_and_counts_epochs(name):
-    """Over two epochs, or one."""
-    check_iterator(ITERATORS[name])
+@pytest.fixture(params=ALL)
+def make(request):
+    return ALL[request.param]
+
+
+@pytest.mark.parametrize("name", [*ALL, *ONCE])
+def test_it_is_resumed_anywhere_counts_epochs_and_disturbs_no_generator(name):
+    """With everything else that an iterator of a user's own keeps, over two epochs, or one."""
+    check_iterator((ALL | ONCE)[name])
 
 
 def test_every_public_iterator_is_tried():
     """None is left out."""
-    classes = {name: getattr(iterators, name) for name in iterators.__all__ if inspect.isclass(getattr(iterators, name))}
-    public = {name for name, kind in classes.items() if issubclass(kind, iterators.Iterator)} - {"Iterator"}
-    assert public == {name.partition(" ")[0] for name in ITERATORS}
+    classes = [cls for name in iterators.__all__ if inspect.isclass(cls := getattr(iterators, name))]
+    public = {cls for cls in classes if issubclass(cls, Iterator)} - {Iterator}
+    assert public == {type(make()) for make in ALL.values()}
+
+
+def test_batches_are_sequences_of_examples(make):
+    """next() and next(iterator) return a Batch of a known length."""
+    iterator = make()
+    assert iter(iterator) is iterator
+    for batch in (next(iterator), iterator.next()):
+        assert type(batch) is Batch
+        assert len(batch) == batch.weight == BATCH
+        assert len([*batch]) == BATCH
+
+
+def test_progress_is_the_exact_form_of_epoch_detail(make):
+    """Before the first batch and after each of more than two epochs."""
+    iterator = make()
+    for _ in range(10):
+        epoch, position, size = iterator.progress
+        assert (epoch, epoch if size is None else epoch + position / size) == (iterator.epoch, iterator.epoch_detail)
+        next(iterator)
+    assert iterator.epoch >= 2
+
+
+def test_saving_does_not_disturb_the_global_generators(make):
+    """Neither before the first batch nor amid an epoch."""
+    iterator = make()
+    for _ in range(3):
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        iterator.state_dict()
+        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+        next(iterator)
+
+
+def test_state_is_loaded_into_a_used_iterator_too(make):
+    """What it had fetched, marked or returned before leaves no trace."""
+    whole = record(make(), 7)
+    iterator = make()
+    record(iterator, 2)
+    state = iterator.state_dict()
+    mark = iterator.mark()
+    record(iterator, 3)
+    iterator.return_to(mark)
+    next(iterator)
+    iterator.load_state_dict(state)
+    assert record(iterator, 5) == whole[2:]
+
+
+def test_counters_go_back_with_the_batches_of_a_failed_update(make):
+    """Also across the end of an epoch."""
+    for first in range(5):
+        iterator = make()
+        rows = record(iterator, first)
+        mark = iterator.mark()
+        record(iterator, 3)
+        iterator.return_to(mark)
+        expected = (rows[-1][2], rows[-1][3]) if rows else (0.0, None)
+        assert (iterator.epoch_detail, iterator.previous_epoch_detail) == expected
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_a_run_saved_after_a_failed_update_continues_with_its_batches(name):
+    """The state is that of the position gone back to, not of what was fetched ahead of it."""
+    whole = record(ALL[name](), 9)
+    for first in range(5):
+        iterator = ALL[name]()
+        record(iterator, first)
+        mark = iterator.mark()
+        record(iterator, 3)
+        iterator.return_to(mark)
+        resumed = ALL[name]()
+        resumed.load_state_dict(iterator.state_dict())
+        assert record(resumed, 9 - first) == whole[first:]
+
+
+def test_as_many_ranks_as_examples_share_every_batch(make):
+    """Each returns one example and counts the same epochs; one without a share returns an example of weight 0."""
+    whole, ranks = make(), [make() for _ in range(BATCH)]
+    for rank, iterator in enumerate(ranks):
+        iterator.share(rank, BATCH)
+    for _ in range(7):
+        columns = content(next(whole))
+        for rank, iterator in enumerate(ranks):
+            batch = next(iterator)
+            assert len(batch) == 1
+            assert batch.weight == len(columns[0][rank::BATCH])
+            assert not batch.weight or content(batch) == [column[rank::BATCH] for column in columns]
+            assert iterator.epoch_detail == whole.epoch_detail
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(make, rank, size):
+    """With the rule and both values."""
+    with pytest.raises(ValueError, match=f"rank {rank} of {size}"):
+        make().share(rank, size)
+
+
+def test_leaving_a_with_block_finalizes(make):
+    """After use, and again."""
+    with make() as iterator:
+        next(iterator)
+        iterator.finalize()
+    iterator.finalize()
+
+
+@pytest.mark.parametrize("name", [*SERIAL, *WORKERS, "DataLoader"])
+def test_another_number_of_examples_is_refused_on_resume(name):
+    """An error that names both sizes."""
+    iterator = ALL[name]()
+    next(iterator)
+    with pytest.raises(ValueError, match=r"1[02].*1[13]|1[13].*1[02]"):
+        ALL[name](SIZE + 1).load_state_dict(iterator.state_dict())
+
+
+@pytest.mark.parametrize("name", ["a list of batches", "a function with epoch_length"])
+def test_another_number_of_batches_is_refused_amid_an_epoch(name):
+    """An error that names both lengths."""
+    iterator = ALL[name]()
+    next(iterator)
+    with pytest.raises(ValueError, match=r"= 5, the saved run had [23]"):
+        ALL[name](18).load_state_dict(iterator.state_dict())
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_rewind_repeats_the_first_pass(name):
+    """The same batches, with the same draws."""
+    iterator = ALL[name]()
+    first = record(iterator, 5)
+    iterator.rewind()
+    assert record(iterator, 5) == first

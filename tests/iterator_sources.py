@@ -1,4 +1,4 @@
-"""Every kind of iterator there is, as functions that make it anew; ``size`` is what another dataset would have."""
+"""Every iterator over every source, as functions that make it anew; another ``size`` is that of another dataset."""
 
 import random
 
@@ -30,26 +30,29 @@ class Drawn(Dataset):
 
 
 class Counting:
-    """A loader with a state of its own: the number of its next batch."""
+    """A loader with a state of its own, the number of its next batch, from which a pass goes on after loading."""
 
     def __init__(self, length=3):
-        self.length, self.at, self.fetched = length, 0, 0
+        self.length, self.at, self.is_loaded, self.fetched = length, 0, False, 0
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
+        self.at, self.is_loaded = self.at if self.is_loaded else 0, False
+        return self.rest()
+
+    def rest(self):
         while self.at < self.length:
             self.at += 1
             self.fetched += 1
             yield torch.arange(4) + 10 * self.at, torch.rand(4)
-        self.at = 0
 
     def state_dict(self):
         return {"at": self.at}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.at, self.is_loaded = state["at"], True
 
 
 def batches(length=3):
@@ -78,7 +81,7 @@ SERIAL = {
     "a user's dataset in order": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, shuffle=False),
     "a list": lambda size=SIZE: SerialIterator([(i, i * 0.5) for i in range(size)], BATCH),
     "an order sampler": lambda size=SIZE: SerialIterator(
-        TransformDataset(arrays(size), lambda one: one), BATCH, order_sampler=sampled
+        TransformDataset(arrays(size), lambda example: example), BATCH, order_sampler=sampled
     ),
 }
 WORKERS = {
@@ -96,6 +99,11 @@ LOADER = {
     "a function": lambda size=SIZE: LoaderIterator(passes()),
     "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
+}
+ONCE = {
+    "a user's dataset once": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, repeat=False),
+    "a worker once": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, repeat=False, n_processes=1),
+    "DataLoader once": lambda size=SIZE: LoaderIterator(loader(size), repeat=False),
 }
 AHEAD = {
     f"{name}, ahead": lambda size=SIZE, make=make: DevicePrefetcher(make(size), "cpu")
