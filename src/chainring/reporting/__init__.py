@@ -1,1 +1,1 @@
-"""What is reported in an iteration, and its means."""
+"""Reported values and their means."""

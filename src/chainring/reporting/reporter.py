@@ -1,4 +1,4 @@
-"""Names values and collects them into one observation an iteration."""
+"""The reporter: names reported values and collects them into one observation an iteration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 
 class _Current(threading.local):
-    """Of each thread its own. A class attribute, so that compiled models may read it."""
-
-    reporter: Reporter | None = None
+    reporter: Reporter | None = None  # of each thread; a class attribute, so that compiled models may read it
 
 
 current = _Current()
@@ -20,53 +18,65 @@ current = _Current()
 
 
 class Reporter:
-    """Takes reported values, puts the name of who reports before their keys, and adds them to the current observation.
+    """Adds reported values to the current observation, each key after the name of the object that reports it.
 
     The trainer owns one; `report` reaches it from inside a model. Observers are held weakly: one that is gone takes its
     name along, and no later object can inherit it.
 
+    Example::
+
+        reporter, observation = Reporter(), {}
+        reporter.add_observer("main", model)
+        with reporter.scope(observation):
+            report({"loss": 0.5}, model)  # observation is {"main/loss": 0.5}
+
     Attributes:
-        observation: what is written into.
+        observation: the values reported so far.
         watchers: called with the full name and the value of each report, the value as it was given, with its graph.
     """
 
     def __init__(self) -> None:
         self.observation: dict[str, Any] = {}
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
-        self._names: dict[int, tuple[Any, str]] = {}
+        self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
 
     def add_observer(self, name: str, observer: Any) -> None:
-        """From now on the keys that ``observer`` reports become ``<name>/<key>``."""
+        """Name an object: the keys that it reports from now on become ``<name>/<key>``."""
         key = id(observer)
         try:
-            held: Any = weakref.ref(observer, lambda _: self._names.pop(key, None))
-        except TypeError:  # an object without weak references is kept alive instead, so that its id stays its own
-            held = lambda: observer  # noqa: E731
-        self._names[key] = (held, name)
+            reference: Any = weakref.ref(observer, lambda _: self._names.pop(key, None))
+        except TypeError:  # an object without weak references is kept alive
+            reference = observer
+        self._names[key] = (reference, name)
 
     def add_observers(self, prefix: str, observers: Iterable[tuple[str, Any]]) -> None:
-        """Adds each of ``(path, observer)`` as ``<prefix>/<path>``, dots as slashes; an empty path is the prefix itself.
+        """Name each of ``(path, observer)`` as ``<prefix>/<path>``, dots as slashes; an empty path is the prefix itself.
 
-        ``add_observers("main", model.named_modules())`` names every part of a model.
+        ``add_observers("main", model.named_modules())`` names every submodule of a model.
         """
         for path, observer in observers:
             self.add_observer(f"{prefix}/{path.replace('.', '/')}" if path else prefix, observer)
 
     def report(self, values: Mapping[str, Any], observer: Any = None) -> None:
-        """Adds values to the current observation, under the observer's name if one is given.
+        """Add values to the current observation, under the observer's name if one is given.
 
-        A scalar tensor is detached and copied where it is: a later change in place does not alter what was reported,
+        A scalar tensor is detached and copied on its device: a later change in place does not alter what was reported,
         and no graph is kept alive.
 
         Raises:
             KeyError: the observer is not registered.
-            TypeError: ``values`` is no mapping.
+            TypeError: ``values`` is not a mapping.
         """
         prefix = ""
         if observer is not None:
             entry = self._names.get(id(observer))
             if entry is None:
-                raise KeyError(self._unknown(observer))
+                names = sorted({name for _, name in self._names.values()})
+                raise KeyError(
+                    f"{type(observer).__name__} is not registered as an observer; registered are {names}. "
+                    "The trainer registers the updater's models and their submodules; "
+                    "for another object call reporter.add_observer(name, it)"
+                )
             prefix = entry[1] + "/"
         observation = self.observation
         try:
@@ -74,28 +84,19 @@ class Reporter:
         except AttributeError:
             raise TypeError(f'report takes a mapping, such as {{"loss": loss}}; got {type(values).__name__}') from None
         for key, value in items:
-            observation[prefix + key] = _kept(value)
+            observation[prefix + key] = _snapshot(value)
         if self.watchers:
             for key, value in items:
                 for watch in self.watchers:
                     watch(prefix + key, value)
 
-    def _unknown(self, observer: Any) -> str:
-        known = sorted({name for _, name in self._names.values()})
-        return (
-            f"{type(observer).__name__} is not registered as an observer; registered are {known}. "
-            "The trainer registers the updater's models and their submodules; "
-            "for another object call reporter.add_observer(name, it)"
-        )
-
     def scope(self, observation: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside, this reporter is the current one and writes into ``observation``; both are put back, come what may."""
+        """Return a context in which this reporter is the current one and writes into ``observation``."""
         return _Scope(self, observation)
 
 
 class _Scope:
-    """A plain class, because a generator-based context manager costs a microsecond an iteration more."""
-
+    # hot path: "in stages (a callback)": a generator-based context manager costs a microsecond an iteration more
     __slots__ = ("_observation", "_outer", "_reporter")
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
@@ -113,14 +114,15 @@ class _Scope:
         current.reporter = self._outer
 
 
-def _kept(value: Any) -> Any:
-    """A reported value, safe from what happens to it later."""
-    kind = type(value)
-    if kind is float or kind is int or kind is str:
+def _snapshot(value: Any) -> Any:
+    """Return a reported value as it is now, detached from its graph."""
+    # hot path: "keys in the log"
+    cls = type(value)
+    if cls is float or cls is int or cls is str:
         return value
-    if kind is tuple:
-        return tuple([_kept(item) for item in value])
-    detach = getattr(value, "detach", None)  # a tensor has it; what decides does not import torch
+    if cls is tuple:
+        return tuple([_snapshot(item) for item in value])
+    detach = getattr(value, "detach", None)
     if detach is not None:
         if value.requires_grad:
             value = detach()
@@ -129,16 +131,21 @@ def _kept(value: Any) -> Any:
 
 
 def report(values: Mapping[str, Any], observer: Any = None) -> None:
-    """Reports values from anywhere inside an iteration: ``report({"loss": loss}, self)`` in a model.
+    """Report values from anywhere inside an iteration; without a current reporter, do nothing.
 
-    With no reporter current it does nothing, so a model that reports also runs outside a trainer.
+    So a model that reports also runs outside a trainer.
+
+    Example::
+
+        report({"loss": loss, "accuracy": accuracy}, self)  # in the forward of a model
 
     Args:
-        values: a mapping from key to value: numbers, scalar tensors, or anything an extension understands.
-        observer: who reports; its registered name goes before the keys.
+        values: a mapping from key to value: numbers, scalar tensors, or anything that an extension understands.
+        observer: the object that reports; its registered name is put before the keys.
 
     Raises:
         KeyError: the observer is not registered with the current reporter.
+        TypeError: ``values`` is not a mapping.
     """
     reporter = current.reporter
     if reporter is not None:
@@ -147,7 +154,7 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
 
 @contextmanager
 def report_scope(observation: dict[str, Any]) -> Iterator[None]:
-    """Inside, the current reporter writes into ``observation``; afterwards into what it wrote into before.
+    """Let the current reporter write into ``observation`` until the end of the context.
 
     Raises:
         RuntimeError: there is no current reporter.
@@ -157,10 +164,10 @@ def report_scope(observation: dict[str, Any]) -> Iterator[None]:
 
 
 def get_current_reporter() -> Reporter:
-    """The reporter that `report` writes to in this thread.
+    """Return the reporter that `report` writes to in this thread.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no current reporter.
     """
     if current.reporter is None:
         raise RuntimeError("no reporter is current: report inside Trainer.run, or inside `with reporter.scope({})`")
@@ -168,6 +175,5 @@ def get_current_reporter() -> Reporter:
 
 
 def current_observation() -> dict[str, Any] | None:
-    """What the current reporter writes into, or ``None`` where there is no reporter."""
-    reporter = current.reporter
-    return None if reporter is None else reporter.observation
+    """Return the observation of the current reporter, or ``None`` without one."""
+    return None if current.reporter is None else current.reporter.observation

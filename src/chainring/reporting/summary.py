@@ -135,9 +135,13 @@ class DictSummary(Stateful):
 
     def _stack_rows(self) -> None:
         # hot path: "the script's extensions": observations of the same keys are stacked at once if their values are alike
-        groups = _group_by_keys(self._rows, self._weights)
+        groups: dict[_Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
+        for row, weight in zip(self._rows, self._weights, strict=True):
+            group = groups.setdefault(tuple(row), ([], []))
+            group[0].append(row)
+            group[1].append(weight)
         self._rows, self._weights = [], []
-        for keys, rows, weights in groups:
+        for keys, (rows, weights) in groups.items():
             values = list(chain.from_iterable(map(dict.values, rows)))
             weight_vector = _stack(weights)
             if self._add_table(keys, _stack(values), weight_vector):
@@ -229,19 +233,6 @@ class DictSummary(Stateful):
             self._summaries = {key: Summary() for key in keys}
         for index, key in enumerate(keys):  # by index: a key may hold slashes
             source._summaries[key]._visit(serializer[str(index)])
-
-
-def _group_by_keys(rows: list[dict[str, Any]], weights: list[Any]) -> list[tuple[_Keys, list[dict[str, Any]], list[Any]]]:
-    """Return the observations that have the same keys, with their weights."""
-    keys = list(map(tuple, rows))
-    if keys and keys.count(keys[0]) == len(keys):  # nearly always
-        return [(keys[0], rows, weights)]
-    groups: dict[_Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
-    for row_keys, row, weight in zip(keys, rows, weights, strict=True):
-        group = groups.setdefault(row_keys, ([], []))
-        group[0].append(row)
-        group[1].append(weight)
-    return [(row_keys, *group) for row_keys, group in groups.items()]
 
 
 def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:
@@ -337,13 +328,11 @@ def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, 
     for module in model.modules():
         for attributes in (vars(module), module._modules):
             for name, value in attributes.items():
-                if type(value) not in _PLAIN and is_metric(value) and not _is_trained(value):
+                if type(value) in _PLAIN or not is_metric(value):
+                    continue
+                # A module with trained parameters is a layer that only happens to have methods of those names.
+                if not isinstance(value, nn.Module) or not any(p.requires_grad for p in value.parameters()):
                     yield attributes, name, value
-
-
-def _is_trained(value: Any) -> bool:
-    """Return True for a layer of the network that only happens to have methods of those names."""
-    return isinstance(value, nn.Module) and any(parameter.requires_grad for parameter in value.parameters())
 
 
 def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from chainring.serializers.base import AbstractSerializer
     from chainring.training.trainer import Trainer
 
-_UPDATES = 2
-
 
 def rehearse(trainer: Trainer) -> None:
     """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not asked."""
@@ -33,10 +31,10 @@ def rehearse(trainer: Trainer) -> None:
             stack.callback(entry.method("finalize"))
         trainer.extension_name = None
         try:
-            for iteration in range(1, _UPDATES + 1):
-                _iterate(trainer, calls_extensions=iteration == _UPDATES)
+            _iterate(trainer, calls_extensions=False)
+            _iterate(trainer, calls_extensions=True)
         except StopIteration:
-            raise RuntimeError(f"the data ended before {_UPDATES} updates, so there is nothing to rehearse") from None
+            raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
 
 
 def _check_initialized(models: Mapping[str, nn.Module]) -> None:

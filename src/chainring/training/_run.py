@@ -16,11 +16,11 @@ from chainring import _random
 from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
-from chainring.serializers.base import AbstractSerializer, Deserializer, visit_if_stateful, visit_setting
+from chainring.serializers.base import Deserializer, visit_if_stateful
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
 from chainring.training.extension import RollBack
-from chainring.training.triggers.base import describe_setting
+from chainring.training.triggers.base import serialize_extension_trigger
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -48,13 +48,6 @@ class LoadedState:
         self._saved: dict[str, list[str]] = {}  # extensions that only the saved run has, with their class names
         self._new: list[str] = []  # extensions that only this run has
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Inside, state is loaded: what it was saved with and is another setting now is recorded in `changes`."""
-        self.changes = {}
-        with recording_changes(self.changes):
-            yield
-
     def begin(self, source: Deserializer, class_names: dict[str, list[str]], generators: Any, entries: list[Entry]) -> None:
         """Take over a saved run, whose extensions had these names and classes, and restore those that are registered."""
         self.exists = True
@@ -77,7 +70,7 @@ class LoadedState:
                 visit_if_stateful(self._source["extensions"], entry.name, entry.extension)
             else:
                 self._new.append(entry.name)
-            visit_trigger(self._source, entry, is_same_class=saved[1] == current[1])
+            serialize_extension_trigger(self._source, entry.name, entry.trigger, is_same_class=saved[1] == current[1])
 
     def warn_of_differences(self) -> None:
         """Name the extensions that only the saved run had, and those that only this one has; called when a run starts."""
@@ -88,14 +81,6 @@ class LoadedState:
                 stacklevel=2,
             )
         self._source, self._saved, self._new = None, {}, []
-
-
-def visit_trigger(serializer: AbstractSerializer, entry: Entry, *, is_same_class: bool = True) -> None:
-    """Save or load the state of an extension's trigger, and compare its setting."""
-    if is_same_class:
-        visit_if_stateful(serializer["extension_triggers"], entry.name, entry.trigger)
-    setting, name = describe_setting(entry.trigger), f"trigger of extension {entry.name!r}"
-    visit_setting(serializer["extension_trigger_settings"], entry.name, setting, name)
 
 
 class Run:
@@ -154,10 +139,10 @@ class Run:
         Raises:
             RollBack: there is no snapshot.
         """
-        found = _newest_states(trainer, trainer.entries)
-        if not found:
+        state = _newest_state(trainer, trainer.entries)
+        if state is None:
             raise reason
-        iteration, load = max(found, key=lambda state: state[0])
+        iteration, load = state
         info(f"{reason}; the run goes back to iteration {iteration}")
         for entry in trainer.entries:
             entry.method("finalize")()
@@ -237,23 +222,20 @@ def prepare(trainer: Trainer) -> None:
 
 def _load_newest(trainer: Trainer) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
-    if trainer.is_resumed:
-        return
-    found = _newest_states(trainer, [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)])
-    if found:
-        _, load = max(found, key=lambda state: state[0])
+    entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
+    if not trainer.is_resumed and (state := _newest_state(trainer, entries)) is not None:
+        _, load = state
         load()
 
 
-def _newest_states(trainer: Trainer, entries: list[Entry]) -> list[tuple[int, Callable[[], None]]]:
-    """Return the newest state of each extension that has one: its iteration, and the function that loads it."""
+def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable[[], None]] | None:
     found, name = [], trainer.extension_name
     for entry in entries:
         trainer.extension_name = entry.name
         state = entry.method("newest")(trainer)
         found += [] if state is None else [state]
     trainer.extension_name = name
-    return found
+    return max(found, key=lambda state: state[0], default=None)
 
 
 def _check_names(entries: list[Entry]) -> None:

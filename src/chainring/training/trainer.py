@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._messages import announce_change, info
+from chainring._messages import announce_change, info, recording_changes
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
 from chainring.training import _plan, _rehearsal
-from chainring.training._run import Run, visit_trigger
+from chainring.training._run import Run
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
 from chainring.training.triggers import TriggerLike, get_stop_trigger
-from chainring.training.triggers.base import describe_setting, serialize_inner_trigger
+from chainring.training.triggers.base import describe_setting, serialize_extension_trigger, serialize_inner_trigger
 
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
@@ -301,7 +301,8 @@ class Trainer(Stateful):
         run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
         if is_loading and run.started_at is not None:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
-        with run.loaded_state.recording() if is_loading else contextlib.nullcontext():
+        run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
+        with recording_changes(run.loaded_state.changes) if is_loading else contextlib.nullcontext():
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
@@ -322,7 +323,7 @@ class Trainer(Stateful):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
             for entry in entries:
                 visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
-                visit_trigger(serializer, entry)
+                serialize_extension_trigger(serializer, entry.name, entry.trigger, is_same_class=True)
 
     def _visit_generators(self, serializer: AbstractSerializer) -> Any:
         """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.

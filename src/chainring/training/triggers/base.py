@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, visit_if_stateful
+from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, visit_if_stateful, visit_setting
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -79,6 +79,14 @@ def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: A
     saved_name = serializer(f"{key}_type", name)
     if saved_name == name:
         visit_if_stateful(serializer, key, trigger)
+
+
+def serialize_extension_trigger(serializer: AbstractSerializer, name: str, trigger: Any, *, is_same_class: bool) -> None:
+    """Save or load the trigger of the extension ``name``, its state only of the same class, and compare its setting."""
+    if is_same_class:
+        visit_if_stateful(serializer["extension_triggers"], name, trigger)
+    settings = serializer["extension_trigger_settings"]
+    visit_setting(settings, name, describe_setting(trigger), f"trigger of extension {name!r}")
 
 
 def describe(trigger: Any) -> str:
