@@ -1,8 +1,8 @@
 """The page of a run: its curves, log, settings, plan, times, parameters, graph and snapshots in one HTML file.
 
-A run's directory is read into plain values (`_run`), and one template becomes the page (`_page`) with the curves and rows of
-the log (`_curves`) and all other sections (`_parts`). The name is not ``report``, because `chainring.report` is the function
-that reports values.
+A run's directory is read into plain values (`_run`), the points of its curves are chosen (`_curves`), and the template
+``page.html`` becomes the page (`_page`). The name is not ``report``, because `chainring.report` is the function that reports
+values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The sections of the curves and of the rows of a log: which keys share a chart, and which of many points are drawn."""
+"""The curves of a log: which keys share a chart, and which of many points are drawn."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -13,155 +12,15 @@ from typing import Any
 import numpy as np
 
 from chainring._checks import is_number
-from chainring.html_report import _tags
 from chainring.html_report._run import Log
 from chainring.writers.base import COUNTERS
 
 MAX_POINTS = 12_000  # of a page: with their positions on the three axes, some 600 kB in the worst case
 MAX_CURVE_POINTS = 2_000  # more than a screen has columns
-MIN_CURVE_POINTS = 24
+_MIN_CURVE_POINTS = 24
+MAX_CURVES = MAX_POINTS // _MIN_CURVE_POINTS
 
-_MAX_CELLS = 4_000  # of a table
-_MAX_COLUMNS = 40
-_MIN_SEARCHABLE = 8  # charts from which on there is a search field
 _EVALUATION = re.compile(r"validation(_\d+)?")
-_HELP = "Drag to enlarge, double-click to see all. Arrow keys move the cursor, Escape lets it go."
-_MARKS_HELP = " An upright line is where the run was resumed."
-_NO_LOG = "Add <code>extensions.LogReport()</code>: it writes a row an interval, of which the curves are drawn."
-
-
-def curves_and_tables(logs: list[Log], starts: list[dict[str, Any]]) -> tuple[str, str, str]:
-    """Return the section of the curves, the section of the rows, and the data of the script as JSON."""
-    full = [log for log in logs if log.rows]
-    if not full:
-        note = _tags.note("The log has no row yet." if logs else _NO_LOG)
-        sections = _tags.section("curves", "Curves", note) + _tags.section("log", "Log", note)
-        return sections, "", json.dumps({"logs": [], "marks": []})
-    charts = [charts_of(log, MAX_POINTS // len(full)) for log in full]
-    marks = [start["iteration"] for start in starts[1:] if isinstance(start.get("iteration"), int)]
-    heads = [f"<h3>{_tags.text(log.name)}</h3>" if len(full) > 1 else "" for log in full]
-    curves = [head + _figures(log, charts[index], index) for index, (head, log) in enumerate(zip(heads, full, strict=True))]
-    tables = [head + _table(log) for head, log in zip(heads, full, strict=True)]
-    data = {"logs": [_script_data(each) for each in charts], "marks": marks}
-    return (
-        _tags.section("curves", "Curves", _controls(charts, bool(marks)), *curves),
-        _tags.section("log", "Log", *tables),
-        json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-    )
-
-
-def _controls(logs: list[Charts], is_marked: bool) -> str:
-    names = list(dict.fromkeys(name for charts in logs for name in charts.axes))
-    radios = "".join(
-        f'<label><input type="radio" name="axis" value="{name}"{" checked" if name == names[0] else ""}> {name}</label>'
-        for name in names
-    )
-    search = '<label class="find">Find <input type="search" id="find" placeholder="loss"></label>'
-    is_searchable = sum(len(charts.charts) for charts in logs) >= _MIN_SEARCHABLE
-    return (
-        f'<div class="controls" id="controls" hidden><fieldset><legend>x-axis</legend>{radios}</fieldset>'
-        '<label><input type="checkbox" id="logarithmic"> logarithmic y-axis</label>'
-        f"{search if is_searchable else ''}</div>"
-        '<p id="unscripted">A script draws the curves, and this viewer runs none. The numbers are in the table.</p>'
-        f'<p class="note" id="keys" hidden>{_HELP}{_MARKS_HELP if is_marked else ""}</p>'
-        '<p class="hidden" id="spoken" aria-live="polite"></p>'
-    )
-
-
-def _figures(log: Log, charts: Charts, log_index: int) -> str:
-    notes = []
-    if charts.drawn < charts.count:
-        notes.append(
-            f"{charts.drawn:,} of {charts.count:,} points are drawn: the least and the greatest of each section of a curve. "
-            f"All are in <code>{_tags.text(log.name)}</code>."
-        )
-    if charts.left_out:
-        notes.append(
-            f"{len(charts.left_out):,} more keys are not drawn, because a page has room for "
-            f"{MAX_POINTS // MIN_CURVE_POINTS} curves; the first of them is <code>{_tags.text(charts.left_out[0])}</code>."
-        )
-    if not charts.charts:
-        notes.append("No row has a number besides the counters; <code>chainring.report</code> reports one.")
-    figures = "".join(_figure(chart, log_index, index) for index, chart in enumerate(charts.charts))
-    return f'{"".join(map(_tags.note, notes))}<div class="charts">{figures}</div>'
-
-
-def _figure(chart: Chart, log_index: int, index: int) -> str:
-    name, tag = _tags.text(chart.name), "h4" if log_index else "h3"
-    gaps = [
-        f"{_tags.text(curve.key)}: " + ", ".join(f"{count:,} {name}" for name, count in curve.gaps.items())
-        for curve in chart.curves
-        if curve.gaps
-    ]
-    note = f'<p class="note gaps">Gaps: {"; ".join(gaps)}</p>' if gaps else ""
-    return (
-        f'<figure class="chart" data-log="{log_index}" data-chart="{index}" data-name="{name}">'
-        f'<figcaption><{tag}>{name}</{tag}><output class="at"></output></figcaption>'
-        f'<div class="legend" role="group" aria-label="Curves of {name}"></div>'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{name}: {_tags.text(_summary(chart))}"></div>'
-        f'<p class="note unseen" hidden></p>{note}</figure>'
-    )
-
-
-def _summary(chart: Chart) -> str:
-    """Describe the curves in words."""
-    sentences = []
-    for curve in chart.curves:
-        values = [value for value in curve.values if math.isfinite(value)]
-        if values:
-            first, last, least, greatest = map(_tags.number, (values[0], values[-1], min(values), max(values)))
-            sentences.append(f"{curve.key} from {first} to {last}, least {least}, greatest {greatest}")
-    return "; ".join(sentences) or "no finite value"
-
-
-def _script_data(charts: Charts) -> dict[str, Any]:
-    """Return the positions on the axes of the rows that are drawn, and of each curve the rows and values."""
-    rows = sorted({row for chart in charts.charts for curve in chart.curves for row in curve.rows})
-    indices = {row: index for index, row in enumerate(rows)}
-    axes = {name: [_rounded(positions[row], 10) for row in rows] for name, positions in charts.axes.items()}
-    drawn = []
-    for chart in charts.charts:
-        curves = []
-        for curve in chart.curves:
-            at = [indices[row] for row in curve.rows]
-            steps = [index - before for index, before in zip(at, [0, *at], strict=False)]  # take fewer digits
-            curves.append({"key": curve.key, "at": steps, "y": [_rounded(value, 6) for value in curve.values]})
-        drawn.append({"name": chart.name, "curves": curves})
-    return {"axes": axes, "charts": drawn}
-
-
-def _rounded(value: float | None, digits: int) -> float | int | None:
-    if value is None or not math.isfinite(value):
-        return None
-    rounded = float(f"{value:.{digits}g}")
-    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
-
-
-def _table(log: Log) -> str:
-    keys = log.keys[:_MAX_COLUMNS]
-    rows = log.rows[-max(_MAX_CELLS // max(len(keys), 1), 10) :]
-    file = f"<code>{_tags.text(log.name)}</code>"
-    notes = []
-    if len(rows) < len(log.rows):
-        notes.append(f"The last {len(rows):,} of {len(log.rows):,} rows; all are in {file}.")
-    if len(keys) < len(log.keys):
-        notes.append(f"The first {len(keys)} of {len(log.keys):,} columns; all are in {file}.")
-    if log.unreadable:
-        notes.append(f"{log.unreadable:,} lines of {file} are not rows and are left out.")
-    cells = [[_cell(row, key) for key in keys] for row in rows]
-    numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
-    return "".join(map(_tags.note, notes)) + _tags.table(f"Rows of {log.name}", keys, cells, numeric)
-
-
-def _cell(row: dict[str, Any], key: str) -> str:
-    if key not in row:
-        return ""
-    if key == "elapsed_time" and isinstance(row[key], float) and math.isfinite(row[key]):
-        return f"{row[key]:.2f}"
-    return f"{row[key]:,}" if key in COUNTERS and type(row[key]) is int and abs(row[key]) < 10**15 else _tags.value(row[key])
-
-
-# --- choosing the points ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +48,16 @@ class Chart:
 
     name: str
     curves: list[Curve] = field(default_factory=list)
+
+    @property
+    def summary(self) -> str:
+        """The curves in words."""
+        sentences = []
+        for curve in self.curves:
+            if values := [value for value in curve.values if math.isfinite(value)]:
+                ends = f"{values[0]:.6g} to {values[-1]:.6g}"
+                sentences.append(f"{curve.key} from {ends}, least {min(values):.6g}, greatest {max(values):.6g}")
+        return "; ".join(sentences) or "no finite value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +92,7 @@ def charts_of(log: Log, max_points: int = MAX_POINTS) -> Charts:
         rows = [index for index, row in enumerate(log.rows) if _is_number(row.get(key))]
         if rows and key not in COUNTERS:
             numbers[key] = rows
-    keys = list(numbers)[: max_points // MIN_CURVE_POINTS]
+    keys = list(numbers)[: max_points // _MIN_CURVE_POINTS]
     max_curve_points = min(MAX_CURVE_POINTS, max_points // max(len(keys), 1))
     charts: dict[str, Chart] = {}
     for key in keys:
@@ -307,3 +176,26 @@ def _epochs(rows: list[dict[str, Any]]) -> list[float | None]:
         return epochs
     both = zip(iterations, epochs, strict=True)
     return [n * count / length if n is not None and e is not None else e for n, e in both]
+
+
+def script_data(charts: Charts) -> dict[str, Any]:
+    """Return the positions on the axes of the rows that are drawn, and of each curve the rows and values."""
+    rows = sorted({row for chart in charts.charts for curve in chart.curves for row in curve.rows})
+    indices = {row: index for index, row in enumerate(rows)}
+    axes = {name: [_rounded(positions[row], 10) for row in rows] for name, positions in charts.axes.items()}
+    drawn = []
+    for chart in charts.charts:
+        curves = []
+        for curve in chart.curves:
+            at = [indices[row] for row in curve.rows]
+            steps = [index - before for index, before in zip(at, [0, *at], strict=False)]  # take fewer digits
+            curves.append({"key": curve.key, "at": steps, "y": [_rounded(value, 6) for value in curve.values]})
+        drawn.append({"name": chart.name, "curves": curves})
+    return {"axes": axes, "charts": drawn}
+
+
+def _rounded(value: float | None, digits: int) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 2**53 else rounded
