@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chainring._files import from_json
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._fingerprint import Fingerprint, difference, leaves
 from chainring.testing._subprocess import Run, Task
+
+_Fingerprints = dict[int, Fingerprint]
 
 _TIME = "elapsed_time"
 _CATEGORIES = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")
@@ -21,15 +23,8 @@ _SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")
 """Those that loading must restore."""
 
 
-@dataclass
-class Difference:
-    """One value that differs.
-
-    Attributes:
-        category: that of a fingerprint, or the beginning of the path of a saved value.
-        path: of the value.
-        text: both values, or by how much they differ.
-    """
+class Difference(NamedTuple):
+    """One value that differs: its category and path, and as text both values, or by how much they differ."""
 
     category: str
     path: str
@@ -38,31 +33,18 @@ class Difference:
 
 @dataclass
 class Findings:
-    """The result of the comparison.
+    """The result of the comparison; two values are of the uninterrupted and of the resumed run."""
 
-    Attributes:
-        iteration: of the first difference, ``None`` if the fingerprints of all iterations are the same.
-        when: ``"before the kill"``, ``"after loading"`` or ``"after the kill"``.
-        first: the differences in that iteration, causes first.
-        last: the differences in the state at the end and in the rows of the logs.
-        count: values compared at the end.
-        iterations: the last iteration of the uninterrupted run, and of the resumed one.
-        left_out: keys that two starts of the program report differently, such as speeds.
-        unsaved: by path, the unsaved state of the killed run that is another one in the resumed run.
-        facts: of the uninterrupted run and of the resumed one.
-        warnings: those of the resumed run which the uninterrupted one did not have.
-    """
-
-    iteration: int | None = None
-    when: str = ""
-    first: list[Difference] = field(default_factory=list)
-    last: list[Difference] = field(default_factory=list)
-    count: int = 0
-    iterations: tuple[int, int] = (0, 0)
-    left_out: set[str] = field(default_factory=set)
-    unsaved: dict[str, tuple[str, str]] = field(default_factory=dict)
-    facts: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
-    warnings: list[str] = field(default_factory=list)
+    left_out: set[str]  # keys that two starts of the program report differently, such as speeds
+    iterations: tuple[int, int]  # the last ones
+    facts: tuple[dict[str, Any], dict[str, Any]]
+    warnings: list[str]  # of the resumed run alone
+    when: str = ""  # "before the kill", "after loading" or "after the kill": of the first difference
+    iteration: int = 0
+    first: list[Difference] = field(default_factory=list)  # in that iteration, causes first
+    last: list[Difference] = field(default_factory=list)  # in the state at the end and in the rows of the logs
+    count: int = 0  # values compared at the end
+    unsaved: dict[str, tuple[str, str]] = field(default_factory=dict)  # by path, of the killed and of the resumed run
 
     @property
     def differs(self) -> bool:
@@ -76,12 +58,14 @@ class Findings:
 def compare(task: Task) -> Findings:
     """Compare the three runs of the task's directory."""
     whole, killed, resumed = (Task(run, task.directory, task.iterations, task.kill_after) for run in Run)
-    fingerprints = {run.run: _fingerprints(run) for run in (whole, killed, resumed)}
-    found = Findings(left_out=_unrepeatable_keys(fingerprints[whole.run], fingerprints[killed.run]))
-    found.iterations = (max(fingerprints[whole.run]), max(fingerprints[resumed.run], default=-1))
-    found.facts = _read_json(whole.path("facts")), _read_json(resumed.path("facts"))
-    found.warnings = [warning for warning in _warnings_of(resumed) if warning not in _warnings_of(whole)]
-    stages = list(_first_differences(fingerprints, found.left_out))
+    seen_whole, seen_killed, seen_resumed = map(_fingerprints, (whole, killed, resumed))
+    found = Findings(
+        left_out=_unrepeatable_keys(seen_whole, seen_killed),
+        iterations=(max(seen_whole), max(seen_resumed, default=-1)),
+        facts=(_read_json(whole.path("facts")), _read_json(resumed.path("facts"))),
+        warnings=[warning for warning in _warnings_of(resumed) if warning not in _warnings_of(whole)],
+    )
+    stages = list(_first_differences(seen_whole, seen_killed, seen_resumed, found.left_out))
     if stages:
         found.when, found.iteration, found.first = stages[0]
     if resumed.path("memory").exists():
@@ -103,7 +87,7 @@ def observed_iterations(task: Task) -> list[int]:
     return list(_fingerprints(task))
 
 
-def _fingerprints(task: Task) -> dict[int, Fingerprint]:
+def _fingerprints(task: Task) -> _Fingerprints:
     path = task.path("jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["iteration"]: line["fingerprint"] for line in map(json.loads, lines)}
@@ -126,10 +110,9 @@ def _rows(task: Task, log: str) -> list[dict[str, Any]]:
 
 
 def _first_differences(
-    fingerprints: dict[str, dict[int, Fingerprint]], left_out: set[str]
+    whole: _Fingerprints, killed: _Fingerprints, resumed: _Fingerprints, left_out: set[str]
 ) -> Iterator[tuple[str, int, list[Difference]]]:
     """Yield the first iteration that differs before the kill, after loading and after the kill, as far as there is one."""
-    whole, killed, resumed = (fingerprints[run] for run in Run)
     loaded, later = list(resumed)[:1], list(resumed)[1:]
     stages = [
         ("before the kill", whole, killed, _CATEGORIES, list(killed)),
@@ -152,16 +135,11 @@ def _compare_fingerprints(
         for path in one[category] | other[category]:
             texts = one[category].get(path, "nothing"), other[category].get(path, "nothing")
             if texts[0] != texts[1] and path.removeprefix("observation/") not in left_out:
-                found.append(Difference(category, path, _describe_texts(*texts)))
+                found.append(Difference(category, path, " -> ".join(texts)))
     return found
 
 
-def _describe_texts(one: str, other: str) -> str:
-    array, _, crc = one.partition(" of CRC ")
-    return f"{array} of other bytes" if crc and other.startswith(f"{array} of CRC ") else f"{one} -> {other}"
-
-
-def _unrepeatable_keys(whole: dict[int, Fingerprint], killed: dict[int, Fingerprint]) -> set[str]:
+def _unrepeatable_keys(whole: _Fingerprints, killed: _Fingerprints) -> set[str]:
     """Return the keys that two starts report differently while the training is the same: speeds, times."""
     keys: set[str] = set()
     for iteration in killed.keys() & whole.keys():
@@ -216,14 +194,9 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Differe
 
 
 def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield generators first, then numbers and arrays, then the lengths of containers."""
-
-    def order(path: str) -> tuple[bool, bool]:
-        return path.endswith(", length") or "[" in path, "in state" not in killed[path]
-
+    """Yield generators first, then attributes, then the items of containers."""
     paths = [path for path in killed if killed[path] != resumed.get(path)]
-    containers = tuple(f"{path.removesuffix(', length')}[" for path in paths if path.endswith(", length"))
-    for path in sorted((path for path in paths if not path.startswith(containers)), key=order):
+    for path in sorted(paths, key=lambda path: ("[" in path, "in state" not in killed[path])):
         yield path, (killed[path], resumed.get(path, "nothing"))
 
 
@@ -258,8 +231,6 @@ _CAUSES = {
         _GENERATOR,
     ],
     "observation": [_UNSAVED, _GENERATOR],
-    "buffers": [_UNSAVED],
-    "parameters": [_UNSAVED],
     "optimizer": [
         _UNSAVED,
         "an extension sets the learning rate from a count of its own instead of trainer.updater.iteration",
@@ -353,7 +324,7 @@ def _causes(found: Findings) -> list[str]:
     elif found.when == "after loading":
         causes = [_NOT_RESTORED]
     else:
-        causes = list(_CAUSES[found.first[0].category]) if found.first else [_ONLY_REPORTED]
+        causes = list(_CAUSES.get(found.first[0].category, [_UNSAVED])) if found.first else [_ONLY_REPORTED]
     if found.iterations[0] != found.iterations[1]:
         causes.insert(0, "a stop trigger that counts, and does not save its count, ends the run at another iteration")
     whole, resumed = found.facts

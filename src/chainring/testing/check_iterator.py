@@ -14,12 +14,10 @@ import torch
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
-from chainring.serializers.base import AbstractSerializer
 from chainring.testing._fingerprint import checksum, describe, leaves
 from chainring.testing._harness import require, require_equal, require_no_error
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
-_START = (0, 0.0, None, False)  # the counters before the first batch
 
 _ORDER = "Let the batches follow from (seed, epoch, position) alone, as chainring.iterators.epoch_order does"
 _STATE = "Save in serialize(serializer) the position of the batch last returned, and all four epoch attributes"
@@ -56,12 +54,11 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
         expected = trial.take_all()
         _require_epochs(expected)
         with trial.new_iterator() as iterator:
-            again = [_take(iterator) for _ in expected]
+            again = _take(iterator, len(expected))
         _require_batches(expected, again, "an iterator made anew returns the same batches", _ORDER)
         _require_own_generators(trial, expected)
         _require_resumable(trial, expected)
         _require_reset(trial, expected)
-        _require_finalized(trial)
         _require_shares(trial, len(expected))
         _require_marks(trial, expected)
 
@@ -87,7 +84,7 @@ class _Trial:
 
     @contextmanager
     def new_iterator(self) -> Iterator[Any]:
-        """Give a new iterator, made with the random generators as they were at first, and finalize it afterwards."""
+        """Give a new iterator, made with the random generators as they were at first, and finalize it twice afterwards."""
         _random.set_rng_state(self._generators)
         iterator = self._make()
         missing = [name for name in (*_COUNTERS, "__next__", "reset") if not hasattr(iterator, name)]
@@ -97,18 +94,17 @@ class _Trial:
             yield iterator
         finally:
             with require_no_error("finalize() may be called at any time, and again", _FINALIZE):
-                _finalize(iterator)
+                for _ in range(2):
+                    getattr(iterator, "finalize", lambda: None)()
 
     def take_all(self) -> list[Record]:
         """Return the batches of two epochs, or of one where it does not repeat."""
         records = []
         with self.new_iterator() as iterator:
-            counters = _counters_of(iterator)
-            rule = "before its first batch an iterator counts 0, 0.0, None, False"
-            require(counters == _START, rule, counters, f"These are {', '.join(_COUNTERS)}")
+            _require_start(iterator, "before its first batch an iterator counts 0, 0.0, None, False")
             while iterator.epoch < 2 and not self.has_ended:
                 try:
-                    records.append(_take(iterator))
+                    records.append(_record(iterator, _examples(next(iterator))))
                 except StopIteration:
                     self.has_ended = True
                 remedy = "Count the epochs, or give fewer examples or batches="
@@ -117,17 +113,12 @@ class _Trial:
         return records
 
 
-def _take(iterator: Any) -> Record:
-    """Return the record of the next batch."""
-    return _record(iterator, _examples(next(iterator)))
-
-
-def _take_up_to(iterator: Any, count: int) -> list[Record]:
+def _take(iterator: Any, count: int) -> list[Record]:
     """Return the records of the next batches, of fewer where the iterator ends."""
     records: list[Record] = []
     while len(records) < count:
         try:
-            records.append(_take(iterator))
+            records.append(_record(iterator, _examples(next(iterator))))
         except StopIteration:
             break
     return records
@@ -141,19 +132,16 @@ def _examples(batch: Any) -> list[Any]:
 
 def _record(iterator: Any, examples: list[Any]) -> Record:
     record = {path: describe(leaf) for path, leaf in leaves("batch", examples)}
-    return record | {"examples": str(len(examples))} | _described_counters(iterator)
+    return record | {"examples": str(len(examples))} | _counters(iterator)
 
 
-def _counters_of(iterator: Any) -> tuple[Any, ...]:
-    return tuple(getattr(iterator, name) for name in _COUNTERS)
+def _counters(iterator: Any) -> Record:
+    return {name: repr(getattr(iterator, name)) for name in _COUNTERS}
 
 
-def _described_counters(iterator: Any) -> Record:
-    return dict(zip(_COUNTERS, map(repr, _counters_of(iterator)), strict=True))
-
-
-def _finalize(iterator: Any) -> None:
-    getattr(iterator, "finalize", lambda: None)()
+def _require_start(iterator: Any, rule: str) -> None:
+    counters = tuple(getattr(iterator, name) for name in _COUNTERS)
+    require(counters == (0, 0.0, None, False), rule, counters, _COUNT)
 
 
 def _require_batches(expected: list[Record], found: list[Record], rule: str, remedy: str) -> None:
@@ -197,7 +185,7 @@ def _require_own_generators(trial: _Trial, expected: list[Record]) -> None:
         for index in range(len(expected)):
             random.random(), np.random.rand(), torch.rand(1)
             before = checksum(_random.get_rng_state())
-            records.append(_take(iterator))
+            records.append(_record(iterator, _examples(next(iterator))))
             rule = "global random generators are in the same state after a batch as before it"
             remedy = "Draw from a generator of its own, seeded for each epoch, or put them back"
             require(checksum(_random.get_rng_state()) == before, rule, f"batch {index} moves them", remedy)
@@ -211,60 +199,38 @@ def _require_resumable(trial: _Trial, expected: list[Record]) -> None:
         records, counters = [], []
         with trial.new_iterator() as iterator:
             for position, path in enumerate(paths):
-                remedy = "See chainring.iterators.Iterator"
-                with require_no_error(f"the state after {position} batches can be saved", remedy):
-                    save(path, _Holder(iterator))
-                counters.append(_described_counters(iterator))
-                records += [_take(iterator)] if position < len(expected) else []
+                with require_no_error(f"the state after {position} batches can be saved", _STATE):
+                    save(path, iterator)
+                counters.append(_counters(iterator))
+                records += _take(iterator, 1) if position < len(expected) else []
         _require_batches(expected, records, "saving after every batch does not change the batches", _STATE)
         for position, path in enumerate(paths):
             with trial.new_iterator() as iterator:
                 torch.manual_seed(1 + torch.initial_seed() % 2**32)
                 rule = f"a new iterator that loads the state after {position} batches goes on with the next"
                 with require_no_error(rule, _STATE):
-                    load(path, _Holder(iterator))
-                    require_equal(counters[position], _described_counters(iterator), f"{rule}, and counts as before", _STATE)
-                    records = _take_up_to(iterator, len(expected) - position)
+                    load(path, iterator)
+                    require_equal(counters[position], _counters(iterator), f"{rule}, and counts as before", _STATE)
+                    records = _take(iterator, len(expected) - position)
                 _require_batches(expected[position:], records, rule, _STATE)
                 if trial.has_ended and position == len(expected):
                     rule = "an iterator saved at its end is at its end after loading"
-                    require(not _take_up_to(iterator, 1), rule, "another batch", _STATE)
-
-
-class _Holder:
-    """The saved object, which contains the iterator."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.iterator = iterator
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        serializer.visit("iterator", self.iterator)
+                    require(not _take(iterator, 1), rule, "another batch", _STATE)
 
 
 def _require_reset(trial: _Trial, expected: list[Record]) -> None:
     """Require it to count from 0 again after a reset, and without repetition to give batches only then."""
     with trial.new_iterator() as iterator:
-        taken = len(_take_up_to(iterator, len(expected)))
+        taken = len(_take(iterator, len(expected)))
         if trial.has_ended:
             rule = "at its end an iterator raises StopIteration until reset()"
-            for _ in range(2):
-                remedy = "Raise StopIteration as long as the epoch is over"
-                require(not _take_up_to(iterator, 1), rule, "another batch", remedy)
+            more = _take(iterator, 1) + _take(iterator, 1)
+            require(not more, rule, "another batch", "Raise StopIteration as long as the epoch is over")
         iterator.reset()
-        counters = _counters_of(iterator)
-        require(counters == _START, "reset() counts epochs from 0 again", counters, _COUNT)
-        again = len(_take_up_to(iterator, taken))
+        _require_start(iterator, "reset() counts epochs from 0 again")
+        again = len(_take(iterator, taken))
         found = f"{again} batches instead of {taken}"
         require(again == taken, "after reset() there are as many batches as before", found, _COUNT)
-
-
-def _require_finalized(trial: _Trial) -> None:
-    """Require finalize to work before the first batch and amid batches, and again: a trial calls it once more."""
-    for taken in (0, 1):
-        with trial.new_iterator() as iterator:
-            _take_up_to(iterator, taken)
-            with require_no_error("finalize() may be called at any time, and again", _FINALIZE):
-                _finalize(iterator)
 
 
 def _require_shares(trial: _Trial, count: int) -> None:
@@ -274,7 +240,7 @@ def _require_shares(trial: _Trial, count: int) -> None:
             return
         world_sizes = [size for size in (2, 3) if size <= getattr(iterator, "batch_size", 1)]
     with trial.new_iterator() as iterator:
-        batches = [(_examples(next(iterator)), _described_counters(iterator)) for _ in range(count)]
+        batches = [(_examples(next(iterator)), _counters(iterator)) for _ in range(count)]
     for size in world_sizes:
         for rank in range(size):
             rule = f"rank {rank} of {size} gets batch[{rank}::{size}], and the epochs of the whole"
@@ -297,10 +263,10 @@ def _require_marks(trial: _Trial, expected: list[Record]) -> None:
         with trial.new_iterator() as iterator:
             if not (hasattr(iterator, "mark") and hasattr(iterator, "return_to")):
                 return
-            _take_up_to(iterator, position)
+            _take(iterator, position)
             mark = iterator.mark()
-            _take_up_to(iterator, 3)
+            _take(iterator, 3)
             iterator.return_to(mark)
             rule = f"after return_to(mark) of a mark after {position} batches they come again"
-            records = _take_up_to(iterator, len(expected) - position)
+            records = _take(iterator, len(expected) - position)
             _require_batches(expected[position:], records, rule, "See `mark` and `return_to`")
