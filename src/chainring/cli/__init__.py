@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from chainring._version import __version__
 from chainring.cli import export, inspect, report, verify, verify_resume
-from chainring.cli._common import EXIT_STATUS, help_formatter, paragraph, printable
+from chainring.cli._common import EXIT_STATUS, help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
@@ -17,8 +17,9 @@ __all__ = ["main"]
 _COMMANDS = (report, inspect, verify, verify_resume, export)
 
 _DESCRIPTION = """
-Show, verify and export the files of a run, without the code that wrote them, and verify
-that a run can be resumed. Saved files are never executed and never overwritten."""
+Show, verify and export the files of a run, without the code that wrote them,
+and verify that a run can be resumed. Saved files are never executed or
+overwritten."""
 
 _EPILOG = f"""\
 examples:
@@ -72,7 +73,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "chainring", description=paragraph(_DESCRIPTION), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
+        "chainring", description=_DESCRIPTION.strip(), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,6 @@ def _listed(names: list[str], parent: Path | None = None) -> str:
     return (", " if more else " or " if parent else ", ").join(shown) + more
 
 
-def find(directory: str) -> Path:
-    """Return the snapshot itself, or the newest in the directory of a run, see `snapshots`."""
-    return snapshots(directory)[0]
-
-
 def snapshots(directory: str) -> list[Path]:
     """Return the snapshot itself, or all in the directory of a run, the newest first.
 
@@ -138,37 +132,20 @@ exit status:
 
 def help_formatter(prog: str) -> argparse.HelpFormatter:
     """Return a formatter that keeps text as written, and sets arguments as wide as the terminal, up to a readable width."""
-    return argparse.RawDescriptionHelpFormatter(prog, width=_columns(), max_help_position=26)
-
-
-def paragraph(text: str) -> str:
-    """Return lines of text as one paragraph of that width."""
-    return textwrap.fill(" ".join(text.split()), _columns())
-
-
-def _columns() -> int:
-    return min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
+    return argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=26)
 
 
 def add_command(
     commands: Any, name: str, *, purpose: str, description: str, examples: Sequence[str], status: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command, whose help ends with examples and the meaning of its exit statuses.
-
-    Args:
-        commands: the result of ``add_subparsers``.
-        name: of the command.
-        purpose: one line for the list of commands.
-        description: a paragraph for its help.
-        examples: command lines, of at most 76 characters.
-        status: the meanings of 0, 1 and 2, in this order.
-    """
+    """Add the parser of a command, whose help ends with examples and the meanings of the exit statuses 0, 1 and 2."""
     epilog = ["examples:", *(f"  {line}" for line in examples), "", "exit status:"]
     epilog += [f"  {code}  {meaning}" for code, meaning in enumerate(status)]
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
-        description=paragraph(description),
+        description=description.strip(),
         epilog="\n".join(epilog),
         formatter_class=help_formatter,
         allow_abbrev=False,

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from chainring.cli._common import add_command, add_json, find, print_json, printable
+from chainring.cli._common import add_command, add_json, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
 
 _MODEL = "updater/model:"
 _DESCRIPTION = """
 Write the model of a snapshot as one safetensors file with the names of its
-state_dict, which any reader of the format opens. The snapshot is verified first. An
-existing file is not overwritten."""
+state_dict, which any reader of the format opens. The snapshot is verified
+first. An existing file is not overwritten."""
 
 
 def add_to(commands: Any) -> None:
@@ -46,15 +46,19 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the file."""
-    directory, file = find(options.directory), Path(options.file)
+    directory, file = snapshots(options.directory)[0], Path(options.file)
     if os.path.lexists(file):
         raise FileExistsError(f"{file} exists and is not overwritten; give another name")
     state = read_state(directory)
-    prefix = f"{_MODEL}{options.model}/" if options.model else _only_model(state, directory)
+    names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+    if options.model is None and len(names) > 1 and "main" not in names:
+        raise ValueError(f"{directory} has several models; name one by --model: {', '.join(names)}")
+    prefix = f"{_MODEL}{options.model}/" if options.model else model_prefix(state, directory)
     found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if not prefix or not tensors:
-        raise ValueError(_none(state, directory, options.model))
+        has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
+        raise ValueError(f"{directory} has no model {options.model or 'of an updater'}; {has}")
     left_out = sorted(name for name, value in found.items() if value is None)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_tensors(file, tensors)
@@ -67,20 +71,3 @@ def run(options: argparse.Namespace) -> None:
         taken = f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         print(printable(taken))
     print(printable(f"{file}: {len(tensors)} tensors of {directory}"))
-
-
-def _only_model(state: dict[str, Any], directory: Path) -> str:
-    try:
-        return model_prefix(state, directory)
-    except ValueError:
-        raise ValueError(f"{directory} has several models; name one by --model: {', '.join(_names(state))}") from None
-
-
-def _names(state: dict[str, Any]) -> list[str]:
-    return sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
-
-
-def _none(state: dict[str, Any], directory: Path, name: str | None) -> str:
-    names = _names(state)
-    has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
-    return f"{directory} has no model {name or 'of an updater'}; {has}"

@@ -20,9 +20,10 @@ _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 _MAX_OTHERS = 3
 _MIN_WIDTH = 60
 _DESCRIPTION = """
-Show what a snapshot holds: the iteration, the versions that wrote it, and each
-tensor with its dtype, shape and bytes. Only the manifest and the headers of the files
-are read, so a large snapshot takes no longer; `chainring verify` reads every byte."""
+Show what a snapshot holds: the iteration, the versions that wrote it, and
+each tensor with its dtype, shape and bytes. Only the manifest and the headers
+of the files are read, so a large snapshot takes no longer; `chainring verify`
+reads every byte."""
 
 
 def add_to(commands: Any) -> None:

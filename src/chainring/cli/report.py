@@ -10,12 +10,12 @@ from chainring.cli._common import add_command, add_json, print_json, printable
 from chainring.html_report import write
 
 _DESCRIPTION = """
-Write one HTML file that shows a run: the curves of its log with a shared cursor, the rows,
-the settings and their changes at each resume, the plan of extensions, the time by phase,
-parameters, the graph, and snapshots with their state. It needs no network, no other file,
-and not the code that trained. The run may still be going on: write the page again to see
-more. Of long curves a few thousand points are drawn, and the page says so; the log is not
-changed."""
+Write one HTML file that shows a run: the curves of its log, the rows, the
+settings and their changes at each resume, the plan of extensions, the time by
+phase, parameters, the graph, and snapshots with their state. It needs no
+network, no other file, and not the code that trained. The run may still be
+going on: write the page again to see more. Long curves are drawn with a few
+thousand points."""
 
 
 def add_to(commands: Any) -> None:

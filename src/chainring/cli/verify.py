@@ -19,9 +19,9 @@ from chainring.serializers import _safetensors
 from chainring.serializers._store import CorruptError, NewerFormat, verify
 
 _DESCRIPTION = """
-Read every byte of a snapshot or of a model's file, and compare it with the checksums
-that were written with it. In the directory of a run all snapshots are verified, also
-those after a damaged one."""
+Read every byte of a snapshot or of a model's file, and compare it with the
+checksums that were written with it. In the directory of a run all snapshots
+are verified, also those after a damaged one."""
 
 
 def add_to(commands: Any) -> None:

@@ -11,11 +11,12 @@ from chainring.cli._common import add_command, add_json, print_json
 from chainring.testing.verify_resume import ResumeDiffers, ResumeNotVerified, verify_script
 
 _DESCRIPTION = """
-Run a script that trains with one Trainer three times in fresh processes: uninterrupted,
-killed by SIGKILL after some iterations, and resumed. Everything but times is compared
-bit for bit; the first difference is printed with its possible causes. The trainer gets
-an out of its own, and the script ends with its run. Options come before SCRIPT;
-arguments after it are passed to the script."""
+Run a script that trains with one Trainer three times in fresh processes:
+uninterrupted, killed by SIGKILL after some iterations, and resumed.
+Everything but times is compared bit for bit; the first difference is printed
+with its possible causes. The trainer gets an out of its own, and the script
+ends with its run. Options come before SCRIPT; arguments after it are passed
+to the script."""
 
 
 def add_to(commands: Any) -> None:

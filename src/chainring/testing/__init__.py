@@ -2,10 +2,9 @@
 
 from chainring.testing.check_extension import check_extension
 from chainring.testing.check_iterator import check_iterator
-from chainring.testing.check_trigger import check_trigger
+from chainring.testing.check_trigger import check_trigger, fired
 from chainring.testing.check_updater import check_updater
 from chainring.testing.fakes import FakeUpdater, ManualClock
-from chainring.testing.fired import fired
 from chainring.testing.verify_resume import ResumeDiffers, ResumeNotVerified, verify_resume
 
 __all__ = [

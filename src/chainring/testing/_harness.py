@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
@@ -20,9 +20,6 @@ from chainring.testing.fakes import ManualClock
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger
-
-if TYPE_CHECKING:
-    from chainring.training.updaters.base import Updater
 
 _FIRST, _LAST = 10**9, -(10**9)  # priorities
 _CLOCK_OFFSET = 1000.0  # seconds between the clocks of two segments of a run: that of another process stands anywhere
@@ -200,14 +197,14 @@ def fingerprint_with_state(trainer: Trainer, subject: Any) -> dict[str, str]:
     return {path: text for category in categories for path, text in category.items()} | state_of(subject)
 
 
-def call_factory(make: Callable[..., Any], updater: Updater) -> Any:
-    """Return what ``make`` makes; it is given the updater where it needs an argument."""
+def call_factory(make: Callable[..., Any], argument: Any) -> Any:
+    """Call ``make``, with the argument only if it needs one."""
     if not callable(make):
         raise TypeError(f"make is a function that makes a new object at each call, got {make!r}; write lambda: ...")
     try:
         inspect.signature(make).bind()
     except TypeError:
-        return make(updater)
+        return make(argument)
     except ValueError:
         pass  # some callables of C have no signature
     return make()

@@ -26,6 +26,7 @@ import torch
 from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import BatchRecorder, fingerprint
+from chainring.testing._harness import call_factory
 from chainring.testing._unsaved import unsaved_state
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
@@ -135,7 +136,8 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     try:
-        trainer = _call_make_trainer(make_trainer, task.out)
+        takes_out = "out" in inspect.signature(make_trainer).parameters
+        trainer = make_trainer(out=task.out) if takes_out else call_factory(make_trainer, task.out)
         if not isinstance(trainer, Trainer):
             task.exit_with_reason(
                 f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}"
@@ -145,15 +147,6 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         sys.exit(1)
-
-
-def _call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Any:
-    """Call it with ``out`` if it has such a parameter, or one without a default."""
-    parameters = inspect.signature(make_trainer).parameters
-    if "out" in parameters:
-        return make_trainer(out=out)
-    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return make_trainer(out) if any(p.default is p.empty for p in positional) else make_trainer()
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:

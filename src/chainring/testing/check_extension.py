@@ -40,10 +40,6 @@ def check_extension(
     generators after each iteration. A failure of the training, before the extension was initialized or after it was
     called, must come out unchanged; ``finalize`` may be called again. An iteration takes one second on a `ManualClock`.
 
-    Example::
-
-        check_extension(lambda: MyExtension(), trigger=(2, "iteration"), result=lambda extension: extension.rows)
-
     Args:
         make: makes the extension; a function that needs an argument is given the updater.
         iterations: the length of the runs.
@@ -55,59 +51,43 @@ def check_extension(
     Raises:
         AssertionError: a rule does not hold, or the extension is never called, so that nothing is shown.
     """
-    trial = _Trial(make, updater or (lambda: FakeUpdater(3, uneven_values)), trigger, result)
+    calls: list[int] = []
+    never_called = False
 
-    def scenario(resume_points: Iterable[int]) -> ResumeScenario:
-        trial.calls.clear()
-        return ResumeScenario(trial.build, iterations, trial.observe, 1.0, resume_points)
-
-    require_resumable(scenario, _SAVE, "An extension")
-    shows_something = bool(trial.calls) or trial.never_called
-    found = f"not in {iterations} iterations"
-    remedy = "Give trigger= or iterations= with which it is"
-    require(shows_something, "the trial shows something only if the extension is called", found, remedy)
-    require_finalized(trial.build, FailurePoint.BEFORE_INITIALIZE, _FINALIZE)
-    require_finalized(trial.build, FailurePoint.FOURTH_ITERATION, _FINALIZE)
-
-
-class _Trial:
-    """The runs of an extension.
-
-    Attributes:
-        calls: the iterations of its calls.
-        never_called: True if it works beside the loop, as a profiler does.
-    """
-
-    def __init__(
-        self, make: Callable[..., Any], updater: Callable[[], Any], trigger: Any, result: Callable[[Any], Any]
-    ) -> None:
-        self._make = make
-        self._updater = updater
-        self._trigger = trigger
-        self._result = result
-        self.calls: list[int] = []
-        self.never_called = False
-
-    def build(self, out: str) -> tuple[Trainer, Any]:
-        """Return a trainer with the extension, whose calls are recorded."""
-        updater = self._updater()
-        extension = call_factory(self._make, updater)
-        trainer = Trainer(updater, out=out)
+    def build(out: str) -> tuple[Trainer, Any]:
+        nonlocal never_called
+        own_updater = FakeUpdater(3, uneven_values) if updater is None else updater()
+        extension = call_factory(make, own_updater)
+        trainer = Trainer(own_updater, out=out)
         with require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
-            trainer.extend(extension, trigger=self._trigger)
+            trainer.extend(extension, trigger=trigger)
         (entry,) = trainer.entries
-        self.never_called = entry.trigger is never
-        call_extension = entry.call
-
-        def call(trainer: Trainer) -> Any:
-            self.calls.append(trainer.updater.iteration)
-            return call_extension(trainer)
-
-        entry.call = call
+        never_called = entry.trigger is never  # it works beside the loop, as a profiler does
+        entry.call = _recording(entry.call, calls)
         return trainer, extension
 
-    def observe(self, trainer: Trainer, extension: Any) -> dict[str, str]:
-        """Return the texts that are compared after an iteration."""
-        is_called = str(trainer.updater.iteration in self.calls[-1:])
-        result = {path: describe(leaf) for path, leaf in leaves("result", self._result(extension))}
-        return fingerprint_with_state(trainer, extension) | result | {"whether it is called": is_called}
+    def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
+        is_called = str(trainer.updater.iteration in calls[-1:])
+        results = {path: describe(leaf) for path, leaf in leaves("result", result(extension))}
+        return fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
+
+    def scenario(resume_points: Iterable[int]) -> ResumeScenario:
+        calls.clear()
+        return ResumeScenario(build, iterations, observe, 1.0, resume_points)
+
+    require_resumable(scenario, _SAVE, "An extension")
+    found = f"not in {iterations} iterations"
+    remedy = "Give trigger= or iterations= with which it is"
+    require(bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy)
+    require_finalized(build, FailurePoint.BEFORE_INITIALIZE, _FINALIZE)
+    require_finalized(build, FailurePoint.FOURTH_ITERATION, _FINALIZE)
+
+
+def _recording(extension: Callable[[Trainer], Any], calls: list[int]) -> Callable[[Trainer], Any]:
+    """Return the extension as a function that also records the iterations of its calls."""
+
+    def call(trainer: Trainer) -> Any:
+        calls.append(trainer.updater.iteration)
+        return extension(trainer)
+
+    return call

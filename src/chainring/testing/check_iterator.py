@@ -37,10 +37,6 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
     called at any time. With a ``share``, rank r of n gets ``batch[r::n]``; with a ``mark`` and ``return_to``, batches come
     again.
 
-    Example::
-
-        check_iterator(lambda: MyIterator(range(10), batch_size=4))
-
     Args:
         make: makes the iterator, over few examples. torch's seed is the same at each call.
         batches: at most so many are taken.

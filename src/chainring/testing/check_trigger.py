@@ -1,12 +1,16 @@
-"""check_trigger: the rules for every trigger."""
+"""fired and check_trigger: the iterations at which a trigger fires, and the rules for every trigger."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from chainring.testing._harness import require, resume_points_of, uneven_values
-from chainring.testing.fakes import Values
-from chainring.testing.fired import call_iterations, trigger_factory
+from chainring._checks import is_integer
+from chainring.testing._harness import ResumeScenario, require, resume_points_of, uneven_values
+from chainring.testing.fakes import FakeUpdater, Values
+from chainring.training.trainer import Trainer
+from chainring.training.triggers import get_trigger
 
 _SAVE = (
     "Give the trigger serialize(serializer), which saves all that its answer follows from, its last answer and the "
@@ -16,6 +20,50 @@ _REPEAT = (
     "Asked again in the same iteration a trigger repeats its answer: write ask(trainer) in a subclass of "
     "chainring.training.triggers.Trigger"
 )
+
+
+def fired(
+    trigger: Any,
+    *,
+    iterations: int,
+    epoch_length: float = 1,
+    values: Values | None = None,
+    seconds: float = 1.0,
+    resumed_after: Iterable[int] = (),
+) -> list[int]:
+    """Return the iterations at which a trigger fires in a run.
+
+    The run is a trainer's, with a `FakeUpdater` and a `ManualClock`; the files that it writes are removed.
+
+    Example::
+
+        assert fired((2, "epoch"), iterations=12, epoch_length=3) == [6, 12]
+
+    Args:
+        trigger: whatever `get_trigger` accepts, or a function without arguments, or a class, that makes such.
+        iterations: the length of the run.
+        epoch_length: iterations in an epoch.
+        values: the values that each iteration reports, see `FakeUpdater`.
+        seconds: the duration of an iteration.
+        resumed_after: iterations after which the run is saved, and continued by a new trainer with a new trigger that
+            loads the saved state; 0 is before the first.
+
+    Raises:
+        TypeError: the trigger is of another form, or is resumed and cannot be made anew.
+        ValueError: an argument is out of range.
+        AssertionError: the state of the trigger cannot be saved and loaded.
+    """
+    make, makes_new = _trigger_factory(trigger)
+    resume_points = list(resumed_after)
+    if resume_points and not makes_new:
+        raise TypeError(
+            f"a resumed run has a new trigger, and {trigger!r} is one object; give a function that makes it: lambda: ..."
+        )
+    outside = [point for point in resume_points if not 0 <= point <= iterations]
+    if outside:
+        raise ValueError(f"a run of {iterations} iterations is resumed after 0 to {iterations} of them, got {outside}")
+    (found,) = _call_iterations(make, 1, iterations, epoch_length, values, seconds, resume_points, strict=False)
+    return found
 
 
 def check_trigger(
@@ -31,10 +79,6 @@ def check_trigger(
     In runs with a `FakeUpdater` it must fire at the same iterations with one extension or two, whenever the run is saved
     and continued, and each time that it is made anew.
 
-    Example::
-
-        check_trigger(lambda: MyTrigger(period=3))
-
     Args:
         make: a class, or a function without arguments, that makes the trigger; or ``(period, unit)``.
         iterations: the length of the runs.
@@ -47,20 +91,73 @@ def check_trigger(
         AssertionError: a rule does not hold, or the trigger never fires, so that nothing is shown.
         TypeError: ``make`` does not make a trigger, or always the same object.
     """
-    factory, makes_new = trigger_factory(make)
+    factory, makes_new = _trigger_factory(make)
     if not makes_new:
         raise TypeError(f"a resumed run has a new trigger, and {make!r} is one object; give lambda: ..., which makes it")
     settings = (iterations, epoch_length, values, seconds)
-    (alone,) = call_iterations(factory, 1, *settings)
+    (alone,) = _call_iterations(factory, 1, *settings)
     remedy = "Give iterations=, epoch_length=, values= or seconds= with which it does"
     require(bool(alone), "the trial shows something only if the trigger fires", f"never in {iterations} iterations", remedy)
-    (again,) = call_iterations(factory, 1, *settings)
+    (again,) = _call_iterations(factory, 1, *settings)
     remedy = "Nothing is kept in the class, the module, or what make() shares"
     require(again == alone, "a trigger made anew begins anew", f"it fired at {alone}, then at {again}", remedy)
-    for calls in call_iterations(factory, 2, *settings):
+    for calls in _call_iterations(factory, 2, *settings):
         found = f"one of the two is called at {calls}, and alone it would be at {alone}"
         require(calls == alone, "two extensions that share a trigger are both called when it fires", found, _REPEAT)
     for resume_points, when in resume_points_of(iterations):
         rule = f"a run saved {when} and continued fires when the uninterrupted one does"
-        for calls in call_iterations(factory, 2, *settings, resume_points):
+        for calls in _call_iterations(factory, 2, *settings, resume_points):
             require(calls == alone, rule, f"it fires at {calls} instead of {alone}", _SAVE)
+
+
+def _trigger_factory(trigger: Any) -> tuple[Callable[[], Any], bool]:
+    """Return a function that makes a trigger, and whether it makes a new one at each call.
+
+    A class, or a function that can be called without arguments and not with one, is called; any other callable is the
+    trigger itself.
+    """
+    if isinstance(trigger, type) or (callable(trigger) and _takes(trigger, 0) and not _takes(trigger, 1)):
+        return lambda: get_trigger(trigger()), True
+    get_trigger(trigger)  # refuses other forms
+    return lambda: get_trigger(trigger), not callable(trigger)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except ValueError:
+        return count == 1  # some callables of C have no signature
+    except TypeError:
+        return False
+    return True
+
+
+def _call_iterations(
+    make: Callable[[], Any],
+    extensions: int,
+    iterations: int,
+    epoch_length: float,
+    values: Values | None,
+    seconds: float,
+    resume_points: Iterable[int] = (),
+    strict: bool = True,
+) -> list[list[int]]:
+    """Return the iterations at which each of so many extensions that share a trigger is called, see `fired`."""
+    if not is_integer(iterations) or iterations < 1:
+        raise ValueError(f"a run has at least 1 iteration, got iterations={iterations!r}")
+    calls: list[list[int]] = [[] for _ in range(extensions)]
+
+    def build(out: str) -> tuple[Trainer, Any]:
+        trigger = make()
+        trainer = Trainer(FakeUpdater(epoch_length, values), out=out)
+        for record in calls:
+            trainer.extend(_recorder(record), name="recorder", trigger=trigger)
+        return trainer, trigger
+
+    ResumeScenario(build, iterations, lambda *_: {}, seconds, resume_points, strict).run()
+    return calls
+
+
+def _recorder(calls: list[int]) -> Callable[[Trainer], None]:
+    return lambda trainer: calls.append(trainer.updater.iteration)

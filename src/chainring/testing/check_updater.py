@@ -30,10 +30,6 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
     and continued with everything made anew must be the uninterrupted one: reported values, iterators, models, optimizers,
     the updater's state and random generators after each iteration. ``finalize`` may be called again, and changes no error.
 
-    Example::
-
-        check_updater(lambda: MyUpdater(SerialIterator(data, 2), torch.optim.SGD(model.parameters()), model))
-
     Args:
         make: makes the updater, with all that belongs to it: data, model, optimizer. The random generators begin where they
             were at first, so that models are alike.
