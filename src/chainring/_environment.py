@@ -1,4 +1,4 @@
-"""What the results of a run depend on besides its code, its settings and its data."""
+"""The environment of a run: versions, accelerator, and the commit of the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chainring._version import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of what computes and of what writes."""
+    """Return the versions of Chainring and of what it computes with."""
     return {
         "chainring": __version__,
         "torch": torch.__version__,
@@ -26,22 +26,22 @@ def versions() -> dict[str, str]:
 
 
 def device_name() -> str:
-    """The kind of accelerator at hand, with its name where it has one, or ``"cpu"``."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
+    """Return the type of the accelerator at hand, with its name if it has one, or ``"cpu"``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return "cpu"
-    name = getattr(torch.get_device_module(kind), "get_device_name", lambda: "")()
-    return f"{kind.type} {name}".strip()
+    name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: "")()
+    return f"{accelerator.type} {name}".strip()
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit of the repository in which the running script lies, or ``None``."""
+    """Return the commit of the repository in which the running script lies, or ``None``."""
     script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
-    place = script.parent if script.is_file() else Path.cwd()
+    directory = script.parent if script.is_file() else Path.cwd()
     command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,1 +1,1 @@
-"""How ranks find one another, and what they exchange."""
+"""Communication among ranks, and tensors that are sharded over them."""

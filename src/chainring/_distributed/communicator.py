@@ -1,4 +1,4 @@
-"""How ranks talk to one another."""
+"""Communicator: the exchange among ranks, and a world of one that needs none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ class Communicator:
 
     Every rank calls the same methods in the same order: each waits for the others.
 
+    Example::
+
+        total = torch.tensor([1.0])
+        comm.all_reduce([total], average=False)  # in place: the world size
+
     Attributes:
-        rank: the number of this process, from 0.
-        size: how many there are.
-        local_rank: the number of this process on its machine.
+        rank: the rank of this process, from 0.
+        size: the world size.
+        local_rank: the rank of this process on its machine.
         device: where this rank computes.
     """
 
@@ -32,7 +37,7 @@ class Communicator:
     device: torch.device = torch.device("cpu")
 
     def begin(self) -> None:
-        """Called when a run starts. A world of one warns where there are other processes that it does not know of."""
+        """Start a run: a world of one warns if there are other processes that it does not know of."""
         started = dist.is_available() and dist.is_initialized()
         if self.size == 1 and started and dist.get_world_size() > 1:
             warnings.warn(
@@ -42,46 +47,46 @@ class Communicator:
             )
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
-        """Replaces each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""
+        """Replace each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        """Replaces each tensor, in place, by the one of rank ``root``."""
+        """Replace each tensor, in place, by the one of rank ``root``."""
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """What every rank gave, in the order of the ranks, on every rank."""
+        """Return the objects of all ranks, in the order of the ranks, on every rank."""
         return [obj] * self.size
 
     def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        """What rank ``root`` gave, on every rank."""
+        """Return the object of rank ``root`` on every rank."""
         return self.gather_object(obj)[root]
 
     def start_max(self, number: int) -> Callable[[], int]:
-        """Begins to find the largest of what the ranks gave; the call that it returns waits for it."""
+        """Start to find the maximum over the ranks; the function that it returns waits for it."""
         largest = max(self.gather_object(number))
         return lambda: largest
 
     def barrier(self) -> None:
-        """Waits until every rank has come here."""
+        """Wait until every rank has come here."""
 
     def beside(self) -> Communicator:
-        """A communicator of the same ranks for use in another thread, whose calls do not mix with those of this one."""
+        """Return a communicator of the same ranks for another thread, whose calls do not mix with those of this one."""
         return self
 
     def failed(self, error: BaseException) -> BaseException:
-        """Called where a run fails: tells the other ranks why, so that none waits for this one.
+        """Tell the other ranks why a run fails, so that none waits for this one.
 
         Returns:
-            What this rank is to raise, which is the error itself, or a `RankFailed` with the traceback of the rank that
+            The error that this rank is to raise: the error itself, or a `RankFailed` with the traceback of the rank that
             failed first.
         """
         return error
 
     def close(self) -> None:
-        """Ends the exchange; afterwards the communicator must not be used."""
+        """End the exchange; afterwards the communicator must not be used."""
 
 
 class _Foreign(Communicator):
-    """An object that has only some of the attributes: the rest is made from them."""
+    """A communicator made from an object that has only some of the attributes."""
 
     def __init__(self, comm: Any) -> None:
         names = ("rank", "size", "local_rank", "device", "all_reduce", "broadcast", "gather_object", "barrier", "close")
@@ -89,7 +94,7 @@ class _Foreign(Communicator):
 
 
 def as_communicator(comm: Any) -> Communicator:
-    """The communicator itself; an object of another class that has its attributes, with what it lacks made from them."""
+    """Return a communicator, or one made from an object of another class that has its attributes."""
     return comm if isinstance(comm, Communicator) else _Foreign(comm)
 
 

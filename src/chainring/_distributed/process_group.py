@@ -23,79 +23,23 @@ from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
-_WORDS, _HEARD = "chainring/last words", "chainring/heard"
-_PERIOD = 0.25  # seconds from one look to the next
-_PATIENCE = 3.0  # seconds for the others to hear
-
-
-class FailureBroadcast:
-    """Goes by the store through which the ranks have met, which ends with the process of rank 0 where that has made it.
-
-    A thread listens, because a rank may be waiting in an exchange that only the end of the failed process ends.
-
-    Args:
-        store: of torch.distributed.
-        rank: the number of this process.
-        size: how many there are.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._first: str | None = None
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="chainring-last-words", daemon=True)
-        self._thread.start()
-
-    def say(self, text: str) -> str:
-        """Says why this rank fails, and returns what was said first, which may be another's."""
-        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone
-            if self._first is None:
-                self._hear(self._store.compare_set(_WORDS, "", text))
-        return self._first or text
-
-    def said(self) -> str | None:
-        """What was said first, ``None`` if nothing was: a rank speaks before it leaves, so there is nothing to wait for."""
-        with contextlib.suppress(RuntimeError):
-            self._look()
-        return self._first
-
-    def wait_for_others(self) -> None:
-        """Lets rank 0 stay until all have heard what was said, a few seconds at most."""
-        until = time.monotonic() + _PATIENCE
-        with contextlib.suppress(RuntimeError):
-            while self._rank == 0 and self._store.add(_HEARD, 0) < self._size and time.monotonic() < until:
-                time.sleep(_PERIOD / 10)
-
-    def close(self) -> None:
-        """Ends the listening."""
-        self._closed.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            while self._first is None and not self._closed.wait(_PERIOD):
-                self._look()
-
-    def _look(self) -> None:
-        with self._lock:
-            if self._first is None and self._store.check([_WORDS]):
-                self._hear(self._store.get(_WORDS))
-
-    def _hear(self, words: bytes) -> None:
-        self._first = str(words, "utf-8")
-        self._store.add(_HEARD, 1)
-
-
 _BUCKET = 25 << 20  # bytes that are exchanged at once
-_SLOWEST = timedelta(minutes=30)  # that a rank may come later than the others
+_TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
+_FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
+_POLL_PERIOD = 0.25  # seconds
+_RECEIVE_TIMEOUT = 3.0  # seconds
 
 
 def create_communicator(device: Device = None) -> Communicator:
-    """The communicator of this process, as the environment says that torchrun sets; without a launcher a world of one.
+    """Return the communicator of this process, as torchrun's environment variables say; without a launcher a world of one.
 
     The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``. Tensors on the host
     are exchanged by gloo, those on an NVIDIA accelerator by NCCL. A process group that is there already is used.
+
+    Example::
+
+        comm = create_communicator()
+        updater = StandardUpdater(iterator, optimizer, comm=comm)
 
     Args:
         device: where this rank computes; by default the accelerator of its number on this machine, or the host where
@@ -106,20 +50,20 @@ def create_communicator(device: Device = None) -> Communicator:
         ValueError: there is no such device.
     """
     started = dist.is_available() and dist.is_initialized()
-    rank, size, local_rank = _place() if not started else (dist.get_rank(), dist.get_world_size(), _local_rank())
-    own = _own_device(device, local_rank)
+    rank, size, local_rank = _read_environment() if not started else (dist.get_rank(), dist.get_world_size(), _local_rank())
+    rank_device = _device_of_rank(device, local_rank)
     if size == 1 and not started:
         alone = Communicator()
-        alone.device = own
+        alone.device = rank_device
         return alone
-    if own.type != "cpu":
-        torch.accelerator.set_device_index(own)
-    store = None if started else _start(rank, size, own)
-    return ProcessGroupCommunicator(own, local_rank, store)
+    if rank_device.type != "cpu":
+        torch.accelerator.set_device_index(rank_device)
+    store = None if started else _start(rank, size, rank_device)
+    return ProcessGroupCommunicator(rank_device, local_rank, store)
 
 
-def _place() -> tuple[int, int, int]:
-    """Rank, size and local rank, as the launcher says."""
+def _read_environment() -> tuple[int, int, int]:
+    """Return rank, size and local rank, as the launcher says."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return 0, 1, 0
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -135,7 +79,7 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
 
 
-def _own_device(device: Device, local_rank: int) -> torch.device:
+def _device_of_rank(device: Device, local_rank: int) -> torch.device:
     if device is not None:
         return as_device(device) or torch.device("cpu")
     if not torch.accelerator.is_available():
@@ -145,26 +89,26 @@ def _own_device(device: Device, local_rank: int) -> torch.device:
             f"local rank {local_rank} has no accelerator of its own, there are {torch.accelerator.device_count()}: start "
             'fewer processes on this machine, or give device="cpu"'
         )
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    return torch.device(kind.type, local_rank)
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, local_rank)
 
 
 def _start(rank: int, size: int, device: torch.device) -> Any:
-    """Starts the process group, and returns the store by which the ranks have met."""
-    found, _, _ = next(rendezvous("env://", rank, size, timeout=_SLOWEST))
-    # When a launcher restarts the ranks, what they had said before lies in its store still.
+    """Start the process group, and return the store through which the ranks have met."""
+    found, _, _ = next(rendezvous("env://", rank, size, timeout=_TIMEOUT))
+    # A launcher that restarts the ranks keeps its store, with what they have published in it.
     store = PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
     if store.add("arrived", 1) == size:
         store.set("met", "")
-    store.wait(["met"], _SLOWEST)
+    store.wait(["met"], _TIMEOUT)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_connecting(size),
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_connect_timeout(size),
         device_id=device if is_cuda else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(_SLOWEST)
+    dist.group.WORLD.set_timeout(_TIMEOUT)
     return store
 
 
@@ -176,13 +120,13 @@ class ProcessGroupCommunicator(Communicator):
 
     Args:
         device: where this rank computes.
-        local_rank: its number on this machine.
-        store: by which the ranks have met, if this communicator has started the process group, which it then also ends.
+        local_rank: its rank on this machine.
+        store: through which the ranks have met, if this communicator has started the process group, which it then also ends.
     """
 
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
         self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
-        self._words = None if store is None else FailureBroadcast(store, self.rank, self.size)
+        self._failures = None if store is None else FailureBroadcast(store, self.rank, self.size)
         self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open = True
         if self.rank != 0:
@@ -191,15 +135,15 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for bucket in _buckets(tensors):
-            flat = _flat(bucket)
+            flat = _flatten(bucket)
             dist.all_reduce(flat, group=self._tensors)
-            _put(bucket, flat.div_(self.size) if average else flat)
+            _unflatten(flat.div_(self.size) if average else flat, bucket)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         for bucket in _buckets(tensors):
-            flat = _flat(bucket)
+            flat = _flatten(bucket)
             dist.broadcast(flat, root, group=self._tensors)
-            _put(bucket, flat)
+            _unflatten(flat, bucket)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
@@ -207,12 +151,12 @@ class ProcessGroupCommunicator(Communicator):
         return gathered
 
     def start_max(self, number: int) -> Callable[[], int]:
-        held = torch.tensor(number)
-        work: Any = dist.all_reduce(held, dist.ReduceOp.MAX, group=self._objects, async_op=True)
+        largest = torch.tensor(number)
+        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects, async_op=True)
 
         def wait() -> int:
             work.wait()
-            return int(held)
+            return int(largest)
 
         return wait
 
@@ -224,61 +168,121 @@ class ProcessGroupCommunicator(Communicator):
         return ProcessGroupCommunicator(self.device, self.local_rank, None)
 
     def failed(self, error: BaseException) -> BaseException:
-        words = self._words
-        if words is None or not self._is_open or isinstance(error, RankFailed):
+        failures = self._failures
+        if failures is None or not self._is_open or isinstance(error, RankFailed):
             return error
-        own = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
-        first = words.said() if _is_of_connection(error) else words.say(own)
+        text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
+        first = failures.poll() if _is_connection_error(error) else failures.publish(text)
         self._leave()
         if first is None:
-            error.add_note("another rank is gone without a word: it was killed, or ended outside of the training")
+            error.add_note("another rank ended without publishing an error: it was killed, or ended outside of the training")
             return error
-        words.wait_for_others()
-        if first == own:
+        failures.wait_for_others()
+        if first == text:
             return error
         failure = RankFailed(first)
         failure.__cause__ = error
         return failure
 
     def _leave(self) -> None:
-        """Ends the exchange for those that wait for this rank, by closing this end of it.
+        """End the exchange for those that wait for this rank, by closing this end of it.
 
         Those of DDP and FSDP end with the process; a snapshot under way, which goes through a group of its own, is finished.
         """
         self._is_open = False
         for group in (self._tensors, self._objects):
             dist.destroy_process_group(group)
-        del self._tensors, self._objects, group  # it is closed when nobody holds it any more
+        del self._tensors, self._objects, group  # its connection is closed with the last reference
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if self._words is not None:
-            self._words.close()
+        if self._failures is not None:
+            self._failures.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
-        self._words, self._is_open = None, False
+        self._failures, self._is_open = None, False
 
 
-def _connecting(size: int) -> timedelta:
-    """For ranks that have just met: one that has not answered by then is gone."""
+class FailureBroadcast:
+    """Tells every rank of the first failure, through the store through which the ranks have met.
+
+    A thread polls the store, because a rank may be waiting in an exchange that only the end of the failed process ends.
+    Where the process of rank 0 has made the store, it ends with that process.
+
+    Args:
+        store: of torch.distributed.
+        rank: of this process.
+        size: how many ranks there are.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._first: str | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="chainring-failures", daemon=True)
+        self._thread.start()
+
+    def publish(self, text: str) -> str:
+        """Publish why this rank fails; return what was published first, which may be another rank's."""
+        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone
+            if self._first is None:
+                self._receive(self._store.compare_set(_FAILURE, "", text))
+        return self._first or text
+
+    def poll(self) -> str | None:
+        """Return what was published first, ``None`` if nothing was: a rank publishes before it leaves."""
+        with contextlib.suppress(RuntimeError):
+            self._poll()
+        return self._first
+
+    def wait_for_others(self) -> None:
+        """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
+        until = time.monotonic() + _RECEIVE_TIMEOUT
+        with contextlib.suppress(RuntimeError):
+            while self._rank == 0 and self._store.add(_RECEIVED, 0) < self._size and time.monotonic() < until:
+                time.sleep(_POLL_PERIOD / 10)
+
+    def close(self) -> None:
+        """End the polling."""
+        self._closed.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            while self._first is None and not self._closed.wait(_POLL_PERIOD):
+                self._poll()
+
+    def _poll(self) -> None:
+        with self._lock:
+            if self._first is None and self._store.check([_FAILURE]):
+                self._receive(self._store.get(_FAILURE))
+
+    def _receive(self, text: bytes) -> None:
+        self._first = str(text, "utf-8")
+        self._store.add(_RECEIVED, 1)
+
+
+def _connect_timeout(size: int) -> timedelta:
+    """Return the time within which ranks that have just met answer."""
     return timedelta(seconds=8 + size / 4)
 
 
 def _new_group(backend: str | None = None) -> Any:
-    """A group of all ranks, which are to make it at the same time."""
-    group: Any = dist.new_group(backend=backend, timeout=_connecting(dist.get_world_size()))
-    group.set_timeout(_SLOWEST)
+    """Make a group of all ranks, at the same time on each."""
+    group: Any = dist.new_group(backend=backend, timeout=_connect_timeout(dist.get_world_size()))
+    group.set_timeout(_TIMEOUT)
     return group
 
 
-def _is_of_connection(error: BaseException) -> bool:
-    """Whether an exchange has failed because another rank has left it."""
+def _is_connection_error(error: BaseException) -> bool:
+    """Return whether an exchange has failed because another rank has left it."""
     words = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype and device, as many as are exchanged at once."""
+    """Yield neighbours of one dtype and device, as many as are exchanged at once."""
     for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
         bucket: list[Tensor] = []
         size = 0
@@ -291,11 +295,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _flat(bucket: list[Tensor]) -> Tensor:
+def _flatten(bucket: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
-def _put(bucket: list[Tensor], flat: Tensor) -> None:
-    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
+def _unflatten(flat: Tensor, bucket: list[Tensor]) -> None:
+    for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+        tensor.detach().copy_(values.view_as(tensor))

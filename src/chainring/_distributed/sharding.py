@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part, as `fully_shard` makes them, and plain tensors alike."""
+"""Sharded tensors, as `fully_shard` makes them, and plain tensors alike."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that this rank holds.
+    """The shard of a tensor that this rank holds.
 
     Attributes:
-        tensor: the part, on its device.
+        tensor: the shard, on its device.
         offsets: where it begins in each dimension.
-        shape: of the whole.
+        shape: of the whole tensor.
     """
 
     tensor: Tensor
@@ -23,48 +23,49 @@ class Shard(NamedTuple):
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor of which each rank holds a part, a ``DTensor``."""
+    """Return whether a value is a tensor of which each rank holds a shard, a ``DTensor``."""
     # Importing torch.distributed.tensor takes half a second. Who has made such a tensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The parts of a model to which `fully_shard` was applied."""
+    """Return the modules of a model to which `fully_shard` was applied."""
     module = sys.modules.get("torch.distributed.fsdp")
-    return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
+    return [] if module is None else [child for child in model.modules() if isinstance(child, module.FSDPModule)]
 
 
 def to_local(tensor: Any) -> Tensor:
-    """The part of a tensor that lies on this rank, in the same memory; a plain tensor is its own."""
+    """Return the shard of a tensor that lies on this rank, in the same memory; a plain tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def to_full(tensor: Any) -> Tensor:
-    """All of a tensor, from all ranks; a plain tensor is its own."""
+    """Return the whole tensor, gathered from all ranks; a plain tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def local_shard(tensor: Any) -> Shard | None:
-    """This rank's part of a sharded tensor; ``None`` where it has none, or another rank has the same.
+    """Return this rank's shard of a sharded tensor; ``None`` if it has none, or another rank has the same one.
 
     Raises:
-        NotImplementedError: the part is several pieces, as in some layouts of tensor parallelism.
+        NotImplementedError: the rank holds several shards, as in some layouts of tensor parallelism.
     """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    place = mesh.get_coordinate()
-    if place is None or any(at and placement.is_replicate() for at, placement in zip(place, placements, strict=True)):
+    placements, coordinates = tensor.placements, tensor.device_mesh.get_coordinate()
+    if coordinates is None or any(
+        coordinate and placement.is_replicate() for coordinate, placement in zip(coordinates, placements, strict=True)
+    ):
         return None
-    pieces = tensor.__create_chunk_list__()
-    if len(pieces) > 1:
-        raise NotImplementedError(f"a tensor of {len(pieces)} pieces a rank, laid out as {placements}, cannot be saved")
-    if not pieces or not tensor.to_local().numel():
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) > 1:
+        raise NotImplementedError(f"a tensor of {len(chunks)} shards a rank, placed as {placements}, cannot be saved")
+    if not chunks or not tensor.to_local().numel():
         return None
-    return Shard(tensor.to_local(), tuple(pieces[0].offsets), tuple(tensor.shape))
+    return Shard(tensor.to_local(), tuple(chunks[0].offsets), tuple(tensor.shape))
 
 
 def distribute_like(full: Tensor, sharded: Any) -> Any:
-    """A whole tensor, which every rank has, as one of which each holds a part like that of ``sharded``."""
+    """Return a tensor that every rank has whole as one that is sharded like ``sharded``."""
     module = sys.modules["torch.distributed.tensor"]
     on_device = full.to(sharded.device)
     return module.distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
