@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from chainring._progress import find_main_iterator
 from chainring.training.triggers.base import describe, never
@@ -19,7 +19,7 @@ _MAX_SHOWN = 12
 
 
 def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
-    """Return the plan as text, see `Trainer.explain`. Triggers of a run that is started are already initialized."""
+    """Return the plan as text, see `Trainer.explain`. If the run is started, its triggers are initialized already."""
     if iterations < 1:
         raise ValueError(f"explain predicts 1 iteration or more, got {iterations}")
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
@@ -55,16 +55,7 @@ class SimulatedUpdater:
 
     @property
     def epoch_detail(self) -> float:
-        epoch, position, size = self.progress
-        return epoch + position / size  # rounded as an iterator's is
-
-    def get_iterator(self, name: str) -> Self:
-        """Return itself: of an iterator only the exact `progress` is asked."""
-        return self
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        return self.epoch, (self._epochs - self.epoch).numerator, self._epochs.denominator
+        return float(self._epochs)
 
     @property
     def has_ended(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,15 +14,18 @@ from chainring.serializers.base import DictionaryDeserializer, DictionarySeriali
 from chainring.training import _run
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from chainring.serializers.base import AbstractSerializer
     from chainring.training.trainer import Trainer
 
 
 def rehearse(trainer: Trainer) -> None:
     """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not asked."""
-    _check_initialized(trainer.updater.get_all_models() if hasattr(trainer.updater, "get_all_models") else {})
+    for name, model in trainer.updater.get_all_models().items():
+        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
+                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
+            )
     with _state_put_back(trainer), ExitStack() as stack:
         _run.prepare(trainer)
         for entry in trainer.entries:
@@ -35,15 +38,6 @@ def rehearse(trainer: Trainer) -> None:
             _iterate(trainer, calls_extensions=True)
         except StopIteration:
             raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
-
-
-def _check_initialized(models: Mapping[str, nn.Module]) -> None:
-    for name, model in models.items():
-        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(
-                f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
-                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
-            )
 
 
 def _iterate(trainer: Trainer, calls_extensions: bool) -> None:

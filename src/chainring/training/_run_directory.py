@@ -17,6 +17,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from chainring import _environment
 from chainring._files import DirectoryLock, atomic_write, flush_directory, make_numbered_directory, temporary_path, to_json
@@ -213,11 +214,11 @@ def parse_record(path: Path) -> dict[str, Any]:
 def write_record(
     trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], changes: Mapping[str, list[Any]]
 ) -> None:
-    """Record this start after those of ``earlier``, the record of the run that is continued, and print what has changed.
+    """Record this start and print the settings that have changed.
 
     Args:
         trainer: the trainer.
-        earlier: the record of the run that is continued; empty for a run that starts anew.
+        earlier: the record of the run that is continued, to which the start is added; empty for a run that starts anew.
         files: templates of the names of all that this run and the starts before it write.
         changes: settings that differ from those in the loaded state: by name, the old value and the new.
     """
@@ -297,15 +298,10 @@ def _describe(model: torch.nn.Module) -> dict[str, Any]:
     """Return a model's class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
     clean = name_cleaner(model)
     parameters = {clean(name).replace(".", "/"): parameter for name, parameter in model.named_parameters()}
-    shapes = {path: _shape(parameter) for path, parameter in parameters.items()}
+    lazy = "not known before the first update"
+    shapes = {path: lazy if is_lazy(p) else "x".join(map(str, p.shape)) or "scalar" for path, p in parameters.items()}
     frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
     return {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
-
-
-def _shape(parameter: torch.nn.Parameter) -> str:
-    if torch.nn.parameter.is_lazy(parameter):
-        return "not known before the first update"
-    return "x".join(map(str, parameter.shape)) or "scalar"
 
 
 def _to_record(value: Any) -> Any:

@@ -192,12 +192,12 @@ class Entry:
         priority: int | None,
         invoke_before_training: bool | None,
     ) -> None:
-        default_name = _default_name(extension)
-        _check_extension(extension, default_name)
+        own_names = (getattr(extension, attribute, None) for attribute in ("default_name", "__name__"))
+        self.name = str(_first(name, *own_names, type(extension).__name__))
+        _check_extension(extension, self.name)
         _check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
-        self.name: str = _first(name, default_name)
         self.trigger = get_trigger(_first(trigger, getattr(extension, "trigger", None), Extension.trigger))
         # By type: a trigger around another may pass the attributes of that one on.
         always = isinstance(self.trigger, IntervalTrigger) and self.trigger.is_every_iteration
@@ -224,11 +224,6 @@ class Entry:
 def _bound(function: Any) -> Any:
     # hot path: "an idle extension more": Python calls a bound method in half the time of an object with __call__
     return function if inspect.isroutine(function) else function.__call__
-
-
-def _default_name(extension: Any) -> str:
-    names = (getattr(extension, "default_name", None), getattr(extension, "__name__", None), type(extension).__name__)
-    return str(_first(*names))
 
 
 def _check_extension(extension: Any, name: str) -> None:

@@ -45,10 +45,6 @@ class Trainer(Stateful):
         config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
 
     Attributes:
-        updater: the updater.
-        stop_trigger: a callable of the trainer that returns True when training ends.
-        out: the directory in which the run writes.
-        config: the settings of the run.
         reporter: collects the reported values.
         observation: the values that the updater and the extensions have reported in this iteration so far.
         extension_name: the name of the extension that is being initialized or called, ``None`` outside of extensions.
@@ -121,11 +117,6 @@ class Trainer(Stateful):
     def entries(self) -> list[Entry]:
         """The registered extensions in the order in which they run, each with its name, trigger and priority."""
         return sorted(self._entries.values(), key=lambda entry: -entry.priority)
-
-    @property
-    def snapshots(self) -> list[Any]:
-        """The extensions that save the state of the run."""
-        return [entry.extension for entry in self._entries.values() if entry.is_snapshot]
 
     def extend(
         self,

@@ -148,7 +148,7 @@ class Snapshot(Extension):
         if write is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
-        others = [other._background for other in trainer.snapshots if isinstance(other, Snapshot)]
+        others = [e.extension._background for e in trainer.entries if isinstance(e.extension, Snapshot)]
         if self._asynchronous and self._has_started:  # called by hand, nobody waits, and a run removes what is unfinished
             self._background.start(write, after=others)
         else:
