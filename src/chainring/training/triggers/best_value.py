@@ -68,14 +68,10 @@ class MonitorTrigger(Trigger):
 
     def _warn(self, iteration: int) -> None:
         """Warn that there was nothing to check; otherwise a key that is never reported would go unnoticed."""
+        cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
+        remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
         if self.key in self._seen:
             cause, remedy = f"what was reported as {self.key!r} is not a single number", "report one, for example .mean()"
-        else:
-            cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
-            remedy = (
-                "check the key; give an interval in which it is reported, and to the extension that has this trigger "
-                "a lower priority than to the one that reports it"
-            )
         self._warning.give(
             f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
             f"This check does not count, and this warning is given once; {remedy}",

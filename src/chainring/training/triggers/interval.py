@@ -65,10 +65,10 @@ class IntervalTrigger(Trigger):
         """Return True if a multiple was crossed."""
         # hot path: "the script's extensions" of benchmarks/overhead.py. Far from the next multiple there is no more to do.
         updater = trainer.updater
-        if self.is_every_iteration:
-            return updater.iteration > 0
         progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
-        return progress >= self._next_check and super().__call__(trainer)
+        if progress < self._next_check:
+            return False
+        return progress > 0 if self.is_every_iteration else super().__call__(trainer)
 
     def ask(self, trainer: Trainer) -> bool:
         before, now = self._crossed or 0, self._count_multiples(trainer)
@@ -83,8 +83,10 @@ class IntervalTrigger(Trigger):
     def _set_crossed(self, crossed: int, fires: bool = False) -> None:
         numerator, denominator = self._ratio
         self._crossed = crossed
-        # When it fires it has to repeat its answer in the same iteration. The factor covers the rounding of the product.
-        self._next_check = -math.inf if fires else (crossed + 1) * numerator / denominator * (1 - 2**-50)
+        if fires or self.is_every_iteration:  # asked again in the same iteration it repeats its answer
+            self._next_check = -math.inf
+        else:
+            self._next_check = (crossed + 1) * numerator / denominator * (1 - 2**-50)  # a little less, for the rounding
 
     def get_training_length(self) -> tuple[float, str]:
         """Return the period and its unit, for an extension that shows the progress of training."""
