@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from chainring.converters import Device, device_scope, to_device
-from chainring.parallel.scatter import as_devices, count_rows, join, map_structure, part_sizes, scatter
+from chainring.parallel.scatter import as_devices, join, map_structure, split_rows
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import is_scalar, merge_observations
 
@@ -23,18 +23,16 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DataParallel(nn.Module):
-    """Runs a module on several devices, each with its part of the rows, and returns what the module would of all rows.
+    """Runs a module on several devices, each with a chunk of the rows; returns the same as the module for all rows.
 
-    Inputs are divided as by `scatter` and outputs joined as by `gather`, but for single numbers of floating point, such
-    as a loss: they are the mean over the parts, weighted by their rows, which for a mean over rows is what one device
-    has. Where the module returns a mapping with ``"loss"`` and ``"weight"``, as updaters take it, that is the weight, and
-    the weights add up. What the parts report is averaged in the same way. Without a tensor to divide, and of no rows, the
-    module runs once.
+    Inputs are divided as by `scatter` and outputs joined as by `gather`, except for floating-point scalars, such as a
+    loss: they are the mean over the chunks, weighted by their rows. If the module returns a mapping with ``"loss"`` and
+    ``"weight"``, as updaters take it, that is the weight, and the weights add up. Reported values are averaged in the same
+    way. Without a tensor to divide, and of no rows, the module runs once.
 
-    The module stays where it is the only one: its names, its state and its parameters, into which the gradients of all
-    devices are summed, are its own. An attribute that this object lacks is looked up there; to set one, write
-    ``parallel.module.name = value``. Buffers that the forward changes, such as the statistics of a BatchNorm, keep what
-    the first part made of them.
+    Names, state and parameters are those of the module, into which the gradients of all devices are summed. An attribute
+    that this object lacks is looked up there; to set one, write ``parallel.module.name = value``. Buffers that the forward
+    changes, such as the statistics of a BatchNorm, are those of the first chunk.
 
     Args:
         module: is moved to the first device, and must stay there.
@@ -43,8 +41,13 @@ class DataParallel(nn.Module):
         dim: the dimension of the rows, in inputs and outputs.
 
     Raises:
-        TypeError: ``module`` is no module, or ``devices`` no sequence of devices.
+        TypeError: ``module`` is not a module, or ``devices`` is not a sequence of devices.
         ValueError: there is no device.
+
+    Example::
+
+        model = DataParallel(nn.Linear(4, 2), ["cpu", "cpu"])
+        model(torch.ones(5, 4)).shape  # torch.Size([5, 2])
     """
 
     module: nn.Module
@@ -60,20 +63,20 @@ class DataParallel(nn.Module):
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns of all rows, on ``output_device``.
+        """Return the module's output for all rows, on ``output_device``.
 
         Raises:
             ValueError: arguments disagree in their number of rows.
             RuntimeError: the module is no longer on the first device.
         """
-        self._check_home()
+        self._check_device()
         inputs: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        rows = count_rows(inputs, self.dim)
-        calls = [_call(part, len(args)) for part in scatter(inputs, self.devices, self.dim)]
-        if rows is None or len(calls) == 1:
+        chunks, sizes = split_rows(inputs, self.devices, self.dim)
+        calls = [_call(chunk, len(args)) for chunk in chunks]
+        if sizes is None or len(calls) == 1:
             positional, keywords = calls[0]
-            return map_structure(self._moved, [self.module(*positional, **keywords)], "outputs")
-        return self._run(calls, part_sizes(rows, len(calls)))
+            return map_structure(self._to_output_device, [self.module(*positional, **keywords)], "outputs")
+        return self._run(calls, sizes)
 
     def _run(self, calls: list[_Call], sizes: list[int]) -> Any:
         outer = current_observation()
@@ -94,37 +97,39 @@ class DataParallel(nn.Module):
             gathered["weight"] = sum(weights)
         return gathered
 
-    def _replicas(self, number: int) -> Iterator[Callable[[Any, Any], Any]]:
-        """The module itself, then the module with parameters and buffers of the other devices."""
-        copies: Iterable[dict[str, Tensor]] = map(self._copied, self.devices[1:number])
-        if not any(map(is_lazy, _tensors(self.module))):  # a lazy one has its shapes only after the first part
-            copies = list(copies)  # before the first part changes a buffer
+    def _replicas(self, count: int) -> Iterator[Callable[[Any, Any], Any]]:
+        """Yield the module itself, then the module with parameters and buffers of the other devices."""
+        copies: Iterable[dict[str, Tensor]] = map(self._copy_state, self.devices[1:count])
+        if not any(map(is_lazy, _tensors(self.module))):  # a lazy one has its shapes only after the first chunk
+            copies = list(copies)  # before the first chunk changes a buffer
         yield lambda args, kwargs: self.module(*args, **kwargs)
         for state in copies:
             yield partial(functional_call, self.module, state)
 
-    def _copied(self, device: torch.device) -> dict[str, Tensor]:
-        """Parameters on a device, a move that autograd follows back, and buffers that may be changed there."""
+    def _copy_state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return parameters on a device, which autograd follows back, and buffers that may be changed there."""
         state = {name: parameter.to(device) for name, parameter in self.module.named_parameters()}
         return state | {name: buffer.to(device, copy=True) for name, buffer in self.module.named_buffers()}
 
-    def _join(self, weights: Sequence[Any], leaves: Sequence[Any], where: str) -> Any:
+    def _join(self, weights: Sequence[Any], leaves: Sequence[Any], path: str) -> Any:
         if not all(map(_is_mean, leaves)):
-            return join(leaves, where, self.output_device, self.dim)
+            return join(leaves, path, self.output_device, self.dim)
         total = sum(weights)
-        mean = sum(self._moved([leaf], "") * (weight / total) for leaf, weight in zip(leaves, weights, strict=True))
+        mean = sum(
+            self._to_output_device([leaf], "") * (weight / total) for leaf, weight in zip(leaves, weights, strict=True)
+        )
         return mean.to(leaves[0].dtype) if isinstance(mean, Tensor) and isinstance(leaves[0], Tensor) else mean
 
-    def _moved(self, leaves: Sequence[Any], where: str) -> Any:
+    def _to_output_device(self, leaves: Sequence[Any], path: str) -> Any:
         return leaves[0].to(self.output_device) if isinstance(leaves[0], Tensor) else leaves[0]
 
-    def _check_home(self) -> None:
-        home = self.devices[0]
+    def _check_device(self) -> None:
+        first = self.devices[0]
         for tensor in _tensors(self.module):
-            if tensor.device != home:
+            if tensor.device != first:
                 raise RuntimeError(
-                    f"the module of a DataParallel stays on the first of its devices, {home}, and a parameter or buffer is "
-                    f"on {tensor.device}; give the updater device={str(home)!r}, or move it by .to({str(home)!r})"
+                    f"the module of a DataParallel stays on the first of its devices, {first}, and a parameter or buffer is "
+                    f"on {tensor.device}; give the updater device={str(first)!r}, or move it by .to({str(first)!r})"
                 )
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +144,7 @@ class DataParallel(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This object and the module under one name, then the module's parts: no name shows that it is wrapped."""
+        """Yield this object and the module under one name, then its submodules: no name shows that it is wrapped."""
         memo = set() if memo is None else memo
         if self not in memo:
             if remove_duplicate:
@@ -148,23 +153,22 @@ class DataParallel(nn.Module):
             yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """Return the state of the module."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Puts back a state of the module."""
+        """Put back a state of the module."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # As a part of a larger module: PyTorch goes on to the module under the name that it has as an attribute here.
+        # As a submodule: PyTorch goes on to the module under the name that it has as an attribute here.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _call(part: Mapping[Any, Any], positional: int) -> _Call:
-    """The arguments in a part, which has them by position and by keyword."""
-    items = list(part.items())
+def _call(chunk: Mapping[Any, Any], positional: int) -> _Call:
+    items = list(chunk.items())
     return tuple([value for _, value in items[:positional]]), dict(items[positional:])
 
 
@@ -179,7 +183,7 @@ def _is_mean(value: Any) -> bool:
 
 
 def _given_weights(outputs: Sequence[Any]) -> list[Any] | None:
-    """What the outputs say that the mean in their loss counts, if they do."""
+    """Return the weights beside the losses, if the outputs have them."""
     if all(isinstance(output, Mapping) and "loss" in output and is_scalar(output.get("weight")) for output in outputs):
         return [output["weight"] for output in outputs]
     return None

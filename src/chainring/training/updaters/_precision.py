@@ -49,38 +49,23 @@ class Precision:
             self.scaler.load_state_dict(state)
 
 
-class LossScaler:
-    """Scales the loss up and the gradients down again; a step whose gradients overflow is skipped."""
+class LossScaler(torch.amp.GradScaler):
+    """Scales the loss up and the gradients down again; an optimizer may step several times in one update."""
 
     def __init__(self, device_type: str) -> None:
-        self._scaler = torch.amp.GradScaler(device_type)
+        super().__init__(device_type)
         self._stepped: set[Optimizer] = set()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale."""
-        return self._scaler.scale(loss)
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale."""
-        if optimizer in self._stepped:  # its second step of this update: the scaler counts by its own updates
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if optimizer in self._stepped:  # its second step of this update: GradScaler counts by its own updates
             self.update()
-        self._scaler.unscale_(optimizer)
+        super().unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step, unless its gradients have overflowed."""
-        self._scaler.step(optimizer)
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         self._stepped.add(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
-    def update(self) -> None:
-        """Adapt the scale at the end of an update."""
+    def update(self, new_scale: float | Tensor | None = None) -> None:
         if self._stepped:
-            self._scaler.update()
+            super().update(new_scale)
         self._stepped.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and for how many updates it has held."""
-        return self._scaler.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back a state that `state_dict` returned."""
-        self._scaler.load_state_dict(state)

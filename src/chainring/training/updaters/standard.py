@@ -434,7 +434,7 @@ class StandardUpdater(Updater):
             self._average_gradients(names, optimizers)
         if scaler is not None:
             for optimizer in optimizers:
-                scaler.unscale(optimizer)
+                scaler.unscale_(optimizer)
         if callbacks.update_on_start:
             run(callbacks.update_on_start, context)
         for optimizer in optimizers:
