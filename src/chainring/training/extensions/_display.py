@@ -23,11 +23,7 @@ class TextStream(Protocol):
 
 
 def check_stream(out: TextStream | None) -> None:
-    """Refuse an ``out`` that cannot be written to.
-
-    Raises:
-        TypeError: it is neither ``None`` nor a text file.
-    """
+    """Raise a `TypeError` if an ``out`` is neither ``None`` nor can be written to."""
     if out is not None and not callable(getattr(out, "write", None)):
         raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
 

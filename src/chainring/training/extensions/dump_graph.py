@@ -146,18 +146,8 @@ dump_graph = DumpGraph
 class _Graph:
     """A directed graph whose edges run as the forward does: from the leaves through the operations to the root.
 
-    Of a graph of more than some 10,000 nodes it has those next to the root.
-
-    Args:
-        root: a tensor with a ``grad_fn``. Its backward may have run: the nodes are still there.
-        root_name: the label of the root.
-        leaf_names: the label of each leaf by its ``id``; other leaves are called ``leaf``.
-
-    Attributes:
-        nodes: the root, then the others by their distance from it: ``kind`` (``"root"``, ``"operation"`` or ``"leaf"``),
-            ``label`` and, but for operations, ``shape``.
-        edges: pairs of indices of nodes, source and target.
-        is_truncated: True if nodes are left out.
+    Of a graph of more than some 10,000 nodes it has those next to the root, which is the first of ``nodes``. Leaves are
+    labelled by their ``id``. Edges are pairs of indices of nodes. The backward of the root may have run.
     """
 
     def __init__(self, root: Tensor, root_name: str, leaf_names: Mapping[int, str]) -> None:

@@ -189,11 +189,7 @@ def _record(row: Mapping[str, Any], *, whole: bool = False) -> Record:
 
 
 def key_list(argument: str, keys: Iterable[str]) -> list[str]:
-    """Return the keys as a list.
-
-    Raises:
-        TypeError: they are not an iterable of strings, or a single string.
-    """
+    """Return the keys as a list; raise a `TypeError` if they are not an iterable of strings."""
     if isinstance(keys, str):
         raise TypeError(f"{argument} is an iterable of keys, got the string {keys!r}; write [{keys!r}]")
     listed = list(keys) if isinstance(keys, Iterable) else None
@@ -216,17 +212,9 @@ def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
 class LogFile(Writer):
     """Appends each row to ``<filename>.jsonl`` at once, and keeps all rows in ``<filename>`` as a JSON array.
 
-    Both files are valid whenever they are opened. The array is replaced by a rename: after each row while it is small, every
-    30 seconds beyond that, and by `flush` and `close`. NaN and infinities are ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
-
-    The values of a record are the whole row and are written as they are, because the ``postprocess`` of a `LogReport` may
-    have moved or removed the epoch, the iteration and the time.
-
-    Args:
-        filename: of the array, in the run's ``out``.
-
-    Attributes:
-        path: of the file of lines, once the run has begun.
+    Both files are valid whenever they are opened: the array is replaced by a rename, after each row while it is small, and
+    every 30 seconds beyond that. The values of a record are the whole row and are written as they are, because the
+    ``postprocess`` of a `LogReport` may have moved or removed the counters.
     """
 
     def __init__(self, filename: str) -> None:
@@ -268,8 +256,7 @@ class LogFile(Writer):
         if self._is_stale:
             self._replace_array()
 
-    def close(self) -> None:
-        self.flush()
+    close = flush
 
     def _replace_array(self) -> None:
         body = ",\n".join(line.rstrip("\n") for line in self._lines)

@@ -92,12 +92,14 @@ class ProgressBar(Extension):
         out = sys.stdout if self._out is None else self._out
         in_notebook = _display.is_notebook(out)
         widgets = _display.notebook_bar_class() if in_notebook else None
+        bar = "{bar}" if widgets else f"{{bar:{self._bar_length}}}"
+        with_total = "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
         settings: dict[str, Any] = {
             "total": self._total,
             "initial": self._shown_progress(),
             "miniters": 0,  # refreshing is timed here and not by tqdm
             "unit": self._unit,
-            "bar_format": _format("{bar}" if widgets else f"{{bar:{self._bar_length}}}", self._total is not None),
+            "bar_format": "{desc} [{elapsed}, {rate_fmt}]" if self._total is None else with_total,
         }
         if widgets:
             return widgets(desc=self._text(), **settings)
@@ -105,13 +107,11 @@ class ProgressBar(Extension):
             return _Lines(out, self._text(), **settings)
         return _Bar(file=out, desc=self._text(), leave=False, **settings)
 
-    def _progress(self) -> float:
-        updater = self._trainer.updater
-        return updater.iteration if self._unit == "iteration" else updater.epoch_detail
-
     def _shown_progress(self) -> float:
         """Return the progress as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
-        return self._progress() if self._total is None else min(self._progress(), self._total)
+        updater = self._trainer.updater
+        progress = updater.iteration if self._unit == "iteration" else updater.epoch_detail
+        return progress if self._total is None else min(progress, self._total)
 
     def _text(self) -> str:
         updater = self._trainer.updater
@@ -154,12 +154,6 @@ def _check_length(length: tuple[int, str]) -> None:
         raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
 
 
-def _format(bar: str, has_total: bool) -> str:
-    if not has_total:
-        return "{desc} [{elapsed}, {rate_fmt}]"
-    return "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
-
-
 class _Bar(tqdm):  # type: ignore[type-arg]
     """tqdm without its monitor thread, which outlives the bar; refreshing is timed here."""
 
@@ -169,9 +163,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         """Return the line with the bar in its full length, or shorter in a narrow terminal."""
         fields: dict[str, Any] = {**self.format_dict, "ncols": None}
         line = self.format_meter(**fields)
-        columns = (
-            _display.terminal_width(self.fp) or shutil.get_terminal_size().columns
-        ) - 1  # a full line would wrap in some
+        columns = (_display.terminal_width(self.fp) or shutil.get_terminal_size().columns) - 1  # a full line may wrap
         if len(line) <= columns:
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))

@@ -298,24 +298,14 @@ _FINAL = "out of turn"
 
 
 class _Series:
-    """The snapshots of one extension, by their names and manifests.
-
-    A name with ``{.updater.iteration}`` belongs to one snapshot; any other is a link to ``<name>_iter_<iteration>``.
-
-    Args:
-        filename: a format string of the trainer, or a function of it.
-        n_retains: how many to keep, -1 for all, or for one if the name is fixed.
-
-    Attributes:
-        label: of the series in manifests; of a function, the name of the extension, which is set when a run starts.
-        is_fixed: True if every snapshot has the same name.
-    """
+    """The snapshots of one extension, by their names and manifests; see `Snapshot` for the arguments."""
 
     def __init__(self, filename: Filename, n_retains: int) -> None:
         fields = [] if callable(filename) else _fields_of(filename)
         if not is_integer(n_retains) or (n_retains != -1 and n_retains < 1):
             raise ValueError(f"n_retains is how many snapshots to keep, at least 1, or -1 for all; got {n_retains!r}")
         self.filename = filename
+        # The name of the series in manifests; of a function, that of the extension, which is set when a run starts.
         self.label: str | None = None if callable(filename) else filename
         self.is_fixed = not fields and not callable(filename)
         self._has_links = not any(field.endswith(".iteration") for field in fields)
@@ -329,11 +319,9 @@ class _Series:
         return [self.filename, f"{self.filename}_iter_{{.iteration}}"] if self._has_links else [self.filename]
 
     def name(self, trainer: Trainer) -> str:
-        """Return the name of a snapshot that is taken now."""
         return str(self.filename(trainer) if callable(self.filename) else self.filename.format(trainer))
 
     def directory(self, name: str, iteration: int) -> str:
-        """Return the directory of the snapshot of that name."""
         return f"{name}_iter_{iteration}" if self._has_links else name
 
     def publish(
@@ -378,11 +366,10 @@ class _Series:
 
     def listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
-        patterns = [compile_template(template) for template in self.templates]
 
         def belongs(name: str, manifest: Manifest | None) -> bool:
             if manifest is None:
-                return any(pattern.fullmatch(name) for pattern in patterns)
+                return any(compile_template(template).fullmatch(name) for template in self.templates)
             return manifest.about.get(_SERIES) == self.label and "error" not in manifest.about
 
         return [(name, manifest) for name, manifest in store.listing(without) if belongs(name, manifest)]
