@@ -10,11 +10,10 @@ from chainring.reporting.reporter import report
 from chainring.reporting.summary import Summary, exact_sum, is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_EDITOR, Extension
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import TriggerLike, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.triggers._get_trigger import TriggerLike
 
 
 class MicroAverage(Extension):

@@ -15,11 +15,10 @@ from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictSummary
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import TriggerLike, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.triggers._get_trigger import TriggerLike
 
 Statistic = Callable[[Tensor], Any]
 """A function of a tensor of one dimension, float32 or float64, to a number, a 0-d tensor, or a 1-d tensor of several."""

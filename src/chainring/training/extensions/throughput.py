@@ -12,12 +12,11 @@ from torch import Tensor
 
 from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.triggers._get_trigger import TriggerLike
     from chainring.training.updaters.base import Updater
 
 

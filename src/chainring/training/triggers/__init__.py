@@ -1,6 +1,7 @@
 """Triggers: callables of a trainer that say when an extension is called, or when training stops."""
 
-from chainring.training.triggers._get_trigger import TriggerLike, get_stop_trigger, get_trigger
+from chainring.training.triggers._get_trigger import TriggerLike as TriggerLike
+from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger
 from chainring.training.triggers.best_value import BestValueTrigger, MaxValueTrigger, MinValueTrigger
 from chainring.training.triggers.early_stopping import EarlyStoppingTrigger
@@ -21,7 +22,6 @@ __all__ = [
     "ReachedTrigger",
     "TimeTrigger",
     "Trigger",
-    "TriggerLike",
     "get_stop_trigger",
     "get_trigger",
 ]
