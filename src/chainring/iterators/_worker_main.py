@@ -49,14 +49,7 @@ def _exit_with_parent() -> None:
 
 
 class BatchDataset(Dataset[Any]):
-    """A dataset for torch whose examples are whole batches.
-
-    Args:
-        dataset: the user's.
-        seeds_examples: True to seed the generators before each example.
-        converter: ``converter(examples, None)`` gives columns; ``None`` sends the examples.
-        status: shared with the main process.
-    """
+    """A dataset for torch whose examples are whole batches; without a converter the user's examples are sent."""
 
     def __init__(
         self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
@@ -102,12 +95,7 @@ class BatchDataset(Dataset[Any]):
 
 
 class SharedStatus:
-    """The progress of the workers, in memory that they share with the main process.
-
-    Args:
-        n_workers: the number of workers.
-        context: of `multiprocessing`, with the start method of the workers.
-    """
+    """The progress of the workers, in memory that they share with the main process."""
 
     def __init__(self, n_workers: int, context: Any) -> None:
         self._generation = context.RawValue("q", 0)
@@ -131,7 +119,7 @@ class SharedStatus:
         return None if self._examples[worker] < 0 else int(self._examples[worker])
 
     def last_seen(self, worker: int) -> float:
-        """Return the time of a worker's last report, in seconds of the monotonic clock that all processes share."""
+        """Return the time of a worker's last report on the monotonic clock, which all processes share."""
         return float(self._last_seen[worker])
 
 

@@ -7,7 +7,6 @@ makes their queues and processes, so that a wait ends at once when a worker dies
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -51,14 +50,8 @@ _GRACE_AFTER_ERROR = 0.2  # after a worker has died or stalled, which is to be r
 class WorkerPool:
     """The processes that make the batches of one iterator.
 
-    Args:
-        make_dataset: ``make_dataset(status)`` returns what they run.
-        name: the iterator's.
-        n_workers: the number of processes.
-        depth: the number of batches that each is given at a time.
-        timeout: seconds without a report after which a worker counts as stalled.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        seed: of the generators of the workers, unless they are seeded for each example.
+    ``make_dataset(status)`` returns what they run, and each is given ``depth`` batches at a time. A worker counts as stalled
+    after ``timeout`` seconds without a report. The seed is for generators that are not seeded for each example.
     """
 
     def __init__(
@@ -91,7 +84,7 @@ class WorkerPool:
                 worker_init_fn=init_worker,
                 generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the global one
             )
-        _open_pools().add(self)
+        _pools.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -99,11 +92,7 @@ class WorkerPool:
         return self._iterator is not None
 
     def take(self, segments: list[Segment], plan: Callable[[], PythonIterator[list[Segment]]]) -> WorkerResult:
-        """Return the batch of these segments.
-
-        Args:
-            segments: of the next batch. Unless it is the one that comes next, everything under way is dropped.
-            plan: returns an iterator over the segments of the batches from here on.
+        """Return the batch of these segments; unless it is the next one of the plan, begin again with another plan.
 
         Raises:
             RuntimeError: a worker has died.
@@ -180,17 +169,14 @@ class WorkerPool:
             self.close()
 
 
-@functools.cache
-def _open_pools() -> weakref.WeakSet[WorkerPool]:
-    """Return the pools that are closed before multiprocessing waits, at exit, for processes that ignore its signal."""
-    pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
-    def close() -> None:
-        for pool in list(pools):
-            pool.close()
 
-    atexit.register(close)
-    return pools
+@atexit.register
+def _close_pools() -> None:
+    """Close the pools before multiprocessing waits, at exit, for processes that ignore its signal."""
+    for pool in list(_pools):
+        pool.close()
 
 
 def _identity(result: Any) -> Any:
@@ -258,13 +244,7 @@ class _PrefetchSampler:
 
 
 class _Monitor:
-    """Waits for the results of the workers, and raises if a worker has died or stalled.
-
-    Args:
-        name: the iterator's.
-        timeout: seconds without a report from the worker whose turn it is.
-        status: the workers report there.
-    """
+    """Waits for the results of the workers, and raises if a worker has died or stalled."""
 
     def __init__(self, name: str, timeout: float, status: SharedStatus) -> None:
         self.pid = os.getpid()
@@ -280,12 +260,7 @@ class _Monitor:
         self._expected_workers, self._segments, self._start = list(workers), segments, time.monotonic()
 
     def wait_for(self, reader: Any) -> None:
-        """Return when there is something to read.
-
-        Raises:
-            RuntimeError: a worker has died.
-            TimeoutError: no expected worker has reported for too long.
-        """
+        """Return when there is something to read, or raise if a worker has died or no expected one has reported."""
         sentinels = [process.sentinel for process in self.processes if process.is_alive()]
         while True:
             self.raise_if_dead()

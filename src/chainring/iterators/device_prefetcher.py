@@ -213,17 +213,11 @@ class DevicePrefetcher(Iterator):
 
 @dataclass
 class _SourceState:
-    """The state of the wrapped iterator after it had returned a batch.
+    """The state of the wrapped iterator after it had returned a batch."""
 
-    Attributes:
-        counts: epoch, is_new_epoch, epoch_detail, previous_epoch_detail and progress.
-        saved: its saved state; ``None`` as long as it has not advanced from here.
-        mark: its ``mark`` at that state, if the state alone would have batches fetched again.
-    """
-
-    counts: tuple[Any, ...]
-    saved: dict[str, Any] | None = None
-    mark: Any = None
+    counts: tuple[Any, ...]  # epoch, is_new_epoch, epoch_detail, previous_epoch_detail and progress
+    saved: dict[str, Any] | None = None  # None as long as it has not advanced from here
+    mark: Any = None  # of the iterator, if from its saved state alone batches would be fetched again
 
 
 _Fetched = tuple[Batch, _SourceState]

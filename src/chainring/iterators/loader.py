@@ -175,7 +175,8 @@ class LoaderIterator(Iterator):
     def _open(self, epoch: int) -> None:
         generators = self._get_generators()
         with _seeded(self._get_seed(), epoch, -1), _guard_workers(self.loader) as self._workers:
-            self._pass = iter(self.loader() if _is_function(self.loader) else self.loader)
+            is_function = callable(self.loader) and not isinstance(self.loader, Iterable)
+            self._pass = iter(self.loader() if is_function else self.loader)
         self._set_generators(self._resumed_generators)
         self._resumed_generators = {}
         self._is_spent = _is_single_pass(self.loader)
@@ -340,17 +341,11 @@ class LoaderIterator(Iterator):
 
 
 class LoaderPosition(NamedTuple):
-    """A position between two batches.
+    """A position between two batches."""
 
-    Attributes:
-        passes: passes over the loader that were begun.
-        taken: batches of the last one that were fetched; 0 if it is over.
-        generators: the states of the loader's own generators at the beginning of that pass.
-    """
-
-    passes: int
-    taken: int
-    generators: dict[str, Any]
+    passes: int  # over the loader that were begun
+    taken: int  # batches of the last pass that were fetched; 0 if it is over
+    generators: dict[str, Any]  # the states of the loader's own generators at the beginning of that pass
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
@@ -393,10 +388,6 @@ def _is_dataset(source: Any) -> bool:
     if hasattr(source, "__getitems__"):  # by which torch's DataLoader asks for several examples at once
         return True
     return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
-
-
-def _is_function(loader: Any) -> bool:
-    return callable(loader) and not isinstance(loader, Iterable)
 
 
 def _is_single_pass(loader: Any) -> bool:

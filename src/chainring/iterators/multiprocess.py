@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from chainring._checks import is_number
 from chainring._random import stable_hash
 from chainring.converters import concat_examples
@@ -80,7 +78,7 @@ class MultiprocessIterator(IndexedIterator):
         converter: Callable[..., Any] | None = concat_examples,
         start_method: str | None = None,
     ) -> None:
-        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler)
+        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler, example_rng)
         if not is_number(dataset_timeout) or not dataset_timeout > 0:
             raise ValueError(f"dataset_timeout is a positive number of seconds (math.inf waits), got {dataset_timeout!r}")
         if converter is not None and not callable(converter):
@@ -93,21 +91,16 @@ class MultiprocessIterator(IndexedIterator):
         self.dataset_timeout = dataset_timeout
         self._converter = converter
         self._start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
-        self._gather = make_gather(dataset)
-        # A plain list or tuple runs no code when it is indexed, so nothing can draw.
-        self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         self._pool: WorkerPool | None = None
 
-    def _fetch(self, segments: list[Segment]) -> Batch:
-        length = sum(len(indices) for _, indices in segments)
-        if self._gather is not None:
-            return Batch(columns=self._gather(np.concatenate([indices for _, indices in segments])), length=length)
+    def _fetch_examples(self, segments: list[Segment]) -> Batch:
         if self._pool is None or not self._pool.is_open:
             self._pool = self._make_pool(segments[0][0])
         # A copy makes the plan: one that held this iterator, which holds the pool, would keep the workers alive.
         result = self._pool.take(segments, lambda: copy.copy(self).iterate_segments())
         if result.failure is not None:
             raise self._make_error(result.failure)
+        length = sum(len(indices) for _, indices in segments)
         return Batch(result.examples) if result.examples is not None else Batch(columns=result.columns, length=length)
 
     def _make_pool(self, order_key: tuple[int, int]) -> WorkerPool:
@@ -141,7 +134,7 @@ class MultiprocessIterator(IndexedIterator):
             self._pool = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the workers out: a copy starts its own when it needs them."""
+        # A copy starts workers of its own when it needs them.
         return {**vars(self), "_pool": None, "_gather": None, "_orders": copy.copy(self._orders)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

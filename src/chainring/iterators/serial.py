@@ -46,6 +46,7 @@ class IndexedIterator(Iterator):
         shuffle: bool,
         seed: int | None,
         order_sampler: OrderSampler | None,
+        example_rng: bool,
     ) -> None:
         _check(dataset, batch_size, seed, order_sampler)
         self.dataset = dataset
@@ -56,6 +57,9 @@ class IndexedIterator(Iterator):
         self._orders = _EpochOrders(len(dataset), shuffle, order_sampler)
         self._first_order = 0  # the index of the order that epoch 0 has
         self._current_key: OrderKey | None = None  # of the current epoch, while it is known
+        self._gather = make_gather(dataset)
+        # A plain list or tuple runs no code when it is indexed, so nothing can draw.
+        self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
 
@@ -89,7 +93,13 @@ class IndexedIterator(Iterator):
         return batch
 
     def _fetch(self, segments: list[Segment]) -> Batch:
-        """Return the examples of all segments."""
+        if self._gather is None:
+            return self._fetch_examples(segments)
+        indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
+        return Batch(columns=self._gather(indices), length=len(indices))
+
+    def _fetch_examples(self, segments: list[Segment]) -> Batch:
+        """Return the examples of a dataset that is not gathered."""
         raise NotImplementedError
 
     def iterate_segments(self) -> Generator[list[Segment]]:
@@ -248,16 +258,10 @@ class SerialIterator(IndexedIterator):
         order_sampler: OrderSampler | None = None,
         example_rng: bool = True,
     ) -> None:
-        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler)
-        self._gather = make_gather(dataset)
-        # A plain list or tuple runs no code when it is indexed, so nothing can draw.
-        self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
+        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler, example_rng)
 
-    def _fetch(self, segments: list[Segment]) -> Batch:
-        if self._gather is None:
-            return Batch(self._examples(segments))
-        indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
-        return Batch(columns=self._gather(indices), length=len(indices))
+    def _fetch_examples(self, segments: list[Segment]) -> Batch:
+        return Batch(self._examples(segments))
 
     def _examples(self, segments: list[Segment]) -> list[Any]:
         dataset = self.dataset
@@ -278,13 +282,7 @@ class SerialIterator(IndexedIterator):
 
 
 class _EpochOrders:
-    """The orders of the epochs; they are computed in blocks, and the last block is kept.
-
-    Args:
-        dataset_size: the number of examples.
-        shuffle: True if epochs are shuffled, without a sampler.
-        sampler: makes whole epochs. The length of the first one is the epoch's size.
-    """
+    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last block is kept."""
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
         self._dataset_size = dataset_size
