@@ -64,8 +64,9 @@ def local_shard(tensor: Any) -> Shard | None:
     return Shard(tensor.to_local(), tuple(chunks[0].offsets), tuple(tensor.shape))
 
 
-def distribute_like(full: Tensor, sharded: Any) -> Any:
-    """Return a tensor that every rank has whole as one that is sharded like ``sharded``."""
+def shard_like(value: Any, like: Any) -> Any:
+    """Return a tensor that every rank has whole, sharded as ``like`` is; as it is where ``like`` is not sharded."""
+    if not is_sharded(like) or value is None or is_sharded(value):
+        return value
     module = sys.modules["torch.distributed.tensor"]
-    on_device = full.to(sharded.device)
-    return module.distribute_tensor(on_device, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return module.distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

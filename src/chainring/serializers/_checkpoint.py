@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._distributed.sharding import is_sharded, local_shard, to_full
+from chainring._distributed.sharding import is_sharded, local_shard, shard_like, to_full
 from chainring._environment import versions
 from chainring._files import atomic_write, flush_file, write_bytes
 from chainring._naming import name_cleaner, unwrap
@@ -33,7 +33,6 @@ from chainring.serializers.base import (
     load_module,
     save_module,
     serialize_method,
-    shard_like,
 )
 
 STATE = "state.json"

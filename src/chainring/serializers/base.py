@@ -1,4 +1,4 @@
-"""One method for both directions: an object declares its changing state once, in ``serialize(serializer)``.
+"""Serializers: an object declares its changing state once for both directions, in ``serialize(serializer)``.
 
     def serialize(self, serializer):
         self.iteration = serializer("iteration", self.iteration)
@@ -14,18 +14,18 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import distribute_like, is_sharded
+from chainring._distributed.sharding import shard_like
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 
 
 class AbstractSerializer:
-    """Where state goes to or comes from. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
+    """The destination or source of state. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
 
     Attributes:
         directory: the directory in which the snapshot lies; ``None`` where state stays in memory. What is appended to a
@@ -42,16 +42,16 @@ class AbstractSerializer:
         raise NotImplementedError
 
     def __call__(self, key: str, value: Any) -> Any:
-        """Saves ``value`` under ``key`` and returns it, or returns what was saved there.
+        """Save ``value`` under ``key`` and return it, or return what was saved there.
 
         A value is a number, a string, bytes, ``None``, a tensor, an array, or a list, tuple or dict of such.
         """
         raise NotImplementedError
 
     def visit(self, key: str, obj: Any) -> None:
-        """Saves or loads a whole object under ``key``: by its ``serialize``, or its ``state_dict``/``load_state_dict``.
+        """Save or load a whole object under ``key``: by its ``serialize``, or its ``state_dict``/``load_state_dict``.
 
-        A module's entries become one key each, with slashes for dots, so that a part can be found by its path.
+        A module's entries become one key each, with slashes for dots, so that a submodule can be found by its path.
 
         Raises:
             TypeError: the object has neither.
@@ -77,10 +77,10 @@ class AbstractSerializer:
 
 
 class Serializer(AbstractSerializer):
-    """Saves. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes."""
+    """The direction of saving. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes."""
 
     def refer(self, path: Path) -> None:
-        """Says that the state refers to this file: it is flushed to the disk before the snapshot is published."""
+        """Note that the state refers to this file: it is flushed to the disk before the snapshot is published."""
 
     def _visit_module(self, key: str, module: Any) -> None:
         save_module(self[key], module)
@@ -90,7 +90,7 @@ class Serializer(AbstractSerializer):
 
 
 class Deserializer(AbstractSerializer):
-    """Loads. With ``strict`` a key that was not saved is an error, else the value at hand is kept."""
+    """The direction of loading. With ``strict`` a key that was not saved is an error, else the value at hand is kept."""
 
     strict: bool = True
 
@@ -98,7 +98,7 @@ class Deserializer(AbstractSerializer):
         raise NotImplementedError
 
     def paths(self) -> Iterator[str]:
-        """Every key saved below here, as paths relative to here."""
+        """Return every key saved below here, as paths relative to here."""
         raise NotImplementedError
 
     def _visit_module(self, key: str, module: Any) -> None:
@@ -111,33 +111,28 @@ class Deserializer(AbstractSerializer):
 
 
 def save_module(serializer: AbstractSerializer, module: Any) -> None:
-    """Saves each entry of a module's state under its name, with slashes for dots."""
+    """Save each entry of a module's state under its name, with slashes for dots."""
     clean = name_cleaner(module)
     for name, value in module.state_dict().items():
         serializer(clean(name).replace(".", "/"), value)
 
 
 def load_module(deserializer: Deserializer, module: Any) -> None:
-    """Puts back what `save_module` saved. A parameter saved as ``None`` was left out and stays what it is.
+    """Load what `save_module` saved. A parameter saved as ``None`` was left out and stays what it is.
 
     Raises:
         RuntimeError: entries are missing, unexpected, or of another shape.
     """
-    own, clean = module.state_dict(), name_cleaner(module)
-    names = {clean(name).replace(".", "/"): name for name in own}  # a name may hold slashes of its own
+    entries, clean = module.state_dict(), name_cleaner(module)
+    names = {clean(name).replace(".", "/"): name for name in entries}  # a name may hold slashes of its own
     saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
-    saved = {name: shard_like(value, own.get(name)) for name, value in saved.items()}
-    kept = {name: own[name] for name, value in saved.items() if value is None and hasattr(own.get(name), "detach")}
+    saved = {name: shard_like(value, entries.get(name)) for name, value in saved.items()}
+    kept = {name: entries[name] for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")}
     module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
 
 
-def shard_like(value: Any, own: Any) -> Any:
-    """A saved tensor as the model holds its own: of a sharded one this rank's part."""
-    return distribute_like(value, own) if is_sharded(own) and value is not None and not is_sharded(value) else value
-
-
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
-    """Records a setting beside state. It is no state: what was saved does not hold, and is printed where it is another."""
+    """Record a setting beside state. It is not state: the saved value does not hold, and is printed where it differs."""
     try:
         saved = serializer(key, value)
     except KeyError:  # of a snapshot that was made before it was recorded
@@ -153,45 +148,54 @@ def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> Non
 
 
 def has_state(obj: Any) -> bool:
-    """Whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
+    """Return whether an object has PyTorch's pair ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
 def serialize_method(obj: Any) -> Callable[[AbstractSerializer], None] | None:
-    """An object's ``serialize``, unless its class declares the PyTorch pair on top of one that it inherits."""
+    """Return an object's ``serialize``, unless its class declares the PyTorch pair on top of one that it inherits."""
     method: Callable[[AbstractSerializer], None] | None = getattr(obj, "serialize", None)
     if not callable(method):
         return None
-    for kind in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
-        if "serialize" in vars(kind):
+    for cls in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
+        if "serialize" in vars(cls):
             return method
-        if "state_dict" in vars(kind) and has_state(obj):
+        if "state_dict" in vars(cls) and has_state(obj):
             return None
     return method
 
 
-class DictionarySerializer(Serializer):
+class _ByPath(AbstractSerializer):
+    """A serializer that knows every value by its path."""
+
+    _path = ""
+
+    def __getitem__(self, key: str) -> Self:
+        below = object.__new__(
+            type(self)
+        )  # hot path: "chainring" in benchmarks/snapshot.py; copy.copy takes five times as long
+        vars(below).update(vars(self), _path=f"{self._path}{key}/")
+        return below
+
+
+class DictionarySerializer(_ByPath, Serializer):
     """Saves into ``target``, a dictionary from path to value.
 
     Tensors, arrays and containers are copied, so that what was saved does not follow the training that goes on.
+
+    Example::
+
+        serializer = DictionarySerializer()
+        serializer.visit("model", model)
+        DictionaryDeserializer(serializer.target).visit("model", other_model)
     """
 
     def __init__(self, target: dict[str, Any] | None = None) -> None:
         self.target: dict[str, Any] = {} if target is None else target
-        self._path = ""
-
-    def __getitem__(self, key: str) -> DictionarySerializer:
-        below: DictionarySerializer = _below(self, key)
-        return below
 
     def __call__(self, key: str, value: Any) -> Any:
-        self.target[self._path + key] = self.taken(value)
+        self.target[self._path + key] = copy_value(value)
         return value
-
-    @staticmethod
-    def taken(value: Any) -> Any:
-        """What is kept of a value: a copy."""
-        return copy_value(value)
 
 
 class StateCollector(DictionarySerializer):
@@ -207,17 +211,16 @@ class StateCollector(DictionarySerializer):
         self.directory = directory
         self.referred: list[Path] = []
 
+    def __call__(self, key: str, value: Any) -> Any:
+        self.target[self._path + key] = value
+        return value
+
     def refer(self, path: Path) -> None:
         self.referred.append(path)
 
-    @staticmethod
-    def taken(value: Any) -> Any:
-        """What is kept of a value: itself."""
-        return value
 
-
-class DictionaryDeserializer(Deserializer):
-    """Loads from ``source``, what a `DictionarySerializer` filled; what it hands out is a copy.
+class DictionaryDeserializer(_ByPath, Deserializer):
+    """Loads from ``source``, a dictionary that a `DictionarySerializer` has filled; its values are copied.
 
     Raises:
         KeyError: with ``strict``, a key is asked for that ``source`` lacks.
@@ -226,11 +229,6 @@ class DictionaryDeserializer(Deserializer):
     def __init__(self, source: Mapping[str, Any], strict: bool = True) -> None:
         self.source = source
         self.strict = strict
-        self._path = ""
-
-    def __getitem__(self, key: str) -> DictionaryDeserializer:
-        below: DictionaryDeserializer = _below(self, key)
-        return below
 
     def __call__(self, key: str, value: Any) -> Any:
         path = self._path + key
@@ -238,7 +236,7 @@ class DictionaryDeserializer(Deserializer):
             return copy_value(self.source[path])
         if self.strict:
             raise KeyError(
-                f"the saved state has no {path!r}. It comes from an object of another kind or version; "
+                f"the saved state has no {path!r}. It comes from an object of another type or version; "
                 "load it into what it was saved from, or with strict=False to keep what is missing as it is"
             )
         return value
@@ -248,15 +246,8 @@ class DictionaryDeserializer(Deserializer):
         return (path[start:] for path in self.source if path.startswith(self._path))
 
 
-def _below(serializer: Any, key: str) -> Any:
-    """The same serializer for the keys below ``key``: a copy, made in a fifth of the time of ``copy.copy``."""
-    below = object.__new__(type(serializer))
-    vars(below).update(vars(serializer), _path=f"{serializer._path}{key}/")
-    return below
-
-
 def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides.
+    """Return a copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides.
 
     A tensor that stands in several places of ``value``, such as the learning rate of two groups, is one in the copy too.
     ``memo`` maps the ids of the tensors met so far to their copies.
@@ -290,17 +281,17 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Stateful:
-    """Derives ``state_dict`` and ``load_state_dict`` from ``serialize``, which does nothing until it is overridden."""
+    """The base that derives PyTorch's pair of methods from ``serialize``, which does nothing until it is overridden."""
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Declares the state that changes while training; settings are never state."""
+        """Declare the state that changes while training; settings are never state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, keyed by path (``"updater/iteration"``): later training does not change it."""
+        """Return a copy of the state, keyed by path (``"updater/iteration"``): later training does not change it."""
         serializer = DictionarySerializer()
         self.serialize(serializer)
         return serializer.target
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Puts back what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
+        """Load what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
         self.serialize(DictionaryDeserializer(state_dict))

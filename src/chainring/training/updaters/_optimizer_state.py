@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring._distributed.sharding import distribute_like, is_sharded
+from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -119,7 +119,7 @@ def _shard_like(entries: Any, parameter: Tensor) -> Any:
     def fits(value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
 
-    return {key: distribute_like(value, parameter) if fits(value) else value for key, value in entries.items()}
+    return {key: shard_like(value, parameter) if fits(value) else value for key, value in entries.items()}
 
 
 def _with_dtypes(loaded: Any, saved: Any) -> Any:
