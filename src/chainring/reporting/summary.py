@@ -32,6 +32,7 @@ _MAX_CHUNKS = 64
 """The number of chunks that are merged into one."""
 _Chunk = tuple[Tensor, Tensor]
 """Values (n,) or (n, keys), and their weights (n,)."""
+_EMPTY: _Chunk = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
 _Keys = tuple[str, ...]
 
 
@@ -65,7 +66,7 @@ class Summary(Stateful):
 
     def _on_host(self) -> _Chunk:
         self._chunks = [_to_host(self._chunks)] if self._chunks else []
-        return self._chunks[0] if self._chunks else _empty()
+        return self._chunks[0] if self._chunks else _EMPTY
 
     def compute_mean(self) -> float:
         """Return the weighted mean; NaN if nothing has been added."""
@@ -92,7 +93,7 @@ class Summary(Stateful):
 
     def _visit(self, serializer: AbstractSerializer) -> None:
         is_saving = isinstance(serializer, Serializer)
-        values, weights = _sort_by_bits(*self._on_host()) if is_saving else _empty()
+        values, weights = _sort_by_bits(*self._on_host()) if is_saving else _EMPTY
         values, weights = serializer("values", values), serializer("weights", weights)
         if not is_saving:
             self._chunks = [(values, weights)] if len(values) and serializer.comm.rank == 0 else []
@@ -392,10 +393,6 @@ def _stack(scalars: list[Any]) -> Tensor | None:
         return torch.stack(scalars)
     except RuntimeError:  # some have dimensions, or lie on another device
         return None
-
-
-def _empty() -> _Chunk:
-    return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
 
 
 def _append(chunks: list[_Chunk], chunk: _Chunk) -> None:

@@ -145,7 +145,7 @@ class Run:
         iteration, load = state
         info(f"{reason}; the run goes back to iteration {iteration}")
         for entry in trainer.entries:
-            entry.method("finalize")()
+            optional_method(entry, "finalize")()
         self._start(trainer, [], load)
 
     def initialize_trigger(self, trigger: Any, trainer: Trainer) -> None:
@@ -175,7 +175,7 @@ class Run:
         self.loaded_state.warn_of_differences()
         for entry in trainer.entries:
             trainer.extension_name = entry.name
-            entry.method("initialize")(trainer)
+            optional_method(entry, "initialize")(trainer)
             initialized.append(entry)
         trainer.extension_name = None
         _call_before_training(trainer)
@@ -220,6 +220,12 @@ def prepare(trainer: Trainer) -> None:
         updater.start()
 
 
+def optional_method(entry: Entry, name: str) -> Callable[..., Any]:
+    """Return a method of an extension, which need not define it."""
+    method = getattr(entry.extension, name, None)
+    return method if callable(method) else lambda *_: None
+
+
 def _load_newest(trainer: Trainer) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
     entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
@@ -232,7 +238,7 @@ def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable
     found, name = [], trainer.extension_name
     for entry in entries:
         trainer.extension_name = entry.name
-        state = entry.method("newest")(trainer)
+        state = optional_method(entry, "newest")(trainer)
         found += [] if state is None else [state]
     trainer.extension_name = name
     return max(found, key=lambda state: state[0], default=None)
@@ -274,11 +280,11 @@ def _end(trainer: Trainer, initialized: list[Entry], failure: BaseException | No
     """Call every ``on_error`` and every ``finalize``; return the first error, with the later ones as its notes."""
     position = _position(trainer)
     for entry in initialized if failure is not None else ():
-        failure = _try_call(f"on_error of {entry.name!r}", failure, entry.method("on_error"), trainer, failure)
+        failure = _try_call(f"on_error of {entry.name!r}", failure, optional_method(entry, "on_error"), trainer, failure)
     if isinstance(failure, Exception):  # logged now, because finalizing may take long or hang
         logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
     for entry in trainer.entries:
-        failure = _try_call(f"finalize of {entry.name!r}", failure, entry.method("finalize"))
+        failure = _try_call(f"finalize of {entry.name!r}", failure, optional_method(entry, "finalize"))
     failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
     trainer.extension_name = None
     return failure

@@ -179,11 +179,6 @@ class Entry:
         call: calls the extension. A profiler replaces it by a call that it times.
     """
 
-    __slots__ = (
-        *("name", "extension", "call", "observe", "before_snapshot", "trigger", "fires"),
-        *("priority", "invoke_before_training", "is_snapshot", "class_names"),
-    )
-
     def __init__(
         self,
         extension: Callable[[Trainer], Any],
@@ -214,11 +209,6 @@ class Entry:
         """Return an optional method, unless it is the one of `Extension`, which does nothing."""
         is_inherited = getattr(type(self.extension), name, None) is getattr(Extension, name)
         return None if is_inherited else getattr(self.extension, name, None)
-
-    def method(self, name: str) -> Callable[..., Any]:
-        """Return an optional method of the extension; a function that does nothing if the extension lacks it."""
-        method = getattr(self.extension, name, None)
-        return method if callable(method) else lambda *_: None
 
 
 def _bound(function: Any) -> Any:

@@ -14,7 +14,7 @@ from chainring._messages import announce_change, info, recording_changes
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
-from chainring.training import _plan, _rehearsal
+from chainring.training import _preview
 from chainring.training._run import Run
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
@@ -269,7 +269,7 @@ class Trainer(Stateful):
         """
         if self._run.has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
-        _rehearsal.rehearse(self)
+        _preview.rehearse(self)
 
     def explain(self, iterations: int = 100) -> str:
         """Return the plan of the run as text: which extensions run, in which order, and in which of the next iterations.
@@ -279,7 +279,7 @@ class Trainer(Stateful):
         Raises:
             ValueError: ``iterations`` is below 1.
         """
-        return _plan.explain(self, iterations, self._run.started_at is not None)
+        return _preview.explain(self, iterations, self._run.started_at is not None)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load all that changes in a run: updater, triggers, extensions, observation, time, random generators.

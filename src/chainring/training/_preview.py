@@ -1,13 +1,26 @@
-"""The plan of a run: triggers that follow from iterations and epochs alone are asked in advance, by a simulated updater."""
+"""A run tried in advance: its plan as text, and a rehearsal after which all state is put back."""
 
 from __future__ import annotations
 
 import copy
+import tempfile
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
+from chainring import _random
 from chainring._progress import find_main_iterator
+from chainring.serializers.base import (
+    AbstractSerializer,
+    DictionaryDeserializer,
+    DictionarySerializer,
+    visit_if_stateful,
+)
+from chainring.training._run import optional_method, prepare
 from chainring.training.triggers.base import describe, never
 
 if TYPE_CHECKING:
@@ -130,3 +143,64 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     rows = [("extension", "priority", "trigger", "fires"), *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
+
+
+def rehearse(trainer: Trainer) -> None:
+    """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not asked."""
+    for name, model in trainer.updater.get_all_models().items():
+        if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
+                f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
+            )
+    with _state_put_back(trainer), ExitStack() as stack:
+        prepare(trainer)
+        for entry in trainer.entries:
+            trainer.extension_name = entry.name
+            optional_method(entry, "initialize")(trainer)
+            stack.callback(optional_method(entry, "finalize"))
+        trainer.extension_name = None
+        try:
+            _iterate(trainer, calls_extensions=False)
+            _iterate(trainer, calls_extensions=True)
+        except StopIteration:
+            raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
+
+
+def _iterate(trainer: Trainer, calls_extensions: bool) -> None:
+    trainer.observation = {}
+    with trainer.reporter.scope(trainer.observation):
+        trainer.updater.update()
+        for entry in trainer.entries:
+            if entry.observe is not None:
+                entry.observe(trainer)
+            if calls_extensions:
+                trainer.extension_name = entry.name
+                entry.extension(trainer)
+                trainer.extension_name = None
+
+
+@contextmanager
+def _state_put_back(trainer: Trainer) -> Generator[None]:
+    """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
+    saved = DictionarySerializer()
+    _visit_state(saved, trainer)
+    out, observation = trainer.out, trainer.observation
+    try:
+        with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
+            trainer.out, trainer.is_rehearsing = scratch, True
+            yield
+    except BaseException as error:
+        position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
+        error.add_note(f"raised in the rehearsal{position}; all state has been put back")
+        raise
+    finally:
+        trainer.out, trainer.observation, trainer.extension_name = out, observation, None
+        trainer.is_rehearsing = False
+        _visit_state(DictionaryDeserializer(saved.target), trainer)
+
+
+def _visit_state(serializer: AbstractSerializer, trainer: Trainer) -> None:
+    serializer.visit("updater", trainer.updater)
+    for entry in trainer.entries:
+        visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
