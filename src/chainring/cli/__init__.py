@@ -60,12 +60,9 @@ def _run(arguments: Sequence[str]) -> int:
         status: int | None = options.run(options)
     except BrokenPipeError:
         raise
-    except NewerFormat as error:
-        return _fail(2, error)
-    except CorruptError as error:
-        return _fail(1, error)
     except (OSError, ValueError) as error:
-        return _fail(2, error)
+        is_damage = isinstance(error, CorruptError) and not isinstance(error, NewerFormat)
+        return _fail(1 if is_damage else 2, error)
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
     return status or 0

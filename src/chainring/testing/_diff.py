@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring._files import from_json
@@ -58,18 +57,20 @@ class Findings:
 def compare(task: Task) -> Findings:
     """Compare the three runs of the task's directory."""
     whole, killed, resumed = (Task(run, task.directory, task.iterations, task.kill_after) for run in Run)
-    seen_whole, seen_killed, seen_resumed = map(_fingerprints, (whole, killed, resumed))
+    seen_whole, seen_killed, seen_resumed = map(read_fingerprints, (whole, killed, resumed))
     found = Findings(
         left_out=_unrepeatable_keys(seen_whole, seen_killed),
         iterations=(max(seen_whole), max(seen_resumed, default=-1)),
-        facts=(_read_json(whole.path("facts")), _read_json(resumed.path("facts"))),
+        facts=(json.loads(whole.path("facts").read_text()), json.loads(resumed.path("facts").read_text())),
         warnings=[warning for warning in _warnings_of(resumed) if warning not in _warnings_of(whole)],
     )
     stages = list(_first_differences(seen_whole, seen_killed, seen_resumed, found.left_out))
     if stages:
         found.when, found.iteration, found.first = stages[0]
     if resumed.path("memory").exists():
-        found.unsaved = dict(_unsaved_differences(_read_json(killed.path("memory")), _read_json(resumed.path("memory"))))
+        found.unsaved = dict(
+            _unsaved_differences(*(json.loads(run.path("memory").read_text()) for run in (killed, resumed)))
+        )
     logs = found.facts[0]["logs"]
     if found.when != "before the kill":
         for log in logs:
@@ -82,20 +83,11 @@ def compare(task: Task) -> Findings:
     return found
 
 
-def observed_iterations(task: Task) -> list[int]:
-    """Return the iterations of a run of which there is a fingerprint."""
-    return list(_fingerprints(task))
-
-
-def _fingerprints(task: Task) -> _Fingerprints:
+def read_fingerprints(task: Task) -> _Fingerprints:
+    """Return the fingerprints of a run by iteration."""
     path = task.path("jsonl")
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["iteration"]: line["fingerprint"] for line in map(json.loads, lines)}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(path.read_text())
-    return values
 
 
 def _warnings_of(task: Task) -> list[str]:

@@ -22,6 +22,7 @@ from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger
 
 _FIRST, _LAST = 10**9, -(10**9)  # priorities
+_PLAIN_VALUES = "State is numbers, strings, bytes, None, tensors, arrays, and lists, tuples and dicts of such"
 _CLOCK_OFFSET = 1000.0  # seconds between the clocks of two segments of a run: that of another process stands anywhere
 
 
@@ -101,7 +102,9 @@ class ResumeScenario:
                         trainer.run()
                     if segment < len(resume_points):
                         state = state_of(subject)
-                        _save(snapshot, trainer)
+                        with require_no_error("state can be saved", _PLAIN_VALUES):
+                            snapshot.parent.mkdir(exist_ok=True)
+                            save(snapshot, trainer)
         return self.observations
 
     def _load(self, snapshot: Path, trainer: Trainer, subject: Any, state: dict[str, str]) -> None:
@@ -121,9 +124,8 @@ class ResumeScenario:
             require_equal(state, state_of(subject), rule, remedy)
 
     def _add_observer(self, trainer: Trainer, subject: Any, clock: ManualClock | None) -> None:
-        if clock is not None and self.seconds is not None:
-            seconds = self.seconds
-            trainer.extend(lambda _: clock.advance(seconds), name="manual clock", priority=_FIRST)
+        if clock is not None:
+            trainer.extend(lambda _: clock.advance(self.seconds or 0), name="manual clock", priority=_FIRST)
 
         def observe(trainer: Trainer) -> None:
             iteration = trainer.updater.iteration
@@ -134,13 +136,6 @@ class ResumeScenario:
 
         # A trigger of its own also calls it where an updater does not count.
         trainer.extend(observe, name="observer", trigger=lambda trainer: True, priority=_LAST)
-
-
-def _save(path: Path, trainer: Trainer) -> None:
-    remedy = "State is numbers, strings, bytes, None, tensors, arrays, and lists, tuples and dicts of such"
-    with require_no_error("state can be saved", remedy):
-        path.parent.mkdir(exist_ok=True)
-        save(path, trainer)
 
 
 def require_resumable(

@@ -25,9 +25,8 @@ import torch
 
 from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
-from chainring.testing._fingerprint import BatchRecorder, fingerprint
+from chainring.testing._fingerprint import BatchRecorder, fingerprint, unsaved_state
 from chainring.testing._harness import call_factory
-from chainring.testing._unsaved import unsaved_state
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
@@ -177,7 +176,6 @@ class _Observer:
         self._task = task
         self._kill_at = trainer.updater.iteration + task.kill_after
         self._last = trainer.updater.iteration + task.iterations
-        self._has_begun = self._is_saved = False
         self._batches: BatchRecorder | None = None
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
@@ -203,31 +201,26 @@ class _Observer:
         iteration = trainer.updater.iteration
         with open(self._task.path("jsonl"), "a") as file:
             file.write(json.dumps({"iteration": iteration, "fingerprint": fingerprint(trainer, self._batches)}) + "\n")
-        if self._task.run == Run.RESUMED and not self._has_begun:
-            self._save_memory(trainer)
-        self._has_begun = True
-        if self._task.run == Run.KILLED and iteration == self._kill_at:
-            self._save_and_kill(trainer)
+        dies = self._task.run == Run.KILLED and iteration == self._kill_at
+        if dies or (self._task.run == Run.RESUMED and not self._task.path("memory").exists()):
+            self._task.path("memory").write_text(json.dumps(unsaved_state(trainer, self._stop_trigger)))
+        if dies:
+            self._save_and_die(trainer)
         stops = iteration >= self._last or bool(self._stop_trigger(trainer))
         if stops:
             self.save(trainer)
         return stops
 
-    def _save_and_kill(self, trainer: Trainer) -> None:
-        self._save_memory(trainer)
+    def _save_and_die(self, trainer: Trainer) -> None:
         for log in _logs_of(trainer):
             shutil.copy(Path(trainer.out) / log, self._task.rows_path(log))
         serializers.save(Path(trainer.out) / SNAPSHOT, trainer)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _save_memory(self, trainer: Trainer) -> None:
-        self._task.path("memory").write_text(json.dumps(unsaved_state(trainer, self._stop_trigger)))
-
     def save(self, trainer: Trainer) -> None:
         """Save the state at the end, and facts that explain a difference; once."""
-        if self._is_saved:
+        if self._task.path("facts").exists():
             return
-        self._is_saved = True
         facts = {
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),

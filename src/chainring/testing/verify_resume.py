@@ -16,16 +16,10 @@ from typing import Any, Literal
 
 from chainring._messages import info
 from chainring.serializers._checkpoint import STATE
-from chainring.testing._diff import compare, format_report, observed_iterations
+from chainring.testing._diff import compare, format_report, read_fingerprints
 from chainring.testing._subprocess import SNAPSHOT, Run, Task, run_made_trainer
 
 _MAX_LINES = 40
-_ANNOUNCEMENTS = {
-    Run.UNINTERRUPTED: "the uninterrupted run",
-    Run.KILLED: "the run that is killed",
-    Run.RESUMED: "the run that continues it",
-}
-
 Launch = Callable[[Task], int]
 """Runs a task in a fresh process and returns its exit code, negative for a signal."""
 
@@ -58,11 +52,7 @@ def verify_resume(
 
     Example::
 
-        def make_trainer(out):
-            return Trainer(make_updater(), (20, "epoch"), out=out)
-
-        def test_training_can_be_resumed():
-            verify_resume(make_trainer, iterations=20, kill_after=7)
+        verify_resume(make_trainer, iterations=20, kill_after=7)  # in a test
 
     Args:
         make_trainer: a function at the top level of a module, which returns a trainer that has not run. It is called with
@@ -108,13 +98,6 @@ def verify_script(
 ) -> str:
     """Verify a script that runs one trainer as `verify_resume` does a function; the rest of it is not executed.
 
-    Args:
-        script: the file.
-        arguments: its arguments.
-        iterations: of the uninterrupted run.
-        kill_after: iterations until the kill.
-        directory: for the files of all runs.
-
     Raises:
         FileNotFoundError: there is no such script.
     """
@@ -124,7 +107,7 @@ def verify_script(
     def launch(task: Task) -> int:
         command = [sys.executable, "-m", "chainring.testing._subprocess", json.dumps(vars(task)), script, *arguments]
         with open(task.path("output"), "ab") as output:
-            info(f"{script}: {_ANNOUNCEMENTS[Run(task.run)]}")
+            info(f"{script}: the {Run(task.run).name.lower()} run")
             return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
 
     return _verify(launch, iterations, kill_after, directory)
@@ -142,7 +125,14 @@ def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | o
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
         whole, killed, resumed = (Task(run, path, iterations, kill_after) for run in Run)
-        _run_uninterrupted(launch, whole)
+        if (code := launch(whole)) != 0 or not (whole.path("state") / STATE).exists():
+            raise ResumeNotVerified(_failure(whole, code, "the uninterrupted run failed"))
+        observed = list(read_fingerprints(whole))
+        if (length := observed[-1] - observed[0]) <= kill_after:
+            raise ResumeNotVerified(
+                f"the run ended after {length} iterations by itself, and was to be killed after {kill_after}: "
+                "kill it earlier, or let it train for longer"
+            )
         if (code := launch(killed)) != -signal.SIGKILL or not (Path(killed.out) / SNAPSHOT).exists():
             raise ResumeNotVerified(_failure(killed, code, "the run that was to be killed ended before"))
         if (code := launch(resumed)) != 0 or not (resumed.path("state") / STATE).exists():
@@ -155,19 +145,6 @@ def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | o
     finally:
         if directory is None:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _run_uninterrupted(launch: Launch, task: Task) -> None:
-    code = launch(task)
-    if code != 0 or not (task.path("state") / STATE).exists():
-        raise ResumeNotVerified(_failure(task, code, "the uninterrupted run failed"))
-    observed = observed_iterations(task)
-    length = observed[-1] - observed[0]
-    if length <= task.kill_after:
-        raise ResumeNotVerified(
-            f"the run ended after {length} iterations by itself, and was to be killed after {task.kill_after}: "
-            "kill it earlier, or let it train for longer"
-        )
 
 
 def _failure(task: Task, code: int, summary: str) -> str:
