@@ -41,8 +41,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
         return value if isinstance(value, Markup) else _text(value)
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
-    environment.filters |= {"count": "{:,}".format, "duration": _duration, "size": _size}
-    environment.filters |= {"setting": _setting, "value": _value}
+    environment.filters |= {"count": "{:,}".format, "duration": _duration, "setting": _setting, "value": _value}
     full = [log for log in run.logs if log.rows]
     charts = [charts_of(log, MAX_POINTS // len(full)) for log in full]
     marks = [start["iteration"] for start in run.starts[1:] if isinstance(start.get("iteration"), int)]
@@ -103,27 +102,23 @@ def _mapping(content: Any) -> dict[str, Any]:
 # --- the content of sections ---
 
 
-def _facts(run: Run) -> dict[str, str | None]:
-    """Return the numbers at the head of the page."""
+def _facts(run: Run) -> dict[str, str]:
+    """Return the numbers at the head of the page, but those that are 0 or not known."""
     last = run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
     seconds = last.get("elapsed_time")
     counts = {
+        "iterations": last.get("iteration"),
+        "epochs": last.get("epoch"),
+        "rows": sum(len(log.rows) for log in run.logs),
         "starts": len(run.starts),
         "parameters": sum(model.count() for model in run.models),
         "snapshots": len(run.snapshots),
         "damaged": sum(snapshot.state == DAMAGED for snapshot in run.snapshots),
     }
-    return {
-        "iterations": _count(last.get("iteration")),
-        "epochs": _count(last.get("epoch")),
-        "training": _duration(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12 else None,
-        "rows": _count(sum(len(log.rows) for log in run.logs)),
-        **{name: _count(count) for name, count in counts.items()},
-    }
-
-
-def _count(value: object) -> str | None:
-    return f"{value:,}" if type(value) is int and 0 < value < 10**18 else None
+    facts = {name: f"{count:,}" for name, count in counts.items() if type(count) is int and 0 < count < 10**18}
+    if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12:
+        facts = {"training": _duration(seconds), **facts}
+    return facts
 
 
 def _log_table(log: Log) -> dict[str, Any]:
@@ -178,15 +173,6 @@ def _value(content: Any) -> str:
 def _setting(content: Any) -> str:
     is_command = isinstance(content, list) and content and all(isinstance(word, str) for word in content)
     return " ".join(content) if is_command else _value(content)
-
-
-def _size(count: float) -> str:
-    """Return a number of bytes as a person reads it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _duration(seconds: float) -> str:

@@ -140,7 +140,7 @@ class Snapshot(Extension):
             self._series.repair_link(Store(trainer.out))
 
     def __call__(self, trainer: Trainer) -> None:
-        if not trainer.comm.broadcast_object(self._condition is None or bool(self._condition())):
+        if self._condition is not None and not trainer.comm.broadcast_object(bool(self._condition())):
             return
         self._guard(self._background.wait)
         os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
@@ -158,8 +158,11 @@ class Snapshot(Extension):
     def _prepare(self, trainer: Trainer) -> Write | None:
         """Copy the state and return the call that writes it; ``None`` if it has been saved already."""
         iteration, store, comm = trainer.updater.iteration, Store(trainer.out), trainer.comm
-        name = comm.broadcast_object(self._series.name(trainer))
-        if comm.broadcast_object(store.holds(self._series.directory(name, iteration), iteration)):
+        name = self._series.name(trainer)
+        is_saved = store.holds(self._series.directory(name, iteration), iteration)
+        if comm.size > 1:
+            name, is_saved = comm.broadcast_object((name, is_saved))
+        if is_saved:
             return None  # at the end of this very iteration, by the run before or as a final snapshot
         checkpoint = self._capture(trainer, comm)
         if comm.rank != 0 and not checkpoint.is_sharded:
