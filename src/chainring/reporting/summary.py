@@ -301,7 +301,7 @@ def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence
 
 
 def is_metric(value: Any) -> bool:
-    """Return True for an object that accumulates by itself, such as a metric of torchmetrics: ``compute``, ``reset``."""
+    """Return True for an object with ``compute()`` and ``reset()``, such as a metric of torchmetrics."""
     return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
 
 

@@ -43,11 +43,7 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
 
 
 class SimulatedUpdater:
-    """Counts iterations and epochs as an updater does, and updates nothing.
-
-    Args:
-        updater: the updater; counting starts from its iteration and its epoch.
-    """
+    """Counts iterations and epochs from where an updater is, as the updater would, and updates nothing."""
 
     def __init__(self, updater: Updater) -> None:
         iterator = find_main_iterator(updater)
@@ -72,11 +68,9 @@ class SimulatedUpdater:
 
     @property
     def has_ended(self) -> bool:
-        """True if there are no data for another update."""
         return self.counts_epochs and not self._repeat and self._epochs >= 1
 
     def update(self) -> None:
-        """Count one iteration."""
         self.iteration += 1
         self.previous_epoch_detail, epoch = self.epoch_detail, self.epoch
         self._epochs += self._epochs_per_iteration

@@ -134,11 +134,7 @@ class Run:
             raise failure
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
-        """Put a run that is under way back to its newest snapshot, as if it had ended and been started again.
-
-        Raises:
-            RollBack: there is no snapshot.
-        """
+        """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
         state = _newest_state(trainer, trainer.entries)
         if state is None:
             raise reason
@@ -155,13 +151,7 @@ class Run:
             trigger.initialize(trainer)
 
     def _start(self, trainer: Trainer, initialized: list[Entry], load: Callable[[], None]) -> None:
-        """Start a run, or start it again from an earlier state.
-
-        Args:
-            trainer: the trainer.
-            initialized: extensions are added as they are initialized.
-            load: puts the state back from which the run continues, if there is one.
-        """
+        """Load a state if there is one, and start from it; extensions are added to ``initialized`` when they are."""
         self.started_at = None  # state may be loaded until it is set
         load()
         trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded

@@ -20,11 +20,8 @@ class Interrupted(SystemExit):
 
     Example::
 
-        try:
+        with contextlib.suppress(Interrupted):
             trainer.run()
-        except Interrupted:
-            notify("the run was interrupted; its state is saved")
-            raise
     """
 
     def __init__(self, signum: int) -> None:
@@ -38,14 +35,8 @@ class Interruption:
     """While it is entered, SIGTERM and the first SIGINT only set `signum`; the second SIGINT raises KeyboardInterrupt.
 
     A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
-    Python sets no handlers, nothing is changed.
-
-    Of several ranks, all end after the same iteration: at the beginning of each they start to compare what they have
-    received, and read the result at the beginning of the next. So none waits for the others, and a run ends at most two
-    iterations after the signal.
-
-    Args:
-        comm: the communicator of the ranks.
+    Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
+    start to compare what they have received, and at the beginning of the next they read the result, so none waits.
 
     Attributes:
         signum: the number of the first signal, ``None`` before one came; of several ranks, the largest that any received.
