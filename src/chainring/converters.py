@@ -73,8 +73,7 @@ def to_device(device: Device, x: Any) -> Any:
         A container of the same structure.
 
     Raises:
-        ValueError: this machine does not have the accelerator.
-        TypeError: ``device`` is not a device.
+        ValueError, TypeError: those of `as_device`.
     """
     return _move(as_device(device), x)
 
@@ -205,14 +204,15 @@ def _split_padding(padding: Padding, keys: Iterable[Any], cls: type, path: str) 
 
 
 def _to_array(value: Any, path: str, index: int) -> Any:
-    if isinstance(value, (str, bytes)) or value is None:
-        raise TypeError(_not_numeric_message(value, path, index))
     try:
         array = np.asarray(value)
     except ValueError as error:
         raise ValueError(f"{path} {index} is a ragged list: {error}") from None
     if array.dtype.hasobject or array.dtype.kind in "USV":
-        raise TypeError(_not_numeric_message(value, path, index))
+        raise TypeError(
+            f"tensors are made of numbers, and {path} {index} is {_describe(value)}; "
+            "turn it into numbers in the dataset (TransformDataset), or pass a converter= of your own"
+        )
     if isinstance(value, list):  # Python numbers, which become what torch makes of them
         array = array.astype({"f": np.float32, "i": np.int64}.get(array.dtype.kind, array.dtype))
     return array
@@ -236,13 +236,6 @@ def _require_all(values: Sequence[Any], holds: Callable[[Any], bool], rule: str,
         if not holds(value):
             remedy = remedy or "make the examples alike, or pass a converter of your own"
             raise ValueError(f"{path} 0 is {rule}, so all must be; that of example {i} is {_describe(value)}; {remedy}")
-
-
-def _not_numeric_message(value: Any, path: str, index: int) -> str:
-    return (
-        f"tensors are made of numbers, and {path} {index} is {_describe(value)}; "
-        "turn it into numbers in the dataset (TransformDataset), or pass a converter= of your own"
-    )
 
 
 def _describe(value: Any) -> str:

@@ -119,11 +119,7 @@ def split_dataset_n(dataset: Any, n: int, order: Sequence[int] | None = None) ->
 
 
 def split_dataset_n_random(dataset: Any, n: int, seed: int | None = None) -> list[SubDataset]:
-    """Split a dataset into ``n``, in a random order; ``seed`` as in `split_dataset_random`.
-
-    Raises:
-        ValueError: ``n`` is below 1 or above the number of examples.
-    """
+    """Split a dataset as `split_dataset_n` does, in a random order; ``seed`` as in `split_dataset_random`."""
     return split_dataset_n(dataset, n, _random_order(dataset, seed))
 
 
@@ -163,11 +159,7 @@ def get_cross_validation_datasets(
 def get_cross_validation_datasets_random(
     dataset: Any, n_folds: int, seed: int | None = None
 ) -> list[tuple[SubDataset, SubDataset]]:
-    """Return the training set and the test set of each fold, in a random order; ``seed`` as in `split_dataset_random`.
-
-    Raises:
-        ValueError: ``n_folds`` is below 2 or above the number of examples.
-    """
+    """Return `get_cross_validation_datasets` in a random order; ``seed`` as in `split_dataset_random`."""
     return get_cross_validation_datasets(dataset, n_folds, _random_order(dataset, seed))
 
 

@@ -73,8 +73,7 @@ class DevicePrefetcher(Iterator):
     @property
     def name(self) -> str:
         """The name in its updater, also of the iterator in it."""
-        name: str = self.iterator.name
-        return name
+        return str(self.iterator.name)
 
     @name.setter
     def name(self, name: str) -> None:
@@ -172,7 +171,6 @@ class DevicePrefetcher(Iterator):
 
     def _go_back(self) -> None:
         """Move the iterator back to its saved state. A loader without one fetches its batches again, and warns."""
-        assert self._returned.saved is not None
         self.iterator.load_state_dict(self._returned.saved)
 
     def rewind(self) -> None:

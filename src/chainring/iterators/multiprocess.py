@@ -34,14 +34,9 @@ class MultiprocessIterator(IndexedIterator):
     the worker's traceback and the example's index; after any error the next call tries that batch again.
 
     Args:
-        dataset: anything with ``__len__`` and ``__getitem__``.
-        batch_size: examples in a batch, over all ranks.
-        repeat: True to continue with the next epoch, as for `SerialIterator`.
-        shuffle: True if each epoch has its own order.
+        dataset, batch_size, repeat, shuffle, seed, order_sampler: as for `SerialIterator`.
         n_processes: the number of workers; by default the number of CPUs that this process may use.
         n_prefetch: batches that each worker keeps ready beyond the one that it is making.
-        seed: of the order; ``None`` derives one when it is first used.
-        order_sampler: ``order_sampler(seed, epoch, size)`` returns the indices of a whole epoch.
         example_rng: True to seed the generators for each example. ``False`` gives each worker its own stream.
         dataset_timeout: seconds that an example may take (and a worker to start).
         converter: ``converter(examples, None)`` runs in the worker and returns the batch's columns, which
