@@ -433,7 +433,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _may_draw(loader: Any) -> bool:
-    """Return whether a loader may draw in this process amid a pass; to seed and restore the generators takes 70 us a batch."""
+    """Return whether a loader may draw in this process amid a pass; seeding and restoring takes 70 us a batch."""
     if getattr(loader, "num_workers", 0) == 0:
         return type(loader) not in (list, tuple)
     return not all(type(sampler).__module__.startswith("torch.utils.data") for sampler in _samplers(loader))
