@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, groupby
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from chainring._distributed.communicator import Communicator
 from chainring.converters import to_device
 from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
 
 _CHUNK_SIZE = 256
 """The number of scalars stacked at once: the fixed cost of stacking is then small, and few objects are alive."""
@@ -234,6 +237,42 @@ class DictSummary(Stateful):
             self._summaries = {key: Summary() for key in keys}
         for index, key in enumerate(keys):  # by index: a key may hold slashes
             source._summaries[key]._visit(serializer[str(index)])
+
+
+class IntervalMeans:
+    """The means of reported values over an interval, weighted as the updates are, and over all ranks.
+
+    Its owner calls `observe` in every iteration and `end` when its trigger fires, and serializes it with itself.
+
+    Args:
+        keys: of the values in the observation; ``None`` takes all. What is not a single number is ignored.
+    """
+
+    def __init__(self, keys: Sequence[str] | None = None) -> None:
+        self._keys = keys
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new interval."""
+        self._summary = DictSummary()
+
+    def observe(self, trainer: Trainer) -> None:
+        """Add what has been reported so far in this iteration."""
+        values = trainer.observation
+        if self._keys is not None:
+            values = {key: values[key] for key in self._keys if key in values}
+        if values:
+            self._summary.add(values, getattr(trainer.updater, "weight", 1))
+
+    def end(self, trainer: Trainer) -> dict[str, float]:
+        """Return the mean of each key that was reported in the interval, and begin a new one."""
+        means = self._summary.over_ranks(trainer.comm).compute_mean()
+        self.reset()
+        return means
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load the values of the open interval, as ``summary`` in the state of the owner."""
+        self._summary.serialize(serializer["summary"])
 
 
 def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
 from chainring._files import atomic_write, from_json, to_json
+from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import get_trigger
-from chainring.training.triggers._interval_means import IntervalMeans
 from chainring.writers._common import set_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer
 

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._messages import OneTimeWarning, announce_change
+from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer, copy_value, has_state
 from chainring.training.extension import Extension
 from chainring.training.extensions._param_groups import (
@@ -16,7 +17,6 @@ from chainring.training.extensions._param_groups import (
     is_optimizer,
     set_value,
 )
-from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

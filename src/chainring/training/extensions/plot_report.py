@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from chainring._files import atomic_write
 from chainring._messages import OneTimeWarning
+from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
 from chainring.training.triggers import get_trigger
-from chainring.training.triggers._interval_means import IntervalMeans
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from chainring._checks import find_call_error
 from chainring._messages import OneTimeWarning
+from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers._get_trigger import TriggerLike, get_trigger
-from chainring.training.triggers._interval_means import IntervalMeans
 from chainring.training.triggers.base import Trigger, describe, serialize_inner_trigger
 
 if TYPE_CHECKING:
