@@ -114,10 +114,8 @@ class DataParallel(nn.Module):
     def _join(self, weights: Sequence[Any], leaves: Sequence[Any], path: str) -> Any:
         if not all(map(_is_mean, leaves)):
             return join(leaves, path, self.output_device, self.dim)
-        total = sum(weights)
-        mean = sum(
-            self._to_output_device([leaf], "") * (weight / total) for leaf, weight in zip(leaves, weights, strict=True)
-        )
+        values, total = to_device(self.output_device, list(leaves)), sum(weights)
+        mean = sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
         return mean.to(leaves[0].dtype) if isinstance(mean, Tensor) and isinstance(leaves[0], Tensor) else mean
 
     def _to_output_device(self, leaves: Sequence[Any], path: str) -> Any:

@@ -113,50 +113,35 @@ def check_loss_func(function: Any) -> None:
         )
 
 
-def check_loss_func_call(function: Callable[..., Any], model: nn.Module, batch: Any) -> None:
-    """Refuse a loss function whose parameters do not fit the model and this batch.
+def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> None:
+    """Refuse a model or a loss function whose parameters do not fit this batch; for use when its call has failed.
 
     Raises:
         TypeError: they do not fit.
     """
-    target = function.forward if isinstance(function, nn.Module) else function
-    if (mismatch := _mismatch(target, batch, model)) is not None:
-        inputs, reason = mismatch
-        raise TypeError(
-            f"loss_func is called with the model first and then {inputs}, and {_name(function)}{reason}. "
+    args, kwargs = arguments(batch)
+    inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
+    first: tuple[Any, ...] = ()
+    if loss_func is None:
+        function, name = model.forward, f"{type(model).__name__}.forward"
+        rule = f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss"
+        remedy = "Wrap it, as chainring.nn.Classifier(model) does for labels, or give loss_func=lambda model, x, t: ..."
+    else:
+        function = loss_func.forward if isinstance(loss_func, nn.Module) else loss_func
+        name, first = _name(loss_func), (model,)
+        rule = f"loss_func is called with the model first and then {inputs}"
+        remedy = (
             "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
             "inside, use that model and not one from outside"
         )
-
-
-def check_model_call(model: nn.Module, batch: Any) -> None:
-    """Refuse a model whose ``forward`` does not take this batch; for use when its call has failed.
-
-    Raises:
-        TypeError: it does not.
-    """
-    if (mismatch := _mismatch(model.forward, batch)) is not None:
-        inputs, reason = mismatch
-        raise TypeError(
-            f"without a loss_func the model is called with {inputs}, which are the batch, and returns the loss; "
-            f"{type(model).__name__}.forward{reason}. Wrap it, as chainring.nn.Classifier(model) "
-            "does for labels, or give loss_func=lambda model, x, t: ..."
-        ) from None
-
-
-def _mismatch(function: Callable[..., Any], batch: Any, *first: Any) -> tuple[str, str] | None:
-    """Return the inputs in words, and why a function cannot be called with ``first`` and the batch; ``None`` if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return None  # some callables of C have no signature
-    args, kwargs = arguments(batch)
+        return  # some callables of C have no signature
     try:
         signature.bind(*first, *args, **kwargs)
     except TypeError as error:
-        inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
-        return inputs, f"{signature} cannot be: {error}"
-    return None
+        raise TypeError(f"{rule}; {name}{signature} cannot be: {error}. {remedy}") from None
 
 
 def _checked_weight(weight: Any) -> Any:

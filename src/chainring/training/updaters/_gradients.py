@@ -52,16 +52,9 @@ def unstash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
 
 
 def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[int], world_size: int) -> None:
-    """Multiply gradients by ``reference / total``.
+    """Turn sums of gradients weighted by ``w / reference`` into means, where ``total`` is the sum of the weights w.
 
-    A sum of gradients with weights w / reference becomes their mean, if ``total`` is the sum of the weights.
-
-    Args:
-        optimizer: of the parameters.
-        reference: the weight by which the losses were divided.
-        total: a number, or a tensor without dimensions, which is not read.
-        exchanged: ids of parameters whose gradients were also divided by the world size, as DDP and FSDP do.
-        world_size: number of ranks.
+    The parameters whose ids are in ``exchanged`` were also divided by the world size, as DDP and FSDP do.
     """
     if isinstance(total, Tensor) and not total.is_floating_point():
         total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
@@ -76,19 +69,11 @@ def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[i
 def sum_over_ranks(
     comm: Communicator, optimizers: Sequence[Optimizer], weights: Sequence[Any], exchanged: Set[int]
 ) -> list[Any]:
-    """Sum the gradients of the optimizers, in place, and the weights over the ranks.
+    """Sum the gradients of the optimizers over the ranks, in place; return the sums of the weights, one an optimizer.
 
-    A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a gradient,
-    so that the optimizer passes it over as it does in a world of one.
-
-    Args:
-        comm: the communicator.
-        optimizers: of the parameters.
-        weights: the weight of each optimizer's gradients on this rank.
-        exchanged: ids of parameters whose gradients DDP or FSDP have summed already.
-
-    Returns:
-        The sums of the weights, as tensors without dimensions if there are several ranks.
+    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already. A rank that did not touch a
+    parameter takes part with zeros. A parameter that no rank touched is left without a gradient, so that the optimizer
+    passes it over as it does in a world of one.
     """
     if comm.size == 1:
         return list(weights)

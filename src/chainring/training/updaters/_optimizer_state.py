@@ -39,11 +39,7 @@ class OptimizerState:
         self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the state as it is, or put saved state back, each tensor in the dtype in which it was saved.
-
-        Raises:
-            ValueError: the saved parameters are not those of this optimizer.
-        """
+        """Save the state as it is, or put saved state back, each tensor in the dtype in which it was saved."""
         live = self._optimizer.state_dict()
         named = {self._names[index]: entries for index, entries in live["state"].items()}
         groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]

@@ -16,19 +16,7 @@ _NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
 
 class Precision:
-    """The floating-point format of a forward.
-
-    Args:
-        name: ``"fp32"`` for the dtypes of the model; ``"bf16"`` or ``"fp16"`` for autocast to that format.
-        device_type: of the models, such as ``"cuda"``.
-
-    Attributes:
-        name: as given.
-        scaler: the loss scaler of ``"fp16"``, whose range is small; else ``None``.
-
-    Raises:
-        ValueError: there is no such precision.
-    """
+    """``"fp32"``: the dtypes of the model; ``"bf16"``: autocast; ``"fp16"``: autocast with a loss scaler."""
 
     def __init__(self, name: str, device_type: str) -> None:
         if name not in _DTYPES:

@@ -125,7 +125,7 @@ class UpdateCallbacks:
         self._note_stages()
 
     def __bool__(self) -> bool:
-        """True if there is any callback."""
+        """Return True if there is any callback."""
         return self.needs_stages or bool(self.batch_on_finish)
 
     def _check_stage(self, stage: str) -> None:

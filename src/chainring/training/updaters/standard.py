@@ -27,10 +27,9 @@ from chainring.serializers.base import AbstractSerializer, Serializer, visit_set
 from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._forward import (
     arguments,
+    check_call,
     check_loss,
     check_loss_func,
-    check_loss_func_call,
-    check_model_call,
     loss_and_weight,
     run_backward,
 )
@@ -126,7 +125,6 @@ class StandardUpdater(Updater):
                 module.to(self.device)
         self._precision = Precision(precision, _device_type(self._models))
         self._wrapped = WrappedModules(list(self._models.values()))
-        self._is_loss_func_checked = False
         self._choose_path(compile)
         self._begin_update()
 
@@ -341,20 +339,14 @@ class StandardUpdater(Updater):
     def _compute_loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the loss of a converted batch, and its weight if it comes with one."""
         function = self.loss_func
-        if function is None:
-            try:
-                if type(batch) is tuple:  # hot path: "no extension" of benchmarks/overhead.py
-                    return loss_and_weight(model(*batch), "main")
-                args, kwargs = arguments(batch)
-                return loss_and_weight(model(*args, **kwargs), "main")
-            except TypeError:
-                check_model_call(model, batch)  # says what is wrong, if it is the call
-                raise
-        args, kwargs = arguments(batch)
-        if not self._is_loss_func_checked:
-            check_loss_func_call(function, model, batch)
-            self._is_loss_func_checked = True
-        return loss_and_weight(function(model, *args, **kwargs), "main")
+        # hot path: "no extension" of benchmarks/overhead.py. Nearly every batch is a tuple.
+        args, kwargs = (batch, {}) if type(batch) is tuple else arguments(batch)
+        try:
+            output = model(*args, **kwargs) if function is None else function(model, *args, **kwargs)
+        except TypeError:
+            check_call(model, function, batch)  # says what is wrong, if it is the call
+            raise
+        return loss_and_weight(output, "main")
 
     def _compute_loss_in_autocast(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         with self._precision.autocast():
