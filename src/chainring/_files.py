@@ -56,7 +56,7 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
         if durable:
-            flush_directory(path.parent)
+            flush(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
@@ -82,18 +82,9 @@ def write_bytes(path: Path, content: bytes) -> tuple[int, int]:
     return len(content), zlib.crc32(content)
 
 
-def flush_file(path: Path) -> None:
-    """Flush a file to the disk: its content survives a loss of power."""
-    _flush(path, os.O_RDONLY)
-
-
-def flush_directory(directory: Path) -> None:
-    """Flush a directory to the disk: files created in it or renamed into it survive a loss of power."""
-    _flush(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _flush(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def flush(path: Path) -> None:
+    """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

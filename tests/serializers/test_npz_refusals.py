@@ -89,7 +89,7 @@ def test_a_missing_file_is_said(tmp_path):
 def test_a_file_of_another_kind_is_refused(tmp_path, content):
     """It says what an npz file is and names the loader of what `save` wrote."""
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match=r"no npz file, which is a zip.*serializers\.load"):
+    with pytest.raises(ValueError, match=r"not an npz file, which is a zip.*serializers\.load"):
         load_npz(tmp_path / "file", Keeper())
 
 
@@ -101,13 +101,13 @@ def test_a_file_of_torch_save_names_its_loader(tmp_path):
 
 
 def test_a_truncated_file_is_refused_at_every_length():
-    """As truncated, or, cut within its first four bytes, as no npz file."""
+    """As truncated, or, cut within its first four bytes, as not an npz file."""
     file = io.BytesIO()
     save_npz(file, Keeper((1, torch.arange(4.0))))
     whole = file.getvalue()
     for length in range(len(whole)):
         keeper = Keeper("kept")
-        with pytest.raises(ValueError, match="truncated or damaged" if length >= 4 else "no npz file"):
+        with pytest.raises(ValueError, match="truncated or damaged" if length >= 4 else "not an npz file"):
             load_npz(io.BytesIO(whole[:length]), keeper)
         assert keeper.value == "kept"
 

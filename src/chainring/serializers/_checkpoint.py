@@ -21,7 +21,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._distributed.sharding import is_sharded, local_shard, shard_like, to_full
 from chainring._environment import versions
-from chainring._files import atomic_write, flush_file, write_bytes
+from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._store import CorruptError, Store, WriteFile, verify
@@ -171,7 +171,7 @@ class Checkpoint:
         Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
         """
         for path in self._referred:
-            flush_file(path)
+            flush(path)
 
         def write(path: Path) -> tuple[int, int]:
             return _safetensors.write(path, self.tensors, shard_offsets=self._offsets)
@@ -383,7 +383,7 @@ class StagingBuffers:
     memory is pinned, and the copies from there overlap.
     """
 
-    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; "chainring" in benchmarks/growth.py
+    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, "stop for a snapshot" in benchmarks/growth.py
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}

@@ -59,7 +59,6 @@ ShardOffsets = tuple[Sequence[int], Sequence[int]]
 def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
     shard_offsets: Mapping[str, ShardOffsets] | None = None,
 ) -> tuple[int, int]:
     """Write a new file and flush it to the disk; return its size in bytes and its CRC-32.
@@ -69,10 +68,10 @@ def write(
 
     Raises:
         TypeError: a tensor whose dtype or layout the format lacks; the message names it.
-        ValueError: a name or a key of ``metadata`` that the format or this module has taken.
+        ValueError: a name that the format has taken.
         OSError: the file exists (it is left alone), or the disk failed (the part written is removed).
     """
-    header, stored = _prepare(tensors, metadata or {}, shard_offsets or {})
+    header, stored = _prepare(tensors, {}, shard_offsets or {})
     with Path(path).open("xb") as file:
         try:
             size, crc = _stream(file, header, stored.values())
@@ -84,12 +83,11 @@ def write(
     return size, crc
 
 
-def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, all or those of ``names``, in memory of their own on the CPU. Tied ones are one again.
+def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, in memory of their own on the CPU. Tied ones are one tensor again.
 
     Raises:
         ValueError: the file is damaged, or not a safetensors file.
-        KeyError: ``names`` holds one that the file lacks.
     """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
@@ -102,15 +100,10 @@ def read(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> di
                 or not stored.issuperset(aliases.values())
             ):
                 raise ValueError("its metadata and its tensors disagree")
-            wanted = [*sorted(stored | aliases.keys())] if names is None else list(names)
-            if missing := [name for name in wanted if name not in stored and name not in aliases]:
-                raise KeyError(f"{path} has no tensor {missing[0]!r}; tensor files of a snapshot belong together")
-            found: dict[str, torch.Tensor] = {}
-            for name in dict.fromkeys(aliases.get(name, name) for name in wanted):
-                found[name] = _restore(file.get_tensor(name), metadata.get(name, {}))
+            found = {name: _restore(file.get_tensor(name), metadata.get(name, {})) for name in stored}
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
-    return {name: found[aliases.get(name, name)] for name in wanted}
+    return {name: found[aliases.get(name, name)] for name in sorted(stored | aliases.keys())}
 
 
 def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, ShardOffsets]:
@@ -187,8 +180,6 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _header(stored: Mapping[str, torch.Tensor], entries: Metadata, metadata: Mapping[str, str]) -> bytes:
-    if _KEY in metadata or not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError(f"metadata maps str to str and leaves the key {_KEY!r} to this module, unlike {metadata!r:.200}")
     header: dict[str, Any] = {}
     if texts := {**metadata, _KEY: json.dumps(entries)} if entries else dict(metadata):
         header["__metadata__"] = texts

@@ -20,7 +20,7 @@ from typing import Any
 
 from chainring._files import (
     checksum,
-    flush_directory,
+    flush,
     is_temporary,
     parse_strict,
     temporary_path,
@@ -96,11 +96,11 @@ class Store:
                 self._at(f"wrote {file}")
             _write_manifest(temporary / MANIFEST, Manifest(iteration, written, dict(about or {})))
             self._at("wrote manifest")
-            flush_directory(temporary)
+            flush(temporary)
             self._at("flushed")
             os.rename(temporary, target)
             self._at("renamed")
-            flush_directory(self.root)
+            flush(self.root)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
@@ -121,7 +121,7 @@ class Store:
         try:
             os.symlink(_check_name(target), temporary)
             os.rename(temporary, path)
-            flush_directory(self.root)
+            flush(self.root)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise write_error(error, path) from error
@@ -169,7 +169,7 @@ class Store:
         """Remove a snapshot: it is unpublished by one rename first, so that it is never there in part."""
         removed = temporary_path(self.root, ".old")
         os.rename(self.root / _check_name(name), removed)
-        flush_directory(self.root)
+        flush(self.root)
         shutil.rmtree(removed)
 
     def sweep(self) -> list[str]:

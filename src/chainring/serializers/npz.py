@@ -60,9 +60,14 @@ _DAMAGED = (
 
 
 def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
-    """Saves a model or any object that has state as one npz file, which is complete or absent.
+    """Save a model or any object that has state as one npz file, which is complete or absent.
 
-    It is written beside, synced to the disk and renamed once, so a file that is there already is replaced whole or stays.
+    It is written by one rename after a flush, so a file that is there already is replaced whole or stays.
+
+    Example::
+
+        save_npz("mlp.npz", model)
+        load_npz("mlp.npz", model)
 
     Args:
         file: a path, taken as it is (no ``.npz`` is appended), or a file open for binary writing, which is written in place.
@@ -70,7 +75,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
         compression: whether the arrays are deflated; without it the file is larger and written many times faster.
 
     Raises:
-        TypeError: ``obj`` has no state, or a value in it is of a kind that could not be put back; its path is named.
+        TypeError: ``obj`` has no state, or a value in it could not be restored; its path is named.
         ValueError: ``file`` is a folder or a device.
         FileNotFoundError: its folder does not exist.
     """
@@ -90,7 +95,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
 
 
 def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
-    """Loads what `save_npz` or Chainer saved into an object of the same kind. Nothing is ever unpickled.
+    """Load what `save_npz` or Chainer saved into an object of the same kind. Nothing is ever unpickled.
 
     Args:
         file: a path, or a file open for binary reading that can seek.
@@ -100,7 +105,7 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no npz file, or damaged, or a snapshot, which `chainring.serializers.load` loads; or it has
+        ValueError: it is not an npz file, or damaged, or a snapshot, which `chainring.serializers.load` loads; or it has
             nothing under ``path``; or an array in it is pickled.
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
     """
@@ -156,7 +161,7 @@ def _write(stream: IO[bytes], arrays: Mapping[str, Array], compression: bool) ->
 
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[tuple[IO[bytes], str]]:
-    """The file and what to call it in an error."""
+    """Open a file, and say how an error names it."""
     if hasattr(file, "read"):
         yield file, repr(getattr(file, "name", "the open file"))
         return
@@ -181,14 +186,14 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
         if begins_as_zip:
             raise _damaged(label, "it begins as one and has no proper end", error) from error
         raise ValueError(
-            f"{label} is no npz file, which is a zip of .npy arrays. "
+            f"{label} is not an npz file, which is a zip of .npy arrays. "
             "What chainring.serializers.save wrote is loaded with chainring.serializers.load"
         ) from error
     members = archive.namelist()
     strange = [name for name in members if not name.endswith(".npy")]
     if strange or len(set(members)) < len(members):
         raise ValueError(
-            f"{label} is a zip but no npz file: its entries are .npy arrays, each once, "
+            f"{label} is a zip but not an npz file: its entries are .npy arrays, each once, "
             f"and it has {_shown(strange or members)}. "
             "What torch.save wrote is loaded with torch.load(file, weights_only=True)"
         )
@@ -283,12 +288,12 @@ def _damaged(label: str, what: str, error: BaseException) -> ValueError:
 
 
 def _require_some(state: Mapping[str, Any], names: Sequence[str], obj: Any, start: str, label: str) -> None:
-    """Says where in the file a model is that is not where it is looked for; PyTorch would list every name there is."""
+    """Raise an error that says where in the file a model is, if it is elsewhere; PyTorch would list every name."""
     if serialize_method(obj) is not None or not (hasattr(obj, "named_parameters") and has_state(obj)):
         return
-    own = [name.replace(".", "/") for name in obj.state_dict()]
-    if own and not any(start + name in state for name in own):
-        found = sorted({name.removesuffix(own[0]) for name in names if name.endswith(f"/{own[0]}")})
+    paths = [name.replace(".", "/") for name in obj.state_dict()]
+    if paths and not any(start + path in state for path in paths):
+        found = sorted({name.removesuffix(paths[0]) for name in names if name.endswith(f"/{paths[0]}")})
         if found:
             raise ValueError(f"{label} has no such model under {start!r}; pass one of these as path: {_shown(found)}")
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from chainring import _environment
-from chainring._files import DirectoryLock, atomic_write, flush_directory, make_numbered_directory, temporary_path, to_json
+from chainring._files import DirectoryLock, atomic_write, flush, make_numbered_directory, temporary_path, to_json
 from chainring._messages import announce_change, info
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store
@@ -149,8 +149,8 @@ class RunDirectory:
             shutil.copy2(self.path / name, archive / name)
         for name in names:
             os.rename(self.path / name, archive / name)
-        flush_directory(archive)
-        flush_directory(self.path)
+        flush(archive)
+        flush(self.path)
         return archive
 
 
