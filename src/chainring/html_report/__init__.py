@@ -61,10 +61,9 @@ def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> 
 
 
 def _refuse_other_file(path: Path) -> None:
-    if not os.path.lexists(path):
-        return
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as file:
             if SIGN in file.read(1000):
                 return
-    raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")

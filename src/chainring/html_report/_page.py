@@ -41,7 +41,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
         return value if isinstance(value, Markup) else _text(value)
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
-    environment.filters |= {"count": "{:,}".format, "duration": _duration, "setting": _setting, "value": _value}
+    environment.filters |= {"count": "{:,}".format, "duration": _duration, "value": _value}
     full = [log for log in run.logs if log.rows]
     charts = [charts_of(log, MAX_POINTS // len(full)) for log in full]
     marks = [start["iteration"] for start in run.starts[1:] if isinstance(start.get("iteration"), int)]
@@ -162,17 +162,14 @@ def _text(value: object) -> str:
 
 
 def _value(content: Any) -> str:
-    """Return a value of JSON as text: a string without its quotes, anything else as in JSON."""
+    """Return a value of JSON as text: a string without its quotes, a list of strings as words, anything else as JSON."""
     if isinstance(content, str) and content:
         return content
+    if isinstance(content, list) and content and all(isinstance(word, str) for word in content):
+        return " ".join(content)
     if isinstance(content, float) and math.isfinite(content):
         return f"{content:.6g}"
     return json.dumps(content, ensure_ascii=False)
-
-
-def _setting(content: Any) -> str:
-    is_command = isinstance(content, list) and content and all(isinstance(word, str) for word in content)
-    return " ".join(content) if is_command else _value(content)
 
 
 def _duration(seconds: float) -> str:

@@ -52,8 +52,8 @@ class Run:
     def models(self) -> list[Model]:
         """The models whose parameters ``run.json`` records."""
         models = self.record.get("models")
-        items = models.items() if isinstance(models, dict) else ()
-        return [_model(name, content) for name, content in items if isinstance(content, dict)]
+        models = models if isinstance(models, dict) else {}
+        return [_model(name, content) for name, content in models.items() if isinstance(content, dict)]
 
 
 def read_run(directory: Path, *, verify: bool = True) -> Run:

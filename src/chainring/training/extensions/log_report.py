@@ -88,7 +88,9 @@ class LogReport(Extension):
         self._postprocess = postprocess
         self._filename = filename
         self._writers = _checked_writers(writers)
-        self._check_names()
+        names = list(self.writes)
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
         self._file: LogFile | None = None
@@ -98,11 +100,6 @@ class LogReport(Extension):
     def writes(self) -> Sequence[str]:
         files = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
         return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
-
-    def _check_names(self) -> None:
-        names = list(self.writes)
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
 
     def initialize(self, trainer: Trainer) -> None:
         run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, tuple(map(_record, self.log)))
@@ -171,15 +168,16 @@ class LogReport(Extension):
     def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
         """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""
         path = (directory or Path()) / Path(name).name
-        rows = _read_rows(path, size, crc)
-        if rows is None:
-            self._written = None
-            warnings.warn(
-                f"the log goes on without its earlier rows: {path} does not begin with the {size} bytes that it had "
-                "when the snapshot was taken; move a snapshot together with the files beside it",
-                stacklevel=2,
-            )
-        return rows or []
+        text = _head(path, size)
+        if text is not None and len(text) == size and zlib.crc32(text) == crc:
+            return [from_json(json.loads(line)) for line in text.splitlines()]
+        self._written = None
+        warnings.warn(
+            f"the log goes on without its earlier rows: {path} does not begin with the {size} bytes that it had "
+            "when the snapshot was taken; move a snapshot together with the files beside it",
+            stacklevel=2,
+        )
+        return []
 
 
 def _record(row: Mapping[str, Any], *, whole: bool = False) -> Record:
@@ -268,14 +266,6 @@ class LogFile(Writer):
     def checksum(self) -> list[Any]:
         """The name of the file of lines, its length in bytes, and its CRC-32."""
         return [self.path.name, self._size, self._crc]
-
-
-def _read_rows(path: Path, size: int, crc: int) -> list[dict[str, Any]] | None:
-    """Return the rows in the first ``size`` bytes of a file of lines, or ``None`` if these have another checksum."""
-    text = _head(path, size)
-    if text is None or len(text) != size or zlib.crc32(text) != crc:
-        return None
-    return [from_json(json.loads(line)) for line in text.splitlines()]
 
 
 def _head(path: Path, size: int) -> bytes | None:

@@ -99,13 +99,17 @@ class Profiler(Extension):
             self._mark_stages(updater.callbacks)
         for optimizer in updater.get_all_optimizers().values():
             self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
         for entry in trainer.entries:
             if entry.extension is not self:
                 self._time_entry(entry)
         reporter = trainer.reporter
         reporter.watchers += (self._watch,)
-        self._undo.append(lambda: _remove_watcher(reporter, self._watch))
+
+        def stop_watching() -> None:
+            reporter.watchers = tuple(watcher for watcher in reporter.watchers if watcher != self._watch)
+
+        self._undo.append(stop_watching)
 
     def _time_entry(self, entry: Any) -> None:
         """Time the calls of an extension: each iteration, and when its trigger fires."""
@@ -182,9 +186,6 @@ class Profiler(Extension):
         self._mark("update" if self._has_stages or self._is_stepping else "backward")
         self._is_stepping = True
 
-    def _after_step(self, *_: Any) -> None:
-        self._mark("update")
-
     def _record(self, iteration: int, first: int, last: int) -> None:
         """Start the trace before its first iteration, end it before the one after its last."""
         if self._recorder is None and first <= iteration <= last and self._out is not None:
@@ -225,10 +226,6 @@ class Profiler(Extension):
             share, milliseconds = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
             lines.append(f"{phase:<{width}}{share:>7.1%}{milliseconds:>15.3f}{seconds:>12.3f}")
         return "\n".join(lines) + "\n"
-
-
-def _remove_watcher(reporter: Any, watcher: Callable[[str, Any], None]) -> None:
-    reporter.watchers = tuple(other for other in reporter.watchers if other != watcher)
 
 
 def _check_trace(trace: tuple[int, int]) -> tuple[int, int]:
