@@ -143,7 +143,7 @@ def test_an_interval_without_the_key_does_not_fire_and_warns_once_with_the_keys_
 def test_what_is_no_single_number_is_passed_over(tmp_path, value):
     """Beside numbers silently; an interval without any number warns that this is so."""
     assert fires(tmp_path, MaxValue("score", every(2)), scores(1, value, value, 2)) == [2, 4]
-    with pytest.warns(UserWarning, match="what was reported as 'score' is not a single number"):
+    with pytest.warns(UserWarning, match="the value reported as 'score' is not a single number"):
         assert fires(tmp_path, MaxValue("score", every(2)), scores(value, value, 1, value)) == [4]
 
 

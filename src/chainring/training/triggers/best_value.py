@@ -71,7 +71,7 @@ class MonitorTrigger(Trigger):
         cause = f"{self.key!r} was not reported; reported were {sorted(self._seen, key=str)}"
         remedy = "check the key; give a longer interval, or this extension a lower priority than the one that reports it"
         if self.key in self._seen:
-            cause, remedy = f"what was reported as {self.key!r} is not a single number", "report one, for example .mean()"
+            cause, remedy = f"the value reported as {self.key!r} is not a single number", "report one, for example .mean()"
         self._warning.give(
             f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
             f"This check does not count, and this warning is given once; {remedy}",
@@ -105,7 +105,7 @@ class BestValueTrigger(MonitorTrigger):
         trainer.extend(extensions.snapshot(filename="best"), trigger=best)
 
     Args:
-        key: of the value in the observation, such as ``"validation/main/loss"``. What is not a single number is ignored.
+        key: of the value in the observation, such as ``"validation/main/loss"``. Only single numbers count.
         compare: called with the best mean so far and the new one; returns True if the new one is better.
         trigger: when a mean is taken and compared.
 
