@@ -99,7 +99,7 @@ def _gather_tensor(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
     return tensor.index_select(0, torch.from_numpy(indices).to(tensor.device))
 
 
-def select_rows(columns: Any, index: int | slice) -> Any:
+def select_rows(columns: Any, index: int | slice | Indices) -> Any:
     """Return the rows that ``index`` selects: containers of arrays are entered, arrays are indexed.
 
     A list without arrays is a column itself (of strings, say). A value without rows, such as a number that a whole batch

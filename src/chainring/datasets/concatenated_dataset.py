@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from chainring._random import Indices
-from chainring.datasets._columns import Gather, make_gather
+from chainring.datasets._columns import Gather, make_gather, select_rows
 from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets
 
 
@@ -48,44 +48,28 @@ class ConcatenatedDataset(DatasetMixin):
         if not indexes_like(self, ConcatenatedDataset):
             return None
         gathers = [gather for dataset in self.datasets if (gather := make_gather(dataset)) is not None]
-        structures = [_structure(gather(np.empty(0, np.int64))) for gather in gathers]
+        signatures = [_signature(gather(np.empty(0, np.int64))) for gather in gathers]
         # Other examples are collated one by one, which promotes dtypes and names the shapes that differ.
-        if len(gathers) < len(self.datasets) or any(item is None or item != structures[0] for item in structures):
+        if len(gathers) < len(self.datasets) or any(item is None or item != signatures[0] for item in signatures):
             return None
         ends, starts = self._ends, np.concatenate([[0], self._ends[:-1]])
 
         def gather_columns(indices: Indices) -> Any:
             owners = ends.searchsorted(indices, "right")
-            positions = {int(k): np.flatnonzero(owners == k) for k in np.unique(owners)}
-            if len(positions) <= 1:
-                k = next(iter(positions), 0)
-                return gathers[k](indices - starts[k])
-            chunks = [gathers[k](indices[where] - starts[k]) for k, where in positions.items()]
-            return _scatter_rows(chunks, list(positions.values()), len(indices))
+            order = np.argsort(owners, kind="stable")
+            chunks = [gathers[k](indices[owners == k] - starts[k]) for k in np.unique(owners).tolist() or [0]]
+            return select_rows(tree_map(_concatenate, *chunks), np.argsort(order))
 
         return gather_columns
 
 
-def _structure(columns: Any) -> Any:
+def _signature(columns: Any) -> Any:
     """Return what must be equal for columns to be joined; ``None`` if they hold anything but arrays."""
-    if isinstance(columns, np.ndarray):
-        return columns.dtype, columns.shape[1:]
-    if isinstance(columns, torch.Tensor):
-        return columns.dtype, columns.shape[1:], columns.device
-    items = columns.items() if isinstance(columns, Mapping) else enumerate(columns) if type(columns) is tuple else ()
-    structures = {key: _structure(column) for key, column in items}
-    return None if not structures or None in structures.values() else (isinstance(columns, Mapping), structures)
+    leaves, structure = tree_flatten(columns)
+    if not leaves or not all(isinstance(leaf, (np.ndarray, torch.Tensor)) for leaf in leaves):
+        return None
+    return structure, [(type(leaf), leaf.dtype, leaf.shape[1:], getattr(leaf, "device", None)) for leaf in leaves]
 
 
-def _scatter_rows(chunks: Sequence[Any], positions: Sequence[Indices], length: int) -> Any:
-    """Return columns of ``length`` rows, in which each chunk has its rows at its positions."""
-    first = chunks[0]
-    if isinstance(first, Mapping):
-        return {key: _scatter_rows([chunk[key] for chunk in chunks], positions, length) for key in first}
-    if isinstance(first, tuple):
-        return tuple([_scatter_rows(columns, positions, length) for columns in zip(*chunks, strict=True)])
-    shape = (length, *first.shape[1:])
-    column: Any = np.empty(shape, first.dtype) if isinstance(first, np.ndarray) else first.new_empty(shape)
-    for chunk, where in zip(chunks, positions, strict=True):
-        column[where if isinstance(first, np.ndarray) else torch.from_numpy(where).to(first.device)] = chunk
-    return column
+def _concatenate(*arrays: Any) -> Any:
+    return torch.cat(arrays) if isinstance(arrays[0], torch.Tensor) else np.concatenate(arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ from chainring._checks import is_number
 from chainring._random import stable_hash
 from chainring.converters import concat_examples
 from chainring.datasets._columns import make_gather
-from chainring.iterators._worker_main import BatchDataset, Failure, SharedStatus
+from chainring.iterators._worker_main import BatchDataset, Failure
 from chainring.iterators._worker_pool import WorkerPool
 from chainring.iterators.base import Batch
 from chainring.iterators.serial import IndexedIterator, OrderSampler, Segment, require_integer
@@ -99,11 +100,8 @@ class MultiprocessIterator(IndexedIterator):
         return Batch(result.examples) if result.examples is not None else Batch(columns=result.columns, length=length)
 
     def _make_pool(self, order_key: tuple[int, int]) -> WorkerPool:
-        def make_dataset(status: SharedStatus) -> BatchDataset:
-            return BatchDataset(self.dataset, self._seeds_examples, self._converter, status)
-
         return WorkerPool(
-            make_dataset,
+            functools.partial(BatchDataset, self.dataset, self._seeds_examples, self._converter),
             self.name,
             self.n_processes,
             self.n_prefetch + 1,
