@@ -10,7 +10,7 @@ from chainring.training import StandardUpdater, UpdateCallbacks
 
 
 def pair(small, accumulate, **settings):
-    """An updater of accumulated parts, and one of whole batches."""
+    """An updater of accumulated micro-batches, and one of whole batches."""
     return updater_of(small, accumulate=accumulate, **settings), updater_of(small * accumulate, **settings)
 
 
@@ -81,8 +81,8 @@ def test_an_uneven_last_part_is_weighted_by_its_length():
     assert_close(parameters_of(ours), parameters_of(whole))
 
 
-def test_callbacks_of_an_update_that_the_end_of_the_data_cuts_short_see_its_last_part():
-    """Not the part that never came."""
+def test_callbacks_of_an_update_that_the_end_of_the_data_cuts_short_see_its_last_micro_batch():
+    """Not the micro-batch that never came."""
     seen = []
     callbacks = UpdateCallbacks(update_on_start=lambda c: seen.append((c.micro_step, len(c.batch[0]), c.loss is None)))
     updater_of(8, accumulate=3, repeat=False, callbacks=callbacks).update()
@@ -90,7 +90,7 @@ def test_callbacks_of_an_update_that_the_end_of_the_data_cuts_short_see_its_last
 
 
 def test_epoch_attributes_speak_of_the_whole_update():
-    """An epoch that ends in the first part of an update is new for that update; previous is where the update began."""
+    """An epoch that ends in the first micro-batch is new for the whole update; previous is where the update began."""
     updater = updater_of(3, data=regression_data(9), accumulate=2)
     seen = []
     for _ in range(4):
@@ -109,7 +109,7 @@ def test_epoch_attributes_of_the_whole_update_are_saved():
 
 
 def test_other_reports_are_averaged_by_weight_and_of_the_rest_the_last_holds():
-    """Numbers, pairs of value and weight, tensors of few bits; strings and arrays; keys that a part lacks."""
+    """Numbers, pairs of value and weight, tensors of few bits; strings and arrays; keys that a micro-batch lacks."""
     calls = iter(range(2))
 
     def loss_func(model, x, t):
@@ -126,7 +126,7 @@ def test_other_reports_are_averaged_by_weight_and_of_the_rest_the_last_holds():
 
 
 def test_a_mean_over_updates_does_not_depend_on_accumulation():
-    """The weight of an update is the sum over its parts, so a log row is the mean over all examples."""
+    """The weight of an update is the sum over its micro-batches, so a log row is the mean over all examples."""
     means = []
     for updater in (updater_of(5, accumulate=2, repeat=False, lr=0.0), updater_of(12, lr=0.0)):
         summary = DictSummary()
@@ -137,7 +137,7 @@ def test_a_mean_over_updates_does_not_depend_on_accumulation():
 
 
 def test_step_after_a_backward_past_the_updater_is_refused_where_parts_are_weighed():
-    """loss.backward() would count every part in full."""
+    """loss.backward() would count every micro-batch in full."""
 
     class Past(StandardUpdater):
         def update_core(self):

@@ -17,14 +17,14 @@ BATCH = ("batch_on_finish", 0)
 
 
 def recording(events, *names):
-    """Callbacks that write down the name of their stage and the part that is under way."""
+    """Callbacks that write down the name of their stage and the index of the micro-batch."""
     return UpdateCallbacks(
         **{name: lambda context, name=name: events.append((name, context.micro_step)) for name in names or STAGES}
     )
 
 
-def parts(*names, part=0):
-    return [(f"{name}_on_{when}", part) for name in names for when in ("start", "finish")]
+def stages(*names, micro_step=0):
+    return [(f"{name}_on_{when}", micro_step) for name in names for when in ("start", "finish")]
 
 
 def test_each_callback_runs_once_a_stage_in_the_order_of_the_stages():
@@ -37,20 +37,20 @@ def test_each_callback_runs_once_a_stage_in_the_order_of_the_stages():
             return super().forward(x, t)
 
     updater_of(model=Noting(), callbacks=recording(events)).update()
-    forward = parts("forward")
-    assert events == [BATCH, forward[0], "forward", forward[1], *parts("backward", "update")]
+    forward = stages("forward")
+    assert events == [BATCH, forward[0], "forward", forward[1], *stages("backward", "update")]
 
 
-def test_forward_and_backward_callbacks_run_for_every_part_and_update_once():
-    """With accumulate=2 the update stage comes after both parts, and the context says which part it is."""
+def test_forward_and_backward_callbacks_run_for_every_micro_batch_and_update_once():
+    """With accumulate=2 the update stage comes after both micro-batches, whose index the context has."""
     events = []
     updater_of(callbacks=recording(events), accumulate=2).update()
     assert events == [
         BATCH,
-        *parts("forward", "backward", part=0),
+        *stages("forward", "backward", micro_step=0),
         ("batch_on_finish", 1),
-        *parts("forward", "backward", part=1),
-        *parts("update", part=1),
+        *stages("forward", "backward", micro_step=1),
+        *stages("update", micro_step=1),
     ]
 
 
@@ -60,11 +60,11 @@ def test_comm_callbacks_run_once_an_update_and_only_with_a_communicator(accumula
     events = []
     updater_of(callbacks=recording(events), accumulate=accumulate, comm=Communicator()).update()
     last = accumulate - 1
-    assert events[-5:] == [("backward_on_finish", last), *parts("comm", "update", part=last)]
+    assert events[-5:] == [("backward_on_finish", last), *stages("comm", "update", micro_step=last)]
     assert len([event for event in events if event[0].startswith("comm")]) == 2
 
 
-def test_the_context_tells_updater_iteration_part_batch_and_loss():
+def test_the_context_has_updater_iteration_micro_step_batch_and_loss():
     """A callback needs no closure over the loop; the loss is there from the end of the forward on."""
     seen = []
 
@@ -117,7 +117,7 @@ def test_an_error_in_a_callback_ends_the_update(stage):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_update_on_start_sees_the_final_gradient(accumulate):
-    """Clipping there acts on the mean over all parts, which is what the optimizer then uses."""
+    """Clipping there acts on the mean over all micro-batches, which is what the optimizer then uses."""
     seen = []
 
     def clip(context):
@@ -178,7 +178,7 @@ def test_callbacks_run_in_the_order_of_an_update_core_of_ones_own():
             self.step()
 
     updater_of(kind=Own, callbacks=recording(events)).update()
-    assert events == [BATCH, *parts("forward", "backward", "update")]
+    assert events == [BATCH, *stages("forward", "backward", "update")]
 
 
 SETTINGS = [

@@ -22,7 +22,7 @@ _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  #
 
 
 class CompiledUpdate:
-    """Computes updates by ``torch.compile``, and eagerly after that has failed.
+    """Computes updates by ``torch.compile``, and eagerly once that has failed.
 
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
     has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
