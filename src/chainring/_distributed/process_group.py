@@ -135,13 +135,13 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for bucket in _buckets(tensors):
-            flat = _flatten(bucket)
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.all_reduce(flat, group=self._tensors)
             _unflatten(flat.div_(self.size) if average else flat, bucket)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         for bucket in _buckets(tensors):
-            flat = _flatten(bucket)
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.broadcast(flat, root, group=self._tensors)
             _unflatten(flat, bucket)
 
@@ -293,10 +293,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
             size += tensor.nbytes
         yield bucket
-
-
-def _flatten(bucket: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
 
 
 def _unflatten(flat: Tensor, bucket: list[Tensor]) -> None:

@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chainring._files import (
-    checksum,
-    flush,
-    is_temporary,
-    parse_strict,
-    temporary_path,
-    write_bytes,
-    write_error,
-)
+from chainring._files import checksum, flush, is_temporary, parse_strict, temporary_path, write_bytes, write_error
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -147,14 +139,6 @@ class Store:
         entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
         listed = [(entry.name, _manifest_of(entry)) for entry in entries]
         return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
-
-    def manifest(self, name: str) -> Manifest:
-        """Return the manifest of a snapshot.
-
-        Raises:
-            CorruptError: it is missing, or not what was written.
-        """
-        return read_manifest(self.root / _check_name(name))
 
     def holds(self, name: str, iteration: int) -> bool:
         """Return whether there is a snapshot of that name, of that iteration."""

@@ -110,12 +110,14 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
     """
     obj, start = unwrap(obj), path.strip("/")
+    prefix = f"{start}/" if start else ""
     with _opened(file) as (stream, label), _archive(stream, label) as archive:
-        state = _read(archive, f"{start}/" if start else "", label)
+        names = [name.removesuffix(".npy") for name in archive.namelist()]
+        state = _read(archive, names, prefix, label)
         if start and not state:
-            raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(_names(archive))}")
+            raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
         if strict:
-            _require_some(state, _names(archive), obj, f"{start}/" if start else "", label)
+            _require_some(state, names, obj, prefix, label)
     source = {f"/{key}": value for key, value in state.items()}
     DictionaryDeserializer(source, strict).visit(f"/{start}" if start else "", obj)
 
@@ -200,13 +202,8 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
     return archive
 
 
-def _names(archive: zipfile.ZipFile) -> list[str]:
-    return [name.removesuffix(".npy") for name in archive.namelist()]
-
-
-def _read(archive: zipfile.ZipFile, prefix: str, label: str) -> dict[str, Any]:
+def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: str) -> dict[str, Any]:
     """Return what the file holds under ``prefix``, by whole path."""
-    names = _names(archive)
     document = {"version": _VERSION, "values": {}, "tensors": {}, "parts": []}
     text = _array(archive, _JSON, label).tobytes() if _JSON in names else json.dumps(document).encode()
     arrays = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}

@@ -25,7 +25,7 @@ from chainring.serializers._checkpoint import (
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._store import Manifest, Store, find_newest
+from chainring.serializers._store import Manifest, Store, find_newest, read_manifest
 from chainring.serializers.base import StateCollector, has_state, serialize_method
 from chainring.training._run_directory import compile_template
 from chainring.training.extension import Extension
@@ -126,7 +126,7 @@ class Snapshot(Extension):
         if self.target is not None:
             load(path, self.target)
             return None
-        return store.manifest(name).iteration, lambda: load(path, trainer)
+        return read_manifest(path).iteration, lambda: load(path, trainer)
 
     def initialize(self, trainer: Trainer) -> None:
         self._series.label = self._series.label or trainer.extension_name
