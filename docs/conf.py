@@ -48,6 +48,10 @@ python_maximum_signature_line_length = 100
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|Tensor|Module|Optimizer|np|numpy|ndarray|os|pathlib|collections|contextlib)\b.*"),
     ("py:class", r"chainring\.training\.extensions\.snapshot\.Snapshot"),  # made by the function of that name
+    (
+        "py:class",
+        r"(.*\.)?(Entry|Filename|PathLike|RecordWriter|Statistic|TextStream|TriggerLike)",
+    ),  # types of annotations, not public names
 ]
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+__all__ = ["as_device", "concat_examples", "to_device"]
+
 Device = int | str | torch.device | None
 Padding = float | tuple[Any, ...] | Mapping[Any, Any] | None
 """A number; or a tuple or mapping with a padding for each item of the examples."""

@@ -76,7 +76,7 @@ class Communicator:
         """Tell the other ranks why a run fails, so that none waits for this one.
 
         Returns:
-            The error that this rank is to raise: the error itself, or a `RankFailed` with the traceback of the rank that
+            The error that this rank must raise, which is the given one or a `RankFailed` with the traceback of the rank that
             failed first.
         """
         return error

@@ -23,7 +23,7 @@ def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tup
         scale: the value of a black pixel; pixels are from 0 to it.
 
     Returns:
-        The training dataset and the test dataset: a `TupleDataset` each, or an array.
+        The training and the test dataset, each a `TupleDataset` or an array.
 
     Raises:
         ImportError: scikit-learn is not installed.

@@ -66,7 +66,7 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
             a mirror of your own.
 
     Returns:
-        The training dataset and the test dataset: a `TupleDataset` each, or an array.
+        The training and the test dataset, each a `TupleDataset` or an array.
 
     Raises:
         OSError: a file is missing and cannot be downloaded; the message says which file to put where.

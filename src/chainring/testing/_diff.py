@@ -67,14 +67,12 @@ def compare(task: Task) -> Findings:
     stages = list(_first_differences(seen_whole, seen_killed, seen_resumed, found.left_out))
     if stages:
         found.when, found.iteration, found.first = stages[0]
-    if resumed.path("memory").exists():
-        found.unsaved = dict(
-            _unsaved_differences(*(json.loads(run.path("memory").read_text()) for run in (killed, resumed)))
-        )
+    found.unsaved = dict(_unsaved_differences(*(json.loads(run.path("memory").read_text()) for run in (killed, resumed))))
     logs = found.facts[0]["logs"]
     if found.when != "before the kill":
         for log in logs:
-            found.left_out |= _unrepeatable_columns(_rows(whole, log), _rows(killed, log))
+            for one, other in zip(_rows(whole, log), _rows(killed, log), strict=False):
+                found.left_out |= {key for key in one if key != _TIME and difference(one[key], other.get(key)) is not None}
     one, other = (_final_values(run, logs, found.left_out) for run in (whole, resumed))
     found.last = list(_differences(one, other))
     found.count = len(one)
@@ -140,12 +138,6 @@ def _unrepeatable_keys(whole: _Fingerprints, killed: _Fingerprints) -> set[str]:
                 return set()
             keys.add(found.path.removeprefix("observation/"))
     return keys
-
-
-def _unrepeatable_columns(whole: list[dict[str, Any]], killed: list[dict[str, Any]]) -> set[str]:
-    """Return the keys of rows that two starts of the program write differently before the kill."""
-    pairs = zip(whole, killed, strict=False)
-    return {key for one, other in pairs for key in one if key != _TIME and difference(one[key], other.get(key)) is not None}
 
 
 def _final_values(task: Task, logs: list[str], left_out: set[str]) -> dict[str, Any]:

@@ -163,10 +163,6 @@ class _Observer:
     """A stop trigger around the trainer's own, asked before each iteration, when everything of the last one is done.
 
     It records a fingerprint of every iteration, and kills the process of the killed run.
-
-    Args:
-        trainer: the trainer.
-        task: the run.
     """
 
     predictable = False

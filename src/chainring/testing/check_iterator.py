@@ -60,15 +60,7 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
 
 
 class _Trial:
-    """Makes iterators that begin alike.
-
-    Args:
-        make: makes one.
-        limit: at most so many batches are taken of one.
-
-    Attributes:
-        has_ended: True if it ends after an epoch; known once all batches were taken.
-    """
+    """Makes iterators that begin alike, and takes at most ``limit`` batches of one."""
 
     def __init__(self, make: Callable[[], Any], limit: int) -> None:
         if not callable(make):
@@ -76,7 +68,7 @@ class _Trial:
         self._make = make
         self._limit = limit
         self._generators = _random.get_rng_state()
-        self.has_ended = False
+        self.has_ended = False  # after an epoch; known once all batches were taken
 
     @contextmanager
     def new_iterator(self) -> Iterator[Any]:

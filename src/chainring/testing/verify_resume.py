@@ -64,7 +64,7 @@ def verify_resume(
             and start sooner; the order of sets is then the same in all three.
 
     Returns:
-        The report: how many values were compared, and which were left out.
+        The report, with the number of values compared and the keys left out.
 
     Raises:
         ResumeDiffers: the runs differ.

@@ -91,7 +91,7 @@ class Trainer(Stateful):
 
     @property
     def comm(self) -> Communicator:
-        """The communicator of the ranks that train together: that of the updater."""
+        """The updater's communicator, through which the ranks of the run exchange values."""
         comm = self.updater.comm
         return comm if isinstance(comm, Communicator) else as_communicator(comm)
 
