@@ -20,7 +20,7 @@
   const logOf = (figure) => data.logs[figure.dataset.log];
   const chartOf = (figure) => logOf(figure).charts[figure.dataset.chart];
   const axisOf = (figure) => (choice.axis in logOf(figure).axes ? choice.axis : Object.keys(logOf(figure).axes)[0]);
-  const place = (axis, x) => (axis === "time" ? `${shown(x)} s` : `${axis} ${axis === "epoch" ? shown(x) : x}`);
+  const formatPosition = (axis, x) => (axis === "time" ? `${shown(x)} s` : `${axis} ${axis === "epoch" ? shown(x) : x}`);
 
   // The columns that uPlot draws. A row that a curve lacks is undefined, which it passes over; null is a gap.
   function columnsOf(figure) {
@@ -28,13 +28,13 @@
     const curves = chartOf(figure).curves;
     const rows = [...new Set(curves.flatMap((curve) => curve.at))].filter((row) => xs[row] != null);
     rows.sort((one, other) => xs[one] - xs[other] || one - other);
-    const index = new Map(rows.map((row, number) => [row, number]));
+    const index = new Map(rows.map((row, position) => [row, position]));
     let unseen = 0;
     const columns = curves.map((curve) => {
       const column = new Array(rows.length).fill(undefined);
-      curve.at.forEach((row, number) => {
+      curve.at.forEach((row, position) => {
         if (!index.has(row)) return;
-        let y = curve.y[number];
+        let y = curve.y[position];
         if (choice.logarithmic && y != null && y <= 0) {
           y = null;
           unseen += 1;
@@ -68,13 +68,13 @@
     context.restore();
   }
 
-  function tell(figure, plot) {
+  function showCursor(figure, plot) {
     const index = plot.cursor.idx;
     const axis = axisOf(figure);
-    figure.querySelector(".at").textContent = index == null ? "" : place(axis, plot.data[0][index]);
-    figure.querySelectorAll(".legend b").forEach((cell, number) => {
+    figure.querySelector(".at").textContent = index == null ? "" : formatPosition(axis, plot.data[0][index]);
+    figure.querySelectorAll(".legend b").forEach((cell, curveIndex) => {
       // Not every row has each key: uPlot finds the nearest that has.
-      cell.textContent = index == null ? "" : shown(plot.data[number + 1][plot.cursor.idxs[number + 1]]);
+      cell.textContent = index == null ? "" : shown(plot.data[curveIndex + 1][plot.cursor.idxs[curveIndex + 1]]);
     });
   }
 
@@ -84,7 +84,7 @@
     const { columns, unseen } = columnsOf(figure);
     const note = figure.querySelector(".unseen");
     note.hidden = !unseen;
-    note.textContent = `${unseen} values are not positive, and have no place on a logarithmic axis.`;
+    note.textContent = `${unseen} values are not positive, and are not shown on a logarithmic axis.`;
     const axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
     const format = (_, values) => values.map((value) => (value == null ? "" : String(Number(value.toPrecision(6)))));
     const plot = new uPlot({
@@ -94,24 +94,24 @@
       cursor: { sync: { key: "run", setSeries: false }, points: { size: 7 } },
       scales: { x: { time: false }, y: { distr: choice.logarithmic ? 3 : 1 } },
       axes: [{ ...axis, values: format, size: 34 }, { ...axis, values: choice.logarithmic ? undefined : format, size: 58 }],
-      series: [{}].concat(chartOf(figure).curves.map((curve, number) => ({
+      series: [{}].concat(chartOf(figure).curves.map((curve, curveIndex) => ({
         label: curve.key,
-        stroke: colour(`c${number % COLOURS}`),
+        stroke: colour(`c${curveIndex % COLOURS}`),
         width: 1.75,
         show: !hiddenKeys.get(figure).has(curve.key),
         points: { show: curve.at.length < 40, size: 5 },
       }))),
-      hooks: { setCursor: [(self) => tell(figure, self)], drawClear: [(self) => drawMarks(self, figure)] },
+      hooks: { setCursor: [(self) => showCursor(figure, self)], drawClear: [(self) => drawMarks(self, figure)] },
     }, columns, holder);
     plots.set(figure, plot);
   }
 
   function legend(figure) {
     const box = figure.querySelector(".legend");
-    chartOf(figure).curves.forEach((curve, number) => {
+    chartOf(figure).curves.forEach((curve, curveIndex) => {
       const button = document.createElement("button");
       button.type = "button";
-      button.style.setProperty("--curve", `var(--c${number % COLOURS})`);
+      button.style.setProperty("--curve", `var(--c${curveIndex % COLOURS})`);
       button.setAttribute("aria-pressed", "true");
       button.title = "Show or hide this curve";
       const name = document.createElement("span");
@@ -122,7 +122,7 @@
         const show = keys.delete(curve.key);
         if (!show) keys.add(curve.key);
         button.setAttribute("aria-pressed", String(show));
-        plots.get(figure)?.setSeries(number + 1, { show });
+        plots.get(figure)?.setSeries(curveIndex + 1, { show });
       });
       box.append(button);
     });
@@ -132,11 +132,11 @@
   function moveByKey(figure, event) {
     const plot = plots.get(figure);
     const last = plot.data[0].length - 1;
-    const now = plot.cursor.idx;
+    const current = plot.cursor.idx;
     const stride = event.shiftKey ? 10 : 1;
     const targets = {
-      ArrowLeft: now == null ? last : Math.max(now - stride, 0),
-      ArrowRight: now == null ? 0 : Math.min(now + stride, last),
+      ArrowLeft: current == null ? last : Math.max(current - stride, 0),
+      ArrowRight: current == null ? 0 : Math.min(current + stride, last),
       Home: 0,
       End: last,
     };
@@ -148,7 +148,7 @@
     event.preventDefault();
     const left = plot.valToPos(plot.data[0][targets[event.key]], "x");
     plot.setCursor({ left, top: plot.over.clientHeight / 2 }, true, true);
-    const values = [...figure.querySelectorAll(".legend button")].map((button) => [...button.children].map((part) => part.textContent).join(" "));
+    const values = [...figure.querySelectorAll(".legend button")].map((button) => [...button.children].map((child) => child.textContent).join(" "));
     document.getElementById("spoken").textContent = `${figure.querySelector(".at").textContent}: ${values.join(", ")}`;
   }
 

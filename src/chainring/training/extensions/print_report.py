@@ -62,12 +62,11 @@ class PrintReport(Extension):
 
     def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
         report: Any = self._log_report
-        if not hasattr(report, "log"):
-            try:
-                report = trainer.get_extension(self._log_report)
-            except KeyError as error:
-                remedy = "extend the trainer by one, trainer.extend(extensions.LogReport()), or give log_report= its name"
-                raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
+        try:
+            report = report if hasattr(report, "log") else trainer.get_extension(report)
+        except KeyError as error:
+            remedy = "extend the trainer by one, trainer.extend(extensions.LogReport()), or give log_report= its name"
+            raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
         if not hasattr(report, "log"):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
         return report.log  # type: ignore[no-any-return]
@@ -81,10 +80,7 @@ class PrintReport(Extension):
 
     def finalize(self) -> None:
         self._print_new(immediately=True)
-        self._warn_of_blanks()
-
-    def _warn_of_blanks(self) -> None:
-        """Warn at the end, because a key may come late, such as that of an occasional evaluation."""
+        # Only now, because a key may come late, such as that of an occasional evaluation.
         log, self._log = self._log, None
         keys = dict.fromkeys(key for row in log or () for key in row)
         blank = [entry for entry in self._entries or () if entry not in keys]

@@ -77,7 +77,7 @@ class ProgressBar(Extension):
         self._trainer = trainer
         self._total, self._unit = self._find_length(trainer)
         self._bar = self._make_bar()
-        self._plan_next(trainer.updater.iteration)
+        self._schedule(trainer.updater.iteration)
 
     def _find_length(self, trainer: Trainer) -> tuple[float | None, str]:
         length: Any = self._training_length
@@ -125,9 +125,9 @@ class ProgressBar(Extension):
         iteration = trainer.updater.iteration
         if self._bar is not None and (iteration >= self._next_iteration or time.monotonic() >= self._next_time):
             self._show()
-            self._plan_next(iteration)
+            self._schedule(iteration)
 
-    def _plan_next(self, iteration: int) -> None:
+    def _schedule(self, iteration: int) -> None:
         self._next_iteration = iteration - iteration % self._update_interval + self._update_interval
         self._next_time = time.monotonic() + _SECONDS
 
