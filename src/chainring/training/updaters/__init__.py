@@ -1,4 +1,4 @@
-"""What one update is."""
+"""Updaters: one update of the parameters, from a batch to the step of the optimizers."""
 
 from chainring.training.updaters.base import Updater
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, clip_grad_norm, clip_grad_value

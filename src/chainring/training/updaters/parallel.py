@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,15 +101,11 @@ class ParallelUpdater(StandardUpdater):
         # before its first forward.
         is_unshaped = any(map(is_lazy, (*main.model.parameters(), *main.model.buffers())))
         if not is_unshaped:
-            self._refresh(others)
+            _refresh(main.model, others)
         outputs = [self._forward_replica(main, inputs[0])]
         if is_unshaped:
-            self._refresh(others)
+            _refresh(main.model, others)
         return outputs + [self._forward_replica(*pair) for pair in zip(others, inputs[1:], strict=True)]
-
-    def _refresh(self, replicas: Sequence[_Replica]) -> None:
-        for replica in replicas:
-            _refresh(self._models["main"], replica.model)
 
     def _forward_replica(self, replica: _Replica, inputs: Any) -> _Output:
         observation: dict[str, Any] = {}
@@ -134,21 +129,14 @@ class ParallelUpdater(StandardUpdater):
         return {**super()._settings(), "number of replicas": len(self._replicas)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
-    """A model that computes a share of a batch.
-
-    Attributes:
-        model: the main model or a copy of it.
-        device: where its share of the batch goes; ``None`` leaves it where it is.
-    """
+class _Replica(NamedTuple):
+    """The main model or a copy of it, and the device of its share of a batch; ``None`` leaves the share where it is."""
 
     model: nn.Module
     device: torch.device | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
+class _Output(NamedTuple):
     """The loss of a share of a batch, its weight if it came with one, and the values reported beside it."""
 
     loss: Tensor
@@ -252,13 +240,11 @@ def _structure(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _refresh(main: nn.Module, replica: nn.Module) -> None:
-    """Copy parameters, buffers and training flags of the main model into a replica, and clear its gradients.
-
-    A parameter that has no shape yet in the main model is left out.
-    """
-    main, replica = unwrap(main), unwrap(replica)
-    with torch.no_grad():
+@torch.no_grad()
+def _refresh(main: nn.Module, replicas: Sequence[_Replica]) -> None:
+    """Copy parameters, buffers and training flags of the main model into replicas, and clear their gradients."""
+    main = unwrap(main)
+    for replica in (unwrap(other.model) for other in replicas):
         for source, target in zip(main.parameters(), replica.parameters(), strict=True):
             if source is target or is_lazy(source):
                 continue
