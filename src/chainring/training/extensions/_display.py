@@ -86,12 +86,7 @@ def notebook_bar_class() -> Any:
 
 
 class NotebookTable:
-    """The newest rows of a log as one table under the cell, which is updated as they come.
-
-    Args:
-        entries: the keys that are columns; ``None`` takes those of the first row.
-        out: the stream of the cell, whose bar of text steps aside for the table.
-    """
+    """The newest rows of a log as one table under the cell, which is updated as they come; see `PrintReport`."""
 
     def __init__(self, entries: Sequence[str] | None, out: Any) -> None:
         self._entries = entries
