@@ -36,7 +36,7 @@ def bare(epochs: int, out: Path, **settings: Any) -> None:
 
 
 def staged(epochs: int, out: Path) -> None:
-    """A callback, which is the least that leads through the stages of an update."""
+    """Train with a callback, which is the least that leads through the stages of an update."""
     bare(epochs, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
 
 
@@ -49,7 +49,7 @@ def idle(epochs: int, out: Path, count: int = IDLE) -> None:
 
 
 def with_keys(epochs: int, out: Path, keys: int) -> None:
-    """A log of so many numbers, each reported in every iteration."""
+    """Log so many numbers, each reported in every iteration."""
 
     def loss_func(model: Loss, *inputs: Tensor) -> dict[str, Tensor]:
         loss = model(*inputs)
@@ -61,7 +61,7 @@ def with_keys(epochs: int, out: Path, keys: int) -> None:
 
 
 def with_log(epochs: int, out: Path, saves: bool = False) -> None:
-    """The script's extensions but `dump_graph`, and `snapshot` where it ``saves``."""
+    """Train with the script's extensions but `dump_graph`, and `snapshot` where it ``saves``."""
     with open(os.devnull, "w") as screen:
         trainer = _script(Lapping, (epochs, "epoch"), out, screen)
         if saves:
@@ -88,7 +88,7 @@ def time_to_first_update(out: Path) -> float:
 
 
 def _fresh(out: Path) -> str:
-    """A directory that no run has written to: what one has written would be moved away first."""
+    """Return a directory that no run has written to: what one has written would be moved away first."""
     return tempfile.mkdtemp(dir=out)
 
 

@@ -66,7 +66,7 @@ def sliced() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def by_hand(epochs: int, out: Path, units: int, train: Batches, test: Batches, fused: bool = False) -> None:
-    """The loop that an engineer would write."""
+    """Train as an engineer would by hand."""
     model = predictor(units)
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     with (out / "by_hand.jsonl").open("w") as file, open(os.devnull, "w") as screen:
@@ -94,7 +94,7 @@ def by_hand(epochs: int, out: Path, units: int, train: Batches, test: Batches, f
 
 
 def chainring(epochs: int, out: Path, units: int, fused: bool = False, **settings: Any) -> None:
-    """The script as it is written, but for the data and the screen."""
+    """Train as the script does, but for the data and the screen."""
     model = Classifier(predictor(units))
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     train_iter = iterators.SerialIterator(TupleDataset(*TRAIN), BATCH)

@@ -48,7 +48,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def raw(epochs: int, layers: int = 2) -> None:
-    """The bare work."""
+    """Do the bare work."""
     model = Loss(layers)
     optimizer = sgd(model)
     for _ in range(epochs):
@@ -63,7 +63,7 @@ def raw(epochs: int, layers: int = 2) -> None:
 
 
 def raw_bf16(epochs: int) -> None:
-    """The bare work with the forward in bfloat16."""
+    """Do the bare work with the forward in bfloat16."""
     model = Loss()
     optimizer = sgd(model)
     for _ in range(epochs):
@@ -79,7 +79,7 @@ def raw_bf16(epochs: int) -> None:
 
 
 def raw_with_log(epochs: int, out: Path, saves: bool = False) -> None:
-    """The work of the script: means of loss and accuracy, an evaluation, a line in a file and one on the screen, a bar."""
+    """Do what the script does: means of loss and accuracy, an evaluation, a line in a file and one on the screen, a bar."""
     predictor = Predictor()
     optimizer = sgd(predictor)
     with open(os.devnull, "w") as screen:

@@ -74,7 +74,7 @@ Times = dict[str, list[list[float]]]
 
 
 def measure(rows: Sequence[Row], plan: Plan) -> Times:
-    """Times epochs of all rows in turn, without what happens once a run."""
+    """Time epochs of all rows in turn, without what happens once a run."""
     gc.collect()
     gc.freeze()  # what modules hold would otherwise lengthen every row's collections
     rounds = [_round(rows, plan, f"round {number + 1} of {plan.rounds}") for number in range(plan.rounds)]
@@ -128,7 +128,7 @@ def _say(text: str) -> None:
 
 
 def parser_of(text: str | None, slack: float | None, limit: str = "SLACK x budget") -> argparse.ArgumentParser:
-    """What the command lines of all tables have: rounds, a file, and with a ``slack`` a check of the budgets."""
+    """Return the parser that all tables have in common: rounds, a file, and with a ``slack`` a check of the budgets."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round there")
@@ -140,7 +140,7 @@ def parser_of(text: str | None, slack: float | None, limit: str = "SLACK x budge
 
 
 def conclude(args: argparse.Namespace, report: dict[str, Any], failed: Sequence[str]) -> int:
-    """Writes the figures where that was asked for, and says what is over its limit; returns the exit status."""
+    """Write the figures where that was asked for, and print what is over its limit; returns the exit status."""
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     for line in failed:
@@ -149,7 +149,7 @@ def conclude(args: argparse.Namespace, report: dict[str, Any], failed: Sequence[
 
 
 def begin() -> dict[str, object]:
-    """Computes with one thread from now on; prints and returns what the figures are taken on."""
+    """Compute with one thread from now on; print and return what the figures are taken on."""
     torch.set_num_threads(1)
     facts = machine()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
@@ -157,7 +157,7 @@ def begin() -> dict[str, object]:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """Describe the machine on which the figures were taken."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

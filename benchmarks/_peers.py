@@ -152,12 +152,12 @@ PEERS: dict[str, Callable[[Path], Loop]] = {
 
 
 def version(name: str) -> str:
-    """The installed version of the distribution that a peer comes with."""
+    """Return the installed version of the distribution that a peer comes with."""
     return importlib.import_module("importlib.metadata").version(name.split()[0])
 
 
 def installed(out: Path) -> tuple[dict[str, Loop], list[str]]:
-    """The loops of the peers that are there, and the names of those that are not."""
+    """Return the loops of the peers that are there, and the names of those that are not."""
     loops: dict[str, Loop] = {}
     missing: list[str] = []
     for name, make in PEERS.items():

@@ -129,7 +129,7 @@ class Writers:
             self._add_lightning()
 
     def run(self, rounds: Extension, count: int) -> None:
-        """A run of as many iterations, after each of which ``rounds`` is called as a snapshot would be."""
+        """Train as many iterations, after each of which ``rounds`` is called as a snapshot would be."""
         data = SerialIterator(TupleDataset(torch.zeros(1)), 1)
         updater = Idle(data, self.state.optimizer, self.state.model)
         trainer = Trainer(updater, (count, "iteration"), out=str(self._directory / "chainring"))
@@ -202,7 +202,7 @@ class Writers:
         return not unfinished and all(sum(name.startswith(kind) for name in kept) <= 1 for kind in KINDS.values())
 
     def clear(self) -> None:
-        """Removes what the other writers have written, which they do not do."""
+        """Remove what the other writers have written, which they do not do."""
         shutil.rmtree(self._directory / "dcp", ignore_errors=True)
         for name in ("state.pt", "lightning.ckpt"):
             (self._directory / name).unlink(missing_ok=True)

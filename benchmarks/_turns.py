@@ -15,7 +15,7 @@ _watch: Callable[[], None] | None = None
 
 
 def lap() -> None:
-    """Notes that a training step begins: every loop calls it, by hand, through Chainring and through other libraries."""
+    """Note that a training step begins: every loop calls it, by hand, through Chainring and through other libraries."""
     if _watch is not None:
         _watch()
 
@@ -70,7 +70,7 @@ class Loop:
         return self._seconds()
 
     def close(self) -> None:
-        """Ends its process."""
+        """End its process."""
         self._process.kill()
         self._process.join()
 

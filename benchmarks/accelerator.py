@@ -40,7 +40,7 @@ BUDGETS = {OURS: 1.05, COMPILED: 1.0}
 
 
 def by_hand(epochs: int, work: _models.Work, device: str) -> None:
-    """The loop that an engineer would write."""
+    """Train as an engineer would by hand."""
     model = work.model().to(device)
     forward = model.__call__
     if work.precision == "bf16":
@@ -58,7 +58,7 @@ def by_hand(epochs: int, work: _models.Work, device: str) -> None:
 
 
 def chainring(epochs: int, work: _models.Work, device: str, out: Path, **settings: Any) -> None:
-    """The same through a trainer that has no extension."""
+    """Do the same through a trainer that has no extension."""
     model = work.model().to(device)
     optimizer = work.optimizer(model.parameters())
     data = TensorDataset(*[column.to(device) for column in work.data(work.batch * work.steps)])

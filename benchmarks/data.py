@@ -103,7 +103,7 @@ def loaded(dataset: Any, workers: int, kind: type[Indexed] = Indexed) -> Stream:
 
 
 def loaded_seeded(dataset: Any, workers: int) -> Stream:
-    """A stream of random numbers for each example, as Chainring gives it (and alas the same in every epoch)."""
+    """Seed a stream of random numbers for each example, as Chainring gives it (and alas the same in every epoch)."""
     return loaded(dataset, workers, Seeded)
 
 
@@ -140,7 +140,7 @@ def speeds(makes: Sequence[Make], dataset: Any, workers: int, epochs: int) -> li
 
 
 def taking_turns(streams: dict[Make, Stream], batches: int) -> dict[Make, float]:
-    """Reads at least so many batches of each; examples a second."""
+    """Read at least so many batches of each; return examples a second."""
     seconds, read = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, 0)
     kept = {}  # until the next batch is there, as a loop keeps it
     while min(read.values()) < batches:

@@ -31,7 +31,7 @@ LARGE = 500
 
 
 def rows_of(out: Path, units: int) -> tuple[list[Row], list[str]]:
-    """The rows, and the names of the peers that are not installed."""
+    """Return the rows, and the names of the peers that are not installed."""
     by_hand = partial(_epochs.by_hand, out=out, units=units)
     held_out = partial(_epochs.loader, False)
     ours = partial(_epochs.chainring, out=out, units=units)
@@ -72,7 +72,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
-    """What exceeds its budget by more than the slack."""
+    """Return the rows that exceed their budget by more than the slack."""
     return [
         f"{result['row']}, {result['units']} units: {result['ratio']['median']:.2f} of {result['over']}, the limit is "
         f"{slack * result['budget']:.2f}"

@@ -69,7 +69,7 @@ def measured(part: Callable[[Path], dict[str, float]]) -> dict[str, float]:
 
 
 def checked(part: Callable[[Path], dict[str, float]], limits: dict[str, float]) -> dict[str, float]:
-    """The ratios of a part, the least of the attempts that it takes until none is beyond its limit."""
+    """Return the ratios of a part, the least of the attempts that it takes until none is beyond its limit."""
     best = measured(part)
     for _ in range(ATTEMPTS - 1):
         if all(ratio <= limits.get(name, 0.0) for name, ratio in best.items()):
@@ -79,7 +79,7 @@ def checked(part: Callable[[Path], dict[str, float]], limits: dict[str, float]) 
 
 
 def middle(part: Callable[[Path], dict[str, float]]) -> dict[str, float]:
-    """The ratios of a part, the median of the attempts."""
+    """Return the ratios of a part, the median of the attempts."""
     attempts = [measured(part) for _ in range(ATTEMPTS)]
     return {name: round(figure([each[name] for each in attempts]).median, 3) for name in attempts[0]}
 

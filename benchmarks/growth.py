@@ -55,7 +55,7 @@ def iterations(out: Path, args: argparse.Namespace) -> list[Result]:
 
 
 def whole_epochs(out: Path, args: argparse.Namespace) -> list[Result]:
-    """The part of the time of a hand-written loop over a DataLoader."""
+    """Return the part of the time of a hand-written loop over a DataLoader."""
     results = []
     for units in UNITS:
         rows = {row.name: row for row in epochs.rows_of(out, units)[0]}
@@ -78,7 +78,7 @@ def batches(out: Path, args: argparse.Namespace) -> list[Result]:
 
 
 def snapshots(out: Path, args: argparse.Namespace) -> list[Result]:
-    """Times one memcpy for which the loop stands still."""
+    """Time one memcpy for which the loop stands still."""
     results = []
     for layers in TENSORS:
         taken = snapshot.measured(MEGABYTES, args.rounds, out / f"{layers}", layers)

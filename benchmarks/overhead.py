@@ -72,7 +72,7 @@ def more(row: Row, times: Times) -> Figure:
 
 
 def result_of(row: Row, times: Times) -> dict[str, Any]:
-    """A row's figures, as they go into the table and the file."""
+    """Return a row's figures, as they go into the table and the file."""
     rounds = [MICROSECONDS * each for each in seconds(row.name, times)]
     result: dict[str, Any] = {"row": row.name, "us": figure(rounds).median, "rounds": rounds}
     if row.over is None:
@@ -114,7 +114,7 @@ def print_table(results: list[dict[str, Any]], missing: list[str], first: Figure
 
 
 def failures(results: list[dict[str, Any]], first: Figure, slack: float) -> list[str]:
-    """What exceeds its budget by more than the slack, noise not counted."""
+    """Return the rows that exceed their budget by more than the slack, noise not counted."""
     failed = []
     for result in results:
         if result.get("budget") is None:

@@ -27,7 +27,7 @@ BUDGET, BUDGET_SIZE = 1.3, 200
 
 
 def measured(size: int, rounds: int, directory: Path, layers: int = LAYERS, device: str = "cpu") -> list[dict[str, Any]]:
-    """The rows of a state of ``size`` MB in so many layers, as they go into the table and the file."""
+    """Return the rows of a state of ``size`` MB in so many layers, as they go into the table and the file."""
     directory.mkdir()
     state = State(size * 10**6, layers, device)
     writers = Writers(state, directory)
@@ -85,7 +85,7 @@ def median(one: dict[str, float] | None) -> str:
 
 
 def failures(results: list[dict[str, Any]], slack: float) -> list[str]:
-    """What exceeds its budget by more than the slack."""
+    """Return the rows that exceed their budget by more than the slack."""
     checked = [result for result in results if result["budget"] is not None]
     return [
         f"{result['size_mb']} MB, {result['row']}: the loop stands still for {result['ratio']['median']:.2f} memcpys, "

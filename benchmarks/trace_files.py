@@ -73,7 +73,7 @@ class Window:
 
 
 def make_trainer(out: Path, stop: Any, saves: bool = False, autoload: bool = False) -> Trainer:
-    """The script's trainer on 100 random examples."""
+    """Return the script's trainer on 100 random examples."""
     torch.manual_seed(0)
     model = Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
     data = TupleDataset(torch.randn(100, 8), torch.randint(2, (100,)))

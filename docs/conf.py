@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
 
 
 def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode: Element) -> Any:
-    """A docstring says `Trainer` wherever it stands: the public thing of that name is meant, one of the same page first."""
+    """Resolve `Trainer` in a docstring: the public thing of that name is meant, one of the same page first."""
     if node.get("refdomain") != "py":
         return None
     domain: Any = env.get_domain("py")
@@ -68,13 +68,13 @@ def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
 
 
-def hand_over_what_is_no_page(app: Sphinx, docname: str, source: list[str]) -> None:
-    """A link to a file outside docs/, which leads there on a forge, is one to a copy of it in the pages."""
+def copy_linked_files(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turn a link to a file outside docs/, which leads there on a forge, into one to a copy of it in the pages."""
     up = "../" * (docname.count("/") + 1)
     source[0] = re.sub(rf"\]\(({re.escape(up)}[^)#]+)\)", r"](path:\1)", source[0])
 
 
 def setup(app: Sphinx) -> None:
-    """Called by Sphinx."""
+    """Connect the functions above to Sphinx."""
     app.connect("missing-reference", find_by_its_name)
-    app.connect("source-read", hand_over_what_is_no_page)
+    app.connect("source-read", copy_linked_files)

@@ -1,7 +1,10 @@
 """The house keeps its shape: imports point to a lower row, private things stay private, functions stay small."""
 
 import ast
+import re
 from pathlib import Path
+
+from torch import nn
 
 SOURCE = Path(__file__).parent.parent / "src" / "chainring"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -72,13 +75,33 @@ def test_imports_point_to_a_lower_row():
     assert not wrong
 
 
-def test_private_names_stay_in_their_module():
-    """No module imports a name that begins with an underscore from another."""
+def private_names_of(tree):
+    """The private names that a file defines, as functions, classes, variables or attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def is_own(value):
+    """True for ``self`` and ``super()``, whose class may have inherited a private name."""
+    return ast.unparse(value) in ("self", "cls", "super()")
+
+
+def test_private_names_stay_in_their_file():
+    """No file imports a name that begins with an underscore from another, or reads such an attribute of its objects."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    defined = {path: {name for name in private_names_of(tree) if re.match("_[^_]", name)} for path, tree in trees.items()}
+    ours = set().union(*defined.values()) - set(dir(nn.Module()))
     wrong = []
-    for path in FILES:
-        for module, name in imports_of(ast.parse(path.read_text())):
-            if name is not None and name.startswith("_") and not name.startswith("__"):
-                wrong.append(f"{parts_of(path)} imports {name} of {module}")
+    for path, tree in trees.items():
+        taken = [name for _, name in imports_of(tree) if name and re.match("_[^_]", name)]
+        read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & ours - defined[path]
+        inherited = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node.value)}
+        wrong += [f"{parts_of(path)}: {name}" for name in {*taken, *read - inherited}]
     assert not wrong
 
 

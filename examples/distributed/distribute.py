@@ -9,7 +9,7 @@ from chainring.parallel import Communicator, create_communicator
 
 
 def distribute(model: nn.Module, how: str, blocks: Iterable[nn.Module] = ()) -> tuple[nn.Module, Communicator]:
-    """Prepares a model for the processes that train together; make its optimizer afterwards.
+    """Prepare a model for the processes that train together; make its optimizer afterwards.
 
     Each process computes on the accelerator of its number, or on the host where there is none. Alone, a process has nothing
     to exchange, and its model stays as it is.

@@ -50,7 +50,7 @@ class _Sentence:
         return self._draw.choice(words)
 
     def _phrase(self, depth: int) -> bool:
-        """A noun with what belongs to it; returns whether it is a plural."""
+        """Add a noun with its adjectives and clauses; return True for a plural."""
         is_plural = self._happens(0.5)
         self.words.append(self._word(MANY if is_plural else ONE))
         if self._happens(0.3):

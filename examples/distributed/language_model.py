@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         self.scores = nn.Sequential(nn.LayerNorm(units), nn.Linear(units, words))
 
     def forward(self, sentences: Tensor) -> dict[str, Tensor]:
-        """The mean loss in nats over the tokens of sentences (batch, length), and the number of these tokens."""
+        """Return the mean loss in nats over the tokens of sentences (batch, length), and the number of these tokens."""
         given, wanted = sentences[:, :-1], sentences[:, 1:]
         x = self.embedding(given) + self.position(torch.arange(given.shape[1], device=given.device))
         for block in self.blocks:

@@ -97,7 +97,7 @@ def frechet_distance(x: Tensor, y: Tensor) -> float:
 
 
 def measure(generator: nn.Module, noise: Tensor, digits: Tensor):
-    """An extension that reports how far what a generator makes is from digits that are not trained on."""
+    """Make an extension that reports how far what a generator makes is from digits that are not trained on."""
 
     @training.make_extension(trigger=(1, "epoch"), default_name="measure", priority=PRIORITY_WRITER)
     def distance(trainer: training.Trainer) -> None:

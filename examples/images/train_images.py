@@ -26,7 +26,7 @@ from chainring.training import extensions
 
 
 def make_folder(root: Path) -> None:
-    """Writes the digits as PNG files of 8 x 8 pixels, of the training digits the first 30 of each class."""
+    """Write the digits as PNG files of 8 x 8 pixels, of the training digits the first 30 of each class."""
     train, test = datasets.get_digits(ndim=2, scale=255)
     for part, examples, most in (("train", train, 30), ("test", test, len(test))):
         written = [0] * 10
@@ -39,7 +39,7 @@ def make_folder(root: Path) -> None:
 
 
 def read_folder(root: Path) -> LabeledImageDataset:
-    """The images of a folder; the label is the number of the class among the sorted names of its folders."""
+    """Read the images of a folder; the label is the number of the class among the sorted names of its folders."""
     classes = sorted(path for path in root.iterdir() if path.is_dir())
     pairs = [(path.relative_to(root), label) for label, name in enumerate(classes) for path in sorted(name.iterdir())]
     return LabeledImageDataset(pairs, root)
@@ -52,7 +52,7 @@ def scaled(example: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
 
 
 def augmented(example: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
-    """The image a little turned, enlarged and moved, at random.
+    """Return the image a little turned, enlarged and moved, at random.
 
     What ``random`` draws here follows from the seed, the epoch and the number of the example: it is the same in any worker,
     and in a run that is continued.

@@ -32,7 +32,7 @@ def train(out: Path, epochs: int, draw: random.Random, kill: signal.Signals | No
 
 
 def rows(out: Path) -> list[dict]:
-    """The log without the times, which differ between any two runs."""
+    """Return the log without the times, which differ between any two runs."""
     log = json.loads((out / "log").read_text()) if (out / "log").exists() else []
     return [{key: value for key, value in row.items() if key != "elapsed_time"} for row in log]
 

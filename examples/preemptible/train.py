@@ -18,7 +18,7 @@ from chainring.training import extensions
 
 
 def moved(example: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
-    """The image moved by a pixel or not, to any side."""
+    """Return the image moved by a pixel or not, to any side."""
     image, label = example
     return np.roll(image, np.random.randint(-1, 2, size=2), (1, 2)), label
 

@@ -21,7 +21,7 @@ from chainring.training import extensions, triggers
 
 
 def pruner(trial: optuna.Trial, key: str):
-    """An extension that tells the study a value, and ends the run where the study wants no more of it."""
+    """Make an extension that tells the study a value, and ends the run where the study wants no more of it."""
 
     @training.make_extension(trigger=(1, "epoch"), default_name="pruner")
     def prune(trainer: training.Trainer) -> None:

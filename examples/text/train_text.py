@@ -30,13 +30,13 @@ class LanguageModel(nn.Module):
         self.scores = nn.Linear(units, characters)
 
     def forward(self, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The scores (batch, length, characters) of what comes after each character of (batch, length); the state there."""
+        """Return scores (batch, length, characters) of the character after each of (batch, length), and the state there."""
         outputs, state = self.recurrent(self.embedding(text), state)
         return self.scores(outputs), state
 
 
 def read(model: LanguageModel, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean loss in nats a character over (batch, length + 1), which is reported, and the state at its end."""
+    """Return the mean loss in nats a character over (batch, length + 1), which is reported, and the state at its end."""
     scores, state = model(text[:, :-1], state)
     loss = cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
     report({"loss": loss}, model)
@@ -75,7 +75,7 @@ class Reading:
 
 
 def load() -> str:
-    """The topics one after the other; a paragraph that is in several is there once, so that no test text is trained on."""
+    """Join the topics; a paragraph that is in several is there once, so that no test text is trained on."""
     return "\n\n".join(dict.fromkeys("\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")))
 
 
