@@ -73,7 +73,7 @@ def test_structures_nest():
 
 
 def test_columns_are_passed_through():
-    """What a batch holds already is not stacked again: the same memory."""
+    """Columns that a batch holds already are not stacked again: the same memory."""
     columns = (torch.zeros(3, 2), np.arange(3))
     x, t = concat_examples(Batch(columns=columns, length=3))
     assert x is columns[0]

@@ -195,7 +195,7 @@ def test_two_at_once_download_once(serve, folder):
 
 
 def test_an_error_of_the_own_disk_is_no_fault_of_the_mirror(serve, folder):
-    """What cannot be written is said at once, by the error of the system."""
+    """A file that cannot be written is an error of the system at once."""
     mirrors = serve(a=CONTENT), serve(a=CONTENT)
     (folder / "a").mkdir(parents=True)
     with pytest.raises(IsADirectoryError, match="could not be written"):

@@ -123,7 +123,7 @@ def test_another_ndim_is_an_error_before_anything_is_downloaded(serve, tmp_path)
 
 
 def test_a_source_names_all_four_files(serve):
-    """What a source lacks is named before anything is downloaded."""
+    """Files that a source lacks are named before anything is downloaded."""
     with pytest.raises(ValueError, match=r"lacks train-labels-idx1-ubyte\.gz, t10k-labels-idx1-ubyte\.gz"):
         get_mnist(source=serve(labels={}))
 

@@ -13,7 +13,7 @@ SIZES = [*range(1, 301), 65_536, 65_537, 100_003]
 
 
 def test_every_index_comes_exactly_once_for_every_size():
-    """The order is a bijection of 0 to n - 1, also where n is no power of two."""
+    """The order is a bijection of 0 to n - 1, also if n is not a power of two."""
     for size in SIZES:
         counts = np.bincount(epoch_order(7, 3, size), minlength=size)
         assert len(counts) == size
@@ -26,8 +26,8 @@ def test_the_smallest_sizes_have_an_order(size):
     assert sorted(epoch_order(0, 0, size).tolist()) == list(range(size))
 
 
-def test_any_stretch_is_the_slice_of_the_whole():
-    """What is asked in pieces is what is asked at once."""
+def test_any_span_is_the_slice_of_the_whole():
+    """Indices asked for in pieces are those asked for at once."""
     whole = epoch_order(5, 2, 1000)
     for start, stop in [(0, 0), (0, 1), (999, 1000), (250, 750), (1000, 1000), (17, 1000)]:
         assert epoch_order(5, 2, 1000, start, stop).tolist() == whole[start:stop].tolist()
@@ -84,7 +84,7 @@ def test_neighbours_are_unrelated():
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.015
 
 
-def test_a_stretch_of_a_vast_epoch_costs_only_the_stretch():
+def test_a_span_of_a_vast_epoch_costs_only_the_span():
     """Ten positions in the middle of 10^15, past 32 bits: distinct indices in range."""
     part = epoch_order(0, 0, 10**15, 5 * 10**14, 5 * 10**14 + 10)
     assert len(set(part.tolist())) == 10

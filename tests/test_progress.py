@@ -105,7 +105,7 @@ def test_a_number_without_a_fraction_is_refused_by_its_value(value):
 
 @pytest.mark.parametrize("value", ["0.1", None, b"1", [1], 1j])
 def test_what_is_no_real_number_is_refused_with_its_type(value):
-    """A string is no number, even where it could be read as one."""
+    """A string is not a number, even if it could be read as one."""
     with pytest.raises(TypeError, match=f"a number is needed.*{type(value).__name__}"):
         to_fraction(value)
 

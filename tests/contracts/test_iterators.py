@@ -77,7 +77,7 @@ def test_saving_does_not_disturb_the_global_generators(make):
 
 
 def test_state_is_loaded_into_a_used_iterator_too(make):
-    """What it had fetched, marked or returned before leaves no trace."""
+    """Batches fetched, marked or returned before leave no trace."""
     whole = record(make(), 7)
     iterator = make()
     record(iterator, 2)

@@ -1,4 +1,4 @@
-"""What a dataset's batches are, gathered as columns and asked for one by one."""
+"""The batches of a dataset, gathered as columns and asked for one by one."""
 
 import torch
 

@@ -50,7 +50,7 @@ class DecodeError(Exception):
 
 
 def for_ever(i):
-    """Does not come back, and is no sleep that a signal would end."""
+    """Never return, not even after a signal."""
     while True:
         threading.Event().wait(3600)
 
@@ -67,14 +67,14 @@ def kill_at(number, kind=signal.SIGKILL):
 
 
 def is_alive(pid):
-    """Whether a process runs, or any thread of it; one that is dead and not waited for does not."""
+    """Return whether a process or any of its threads runs; one that is dead and not waited for does not."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1
     return False
 
 
 def gone(pids, seconds=10.0):
-    """Waits until none of these processes runs; false where one still does after so many seconds."""
+    """Wait until these processes have ended; return False if one still runs after so many seconds."""
     end = time.monotonic() + seconds
     while any(map(is_alive, pids)):
         if time.monotonic() > end:

@@ -49,7 +49,7 @@ class TestBatch:
         assert batch.weight == 5
 
     def test_a_part_of_a_batch_of_weight_zero_counts_nothing(self, batch):
-        """What only keeps a rank in step does so in parts too."""
+        """A batch that only keeps a rank in step does so in slices too."""
         filler = batch[:2]
         filler.weight = 0
         assert filler[::2].weight == 0

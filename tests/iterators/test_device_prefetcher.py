@@ -172,7 +172,7 @@ AFTER = {"DataLoader with a generator": (0, 3)}
 
 @pytest.mark.parametrize("name", BARE)
 def test_reset_goes_on_to_the_order_that_the_iterator_alone_goes_on_to(name):
-    """What was only fetched ahead does not count as used, wherever in an epoch reset() is called."""
+    """Batches only fetched ahead do not count as used, wherever in an epoch reset() is called."""
     for taken in AFTER.get(name, range(6)):
         with BARE[name]() as alone, DevicePrefetcher(BARE[name](), "cpu") as ahead:
             for iterator in (alone, ahead):
@@ -209,7 +209,7 @@ def test_a_user_iterator_without_marks_is_put_back_too():
 
 
 def test_another_share_holds_from_the_next_batch_on():
-    """What was fetched ahead for one rank is fetched again for another."""
+    """Batches fetched ahead for one rank are fetched again for another."""
     iterator = DevicePrefetcher(in_order(Watched()), "cpu")
     next(iterator)
     iterator.share(1, 2)

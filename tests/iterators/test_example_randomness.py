@@ -1,4 +1,4 @@
-"""What datasets draw while they are asked, and which datasets are not asked but gathered."""
+"""Random numbers drawn by datasets, and datasets that are gathered and draw none."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""What an iterator with an order sampler gives, and whether it goes on after every batch."""
+"""The batches of an iterator with an order sampler, and a check that it resumes after every batch."""
 
 from chainring.iterators import SerialIterator
 
