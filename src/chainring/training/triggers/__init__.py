@@ -3,12 +3,8 @@
 from chainring.training.triggers._get_trigger import TriggerLike as TriggerLike
 from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger
-from chainring.training.triggers.best_value import BestValueTrigger, MaxValueTrigger, MinValueTrigger
-from chainring.training.triggers.early_stopping import EarlyStoppingTrigger
-from chainring.training.triggers.interval import IntervalTrigger
-from chainring.training.triggers.manual_schedule import ManualScheduleTrigger
-from chainring.training.triggers.once import OnceTrigger
-from chainring.training.triggers.reached import ReachedTrigger
+from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
+from chainring.training.triggers.interval import IntervalTrigger, ManualScheduleTrigger, OnceTrigger, ReachedTrigger
 from chainring.training.triggers.time_trigger import TimeTrigger
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from chainring._checks import find_call_error
 from chainring.training.triggers.base import never
-from chainring.training.triggers.interval import IntervalTrigger
-from chainring.training.triggers.reached import ReachedTrigger
+from chainring.training.triggers.interval import IntervalTrigger, ReachedTrigger
 from chainring.training.triggers.time_trigger import TimeTrigger
 
 if TYPE_CHECKING:
@@ -42,7 +41,11 @@ def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
     if trigger is None:
         return never
     if callable(trigger):
-        _check_callable(trigger)
+        if isinstance(trigger, type):
+            raise TypeError(f"{_RULE}; got the class {trigger.__name__}: pass an object of it")
+        if error := find_call_error(trigger, None):
+            rule = f"a trigger is called with one argument, the trainer, and {trigger!r} cannot be"
+            raise TypeError(f"{rule}: {error}; write lambda trainer: ...")
         return trigger
     period, unit = _split_pair(trigger)
     if unit == "second":
@@ -68,18 +71,7 @@ def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
 
 
 def _split_pair(trigger: Any) -> tuple[Any, str]:
-    if not isinstance(trigger, (tuple, list)) or len(trigger) != 2 or not isinstance(trigger[1], str):
+    is_pair = isinstance(trigger, (tuple, list)) and len(trigger) == 2
+    if not is_pair or isinstance(trigger[0], str) or not isinstance(trigger[1], str):
         raise TypeError(f"{_RULE}; got {trigger!r}")
-    if isinstance(trigger[0], str):
-        raise TypeError(f"{_RULE}, the number first; got {trigger!r}")
     return trigger[0], trigger[1]
-
-
-def _check_callable(trigger: Any) -> None:
-    if isinstance(trigger, type):
-        raise TypeError(f"{_RULE}; got the class {trigger.__name__}: pass an object of it")
-    if error := find_call_error(trigger, None):
-        raise TypeError(
-            f"a trigger is called with one argument, the trainer, and {trigger!r} cannot be: {error}; "
-            "write lambda trainer: ..."
-        )

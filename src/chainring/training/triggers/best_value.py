@@ -1,4 +1,4 @@
-"""BestValueTrigger, MaxValueTrigger and MinValueTrigger: fire when a reported value is better than ever before."""
+"""Triggers that compare the means of a reported value: the best value so far, and early stopping."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from chainring._checks import find_call_error
-from chainring._messages import OneTimeWarning
+from chainring._checks import find_call_error, is_integer
+from chainring._messages import OneTimeWarning, info
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training.triggers._get_trigger import TriggerLike, get_trigger
+from chainring.training.triggers._get_trigger import TriggerLike, get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger, describe, serialize_inner_trigger
 
 if TYPE_CHECKING:
@@ -20,10 +20,31 @@ if TYPE_CHECKING:
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
 
 
-class MonitorTrigger(Trigger):
-    """Checks the mean of a reported value whenever its own trigger fires; a subclass defines `check`."""
+class BestValueTrigger(Trigger):
+    """Fires when the mean of a reported value is better than every mean before.
 
-    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike) -> None:
+    Each time that it is asked it adds the value to a mean, weighted as the updates are. When its own trigger fires, it
+    compares the mean since that last fired with the best so far. The first mean is the best so far; an equal one is
+    not better whatever ``compare`` returns; NaN never is. It sees what has been reported when it is asked: by
+    the update, and by the extensions before its own.
+
+    Example::
+
+        best = BestValueTrigger("validation/main/loss", lambda best, new: new < 0.99 * best)
+        trainer.extend(extensions.snapshot(filename="best"), trigger=best)
+
+    Args:
+        key: of the value in the observation, such as ``"validation/main/loss"``. Only single numbers count.
+        compare: called with the best mean so far and the new one; returns True if the new one is better.
+        trigger: when a mean is taken and compared.
+
+    Raises:
+        TypeError: the key is not a string, ``compare`` cannot be called with two numbers, or ``trigger`` is not a trigger.
+        ValueError: the period or unit of ``trigger`` is invalid.
+    """
+
+    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
+        _check_compare(compare)
         if not isinstance(key, str):
             raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
         self.key = key
@@ -31,10 +52,6 @@ class MonitorTrigger(Trigger):
         self.trigger = get_trigger(trigger)
         self._means = IntervalMeans([key])
         self.forget()
-
-    def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return the answer at the end of an interval in which the value was reported."""
-        raise NotImplementedError(f"{type(self).__name__} must define check(mean, trainer)")
 
     def forget(self) -> None:
         self._means.reset()
@@ -58,8 +75,8 @@ class MonitorTrigger(Trigger):
         self._seen.clear()
         return self.key in means and self.check(means[self.key], trainer)
 
-    def _update_best(self, mean: float) -> bool:
-        """Keep the mean and return True if it is better than the best so far."""
+    def check(self, mean: float, trainer: Trainer) -> bool:
+        """Return the answer at the end of an interval: True if its mean is better than the best so far, which it becomes."""
         best = self._best
         if math.isnan(mean) or mean == best or (best is not None and not self.compare(best, mean)):
             return False
@@ -85,42 +102,9 @@ class MonitorTrigger(Trigger):
         self._seen = set(serializer("seen", sorted(self._seen, key=str)))
         self._warning.serialize(serializer)
         self._means.serialize(serializer)
-        # Settings are never state: what is known of another key says nothing.
         if not isinstance(serializer, Serializer) and saved_key != self.key:
-            self.forget()
+            self.forget()  # settings are never state: what is known of another key says nothing
         serialize_inner_trigger(serializer, "trigger", self.trigger)
-
-
-class BestValueTrigger(MonitorTrigger):
-    """Fires when the mean of a reported value is better than every mean before.
-
-    Each time that it is asked it adds the value to a mean, weighted as the updates are. When its own trigger fires, it
-    compares the mean since that last fired with the best so far. The first mean is the best so far; an equal one is
-    not better whatever ``compare`` returns; NaN never is. It sees what has been reported when it is asked: by
-    the update, and by the extensions before its own.
-
-    Example::
-
-        best = BestValueTrigger("validation/main/loss", lambda best, new: new < 0.99 * best)
-        trainer.extend(extensions.snapshot(filename="best"), trigger=best)
-
-    Args:
-        key: of the value in the observation, such as ``"validation/main/loss"``. Only single numbers count.
-        compare: called with the best mean so far and the new one; returns True if the new one is better.
-        trigger: when a mean is taken and compared.
-
-    Raises:
-        TypeError: the key is not a string, ``compare`` cannot be called with two numbers, or ``trigger`` is not a trigger.
-        ValueError: the period or unit of ``trigger`` is invalid.
-    """
-
-    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
-        _check_compare(compare)
-        super().__init__(key, compare, trigger)
-
-    def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return True if the mean is better than the best so far."""
-        return self._update_best(mean)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.key!r}, {describe(self.compare)}, {describe(self.trigger)})"
@@ -160,6 +144,103 @@ class MinValueTrigger(BestValueTrigger):
 
     def __repr__(self) -> str:
         return f"MinValueTrigger({self.key!r}, {describe(self.trigger)})"
+
+
+class EarlyStoppingTrigger(BestValueTrigger):
+    """A stop trigger: true once ``patience`` checks in a row brought no improvement, or when ``max_trigger`` fires.
+
+    A check compares the mean since the last one with the best so far, as in `BestValueTrigger`. The first mean is an
+    improvement; an equal one and NaN are not. A check of an interval in which the value was not reported does not count
+    and does not reset the count; the first one gives a warning.
+
+    As the trigger of an extension, it fires from the check that ends its patience until the next improvement.
+
+    Example::
+
+        stop = EarlyStoppingTrigger(monitor="validation/main/loss", patience=5, max_trigger=(100, "epoch"))
+        trainer = Trainer(updater, stop)
+
+    Args:
+        check_trigger: when a mean is taken and compared.
+        monitor: the key of the value in the observation, such as ``"validation/main/loss"``.
+        patience: the number of checks in a row without improvement that end training.
+        mode: ``"max"`` where greater is better, ``"min"`` where less is; ``"auto"`` is ``"max"`` where the key contains
+            ``"accuracy"``, else ``"min"``.
+        verbose: if True, a line is printed when training stops early.
+        max_trigger: ends training in any case; as for a trainer's stop trigger, a pair means *reached*. ``None`` never does.
+
+    Attributes:
+        mode: ``"max"`` or ``"min"``.
+
+    Raises:
+        TypeError: the key is not a string, the patience is not an integer, or a trigger is not a trigger.
+        ValueError: the patience is below 1, the mode is unknown, or the period or unit of a trigger is invalid.
+    """
+
+    def __init__(
+        self,
+        check_trigger: TriggerLike = (1, "epoch"),
+        monitor: str = "main/loss",
+        patience: int = 3,
+        mode: str = "auto",
+        verbose: bool = False,
+        max_trigger: TriggerLike = (100, "epoch"),
+    ) -> None:
+        if not is_integer(patience):
+            raise TypeError(f"patience is the number of checks, an integer; got {patience!r}")
+        if patience < 1:
+            raise ValueError(f"patience is the number of checks without improvement, at least 1; got {patience!r}")
+        if mode not in ("auto", "max", "min"):
+            raise ValueError(f'mode is "auto", "max" or "min", got {mode!r}')
+        self.patience = patience
+        self.verbose = verbose
+        self.max_trigger = get_stop_trigger(max_trigger)
+        self.mode = mode if mode != "auto" else "max" if "accuracy" in str(monitor) else "min"
+        super().__init__(monitor, operator.lt if self.mode == "max" else operator.gt, check_trigger)
+
+    def forget(self) -> None:
+        super().forget()
+        self._count = 0  # checks in a row without improvement
+
+    def initialize(self, trainer: Trainer) -> None:
+        super().initialize(trainer)
+        trainer.initialize_trigger(self.max_trigger)
+
+    def __call__(self, trainer: Trainer) -> bool:
+        # Both are settings, and the answer is not kept: a run that is resumed with more patience goes on.
+        is_reached = self.max_trigger(trainer)
+        super().__call__(trainer)
+        return is_reached or self._count >= self.patience
+
+    def check(self, mean: float, trainer: Trainer) -> bool:
+        """Return True if patience has ended with this check."""
+        if super().check(mean, trainer):
+            self._count = 0
+            return False
+        self._count += 1
+        if self.verbose and self._count == self.patience:
+            updater = trainer.updater
+            info(
+                f"training stops early, at epoch {updater.epoch}, iteration {updater.iteration}: {self.key} has been "
+                f"no better than {self._best} in {self.patience} checks, and was {mean} in the last"
+            )
+        return self._count >= self.patience
+
+    def get_training_length(self) -> tuple[float, str] | None:
+        """Return the length and its unit at which training ends in any case; ``None`` if ``max_trigger`` has none."""
+        length: tuple[float, str] | None = getattr(self.max_trigger, "get_training_length", lambda: None)()
+        return length
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._count = serializer("count", self._count)
+        saved_mode = serializer("mode", self.mode)
+        super().serialize(serializer)
+        if saved_mode != self.mode:
+            self._best, self._count = None, 0
+        serialize_inner_trigger(serializer, "max_trigger", self.max_trigger)
+
+    def __repr__(self) -> str:
+        return f"EarlyStoppingTrigger({self.trigger}, {self.key!r}, {self.patience}, {self.mode!r})"
 
 
 def _check_compare(compare: Any) -> None:

@@ -1,11 +1,13 @@
-"""IntervalTrigger: fires every so many iterations or epochs."""
+"""Triggers that follow from the progress of training alone: intervals, given points, the first time, and a limit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, check_epoch_period, count_progress, to_fraction
+from chainring._progress import UNITS, check_epoch_period, count_epochs, count_progress, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
@@ -46,8 +48,7 @@ class IntervalTrigger(Trigger):
         self._ratio = to_fraction(period).as_integer_ratio()
         if self._ratio[0] <= 0:
             raise ValueError(f'the period of an interval is above 0, got {period!r}; None as a trigger means "never"')
-        self._is_of_iterations = unit == "iteration"
-        self.is_every_iteration = type(self) is IntervalTrigger and self._is_of_iterations and self._ratio == (1, 1)
+        self.is_every_iteration = type(self) is IntervalTrigger and unit == "iteration" and self._ratio == (1, 1)
         self.forget()
 
     def forget(self) -> None:
@@ -65,7 +66,7 @@ class IntervalTrigger(Trigger):
         """Return True if a multiple was crossed."""
         # hot path: "the script's extensions" of benchmarks/overhead.py. Far from the next multiple there is no more to do.
         updater = trainer.updater
-        progress = updater.iteration if self._is_of_iterations else updater.epoch_detail
+        progress = updater.iteration if self.unit == "iteration" else updater.epoch_detail
         if progress < self._next_check:
             return False
         return progress > 0 if self.is_every_iteration else super().__call__(trainer)
@@ -104,3 +105,163 @@ class IntervalTrigger(Trigger):
 
     def __repr__(self) -> str:
         return f"IntervalTrigger({self.period}, {self.unit!r})"
+
+
+class ManualScheduleTrigger(Trigger):
+    """Fires when one of the points was reached since it was last asked; several at once fire once.
+
+    Example::
+
+        trainer.extend(extensions.ExponentialShift("lr", 0.1), trigger=ManualScheduleTrigger([30, 60], "epoch"))
+
+    Args:
+        points: one number, or any iterable of numbers, in iterations or epochs since the start of training.
+        unit: ``"iteration"`` or ``"epoch"``.
+
+    Attributes:
+        points: the points in ascending order.
+
+    Raises:
+        ValueError: the unit is unknown.
+        TypeError: a point is not a number.
+    """
+
+    predictable = True
+
+    def __init__(self, points: float | Iterable[float], unit: str) -> None:
+        if unit not in UNITS:
+            raise ValueError(f'the unit of a schedule is "iteration" or "epoch", got {unit!r}')
+        self.points = sorted(points if isinstance(points, Iterable) else [points], key=to_fraction)
+        self.unit = unit
+        self._points = [to_fraction(point) for point in self.points]
+        self._passed: int | Fraction | None = None  # the progress when it was last asked
+
+    @property
+    def finished(self) -> bool:
+        """True if the last point has been passed."""
+        return not self._points or (self._passed is not None and self._passed >= self._points[-1])
+
+    def forget(self) -> None:
+        self._passed = None
+
+    def initialize(self, trainer: Trainer) -> None:
+        if self.unit == "epoch":
+            for point in self._points:
+                check_epoch_period(trainer.updater, point)
+        super().initialize(trainer)
+        if self._passed is None:
+            self._passed = count_progress(trainer.updater, self.unit)
+
+    def ask(self, trainer: Trainer) -> bool:
+        if self.finished:
+            return False
+        before, now = self._passed or 0, count_progress(trainer.updater, self.unit)
+        self._passed = now
+        return any(before < point <= now for point in self._points)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        passed = None if self._passed is None else list(self._passed.as_integer_ratio())
+        saved_passed, saved_unit = serializer("passed", passed), serializer("unit", self.unit)
+        if not isinstance(serializer, Serializer):
+            self._passed = Fraction(*saved_passed) if saved_passed is not None and saved_unit == self.unit else None
+
+    def __repr__(self) -> str:
+        return f"ManualScheduleTrigger({self.points}, {self.unit!r})"
+
+
+class OnceTrigger(Trigger):
+    """Fires the first time that it is asked after an update, and never again.
+
+    Example::
+
+        trainer.extend(print_memory, trigger=OnceTrigger(call_on_resume=True))
+
+    Args:
+        call_on_resume: if True, it fires once more in each run that continues an earlier one.
+
+    Attributes:
+        finished: True if it has fired.
+    """
+
+    predictable = True
+
+    def __init__(self, call_on_resume: bool = False) -> None:
+        self.call_on_resume = call_on_resume
+        self.finished = False
+
+    def forget(self) -> None:
+        self.finished = False
+
+    def ask(self, trainer: Trainer) -> bool:
+        if trainer.updater.iteration == 0:
+            return False
+        fires, self.finished = not self.finished, True
+        return fires
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        super().serialize(serializer)
+        self.finished = serializer("finished", self.finished)
+        if not isinstance(serializer, Serializer) and self.call_on_resume:
+            self.finished = False
+
+    def __repr__(self) -> str:
+        return f"OnceTrigger({self.call_on_resume})"
+
+
+class ReachedTrigger:
+    """True from a point on: iterations, epochs or seconds of training, those before a resume included.
+
+    It follows from the trainer alone and has no state: a run that is resumed at or past its point stops at once.
+
+    Example::
+
+        trainer = Trainer(updater, ReachedTrigger(20, "epoch"))  # or Trainer(updater, (20, "epoch"))
+
+    Args:
+        length: the point, 0 or above; 0 is reached before the first update.
+        unit: ``"iteration"``, ``"epoch"`` or ``"second"``.
+
+    Raises:
+        ValueError: the length is below 0, or the unit is unknown.
+        TypeError: the length is not a number.
+    """
+
+    predictable = True
+
+    def __init__(self, length: float, unit: str) -> None:
+        if unit not in (*UNITS, "second"):
+            raise ValueError(
+                f'the unit of a training length is "iteration", "epoch" or "second", got {unit!r}; '
+                f'write for example ({length!r}, "epoch")'
+            )
+        self.length = length
+        self.unit = unit
+        self._length = to_fraction(length)
+        if self._length < 0:
+            raise ValueError(f"a training length is 0 or above, got {length!r}; None trains until the data end")
+        self._float_length = float(length)
+        self._first_check = self._float_length * (1 - 2**-50)  # a little before the point; from there on epochs are exact
+
+    def initialize(self, trainer: Trainer) -> None:
+        """Refuse epochs if the updater does not count them."""
+        if self.unit == "epoch" and self._length:
+            check_epoch_period(trainer.updater, self._length)
+
+    def __call__(self, trainer: Trainer) -> bool:
+        """Return True if the point is reached."""
+        if self.unit == "iteration":
+            return trainer.updater.iteration >= self._float_length
+        if self.unit == "second":
+            is_reached = trainer.elapsed_time >= self._float_length
+            return is_reached if trainer.comm.size == 1 else bool(trainer.comm.broadcast_object(is_reached))
+        # hot path: "no extension" of benchmarks/overhead.py. Far from the point a float is enough.
+        updater = trainer.updater
+        return updater.epoch_detail >= self._first_check and count_epochs(updater) >= self._length
+
+    def get_training_length(self) -> tuple[float, str]:
+        """Return the length and its unit, for an extension that shows the progress of training."""
+        return self.length, self.unit
+
+    def __repr__(self) -> str:
+        return f"ReachedTrigger({self.length}, {self.unit!r})"
