@@ -25,6 +25,7 @@ def versions() -> dict[str, str]:
     }
 
 
+@functools.cache
 def device_name() -> str:
     """Return the type of the accelerator at hand, with its name if it has one, or ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ _MAX_CHUNKS = 64
 _Chunk = tuple[Tensor, Tensor]
 """Values (n,) or (n, keys), and their weights (n,)."""
 _EMPTY: _Chunk = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-_Keys = tuple[str, ...]
 
 
 class Summary(Stateful):
@@ -62,10 +61,7 @@ class Summary(Stateful):
         if not is_scalar(value):
             raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        self._add_chunk(_as_vector(value), _as_vector(weight))
-
-    def _add_chunk(self, values: Tensor, weights: Tensor) -> None:
-        _append(self._chunks, (values, weights))
+        _append(self._chunks, (_as_vector(value), _as_vector(weight)))
 
     def _on_host(self) -> _Chunk:
         self._chunks = [_to_host(self._chunks)] if self._chunks else []
@@ -85,8 +81,7 @@ class Summary(Stateful):
     def over_ranks(self, comm: Communicator) -> Summary:
         """Return the summary of what has been added on all ranks."""
         merged = Summary()
-        for values, weights in comm.gather_object(self._on_host()):
-            merged._add_chunk(values, weights)
+        merged._chunks = comm.gather_object(self._on_host())
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -115,8 +110,8 @@ class DictSummary(Stateful):
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._weights: list[Any] = []
-        self._tables: dict[_Keys, list[_Chunk]] = {}
-        self._summaries: dict[str, Summary] = {}
+        self._tables: dict[tuple[str, ...], list[_Chunk]] = {}
+        self._summaries: defaultdict[str, Summary] = defaultdict(Summary)
         self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
@@ -130,23 +125,21 @@ class DictSummary(Stateful):
         Raises:
             ValueError: a weight is not a single number.
         """
-        if type(weight) is not int:
-            _check_weight(weight)
+        _check_weight(weight)
         self._rows.append(dict(values))
         self._weights.append(weight)
         if len(self._rows) * (len(values) or 1) >= _CHUNK_SIZE:
             self._stack_rows()
 
     def _stack_rows(self) -> None:
-        # hot path: "the script's extensions": observations of the same keys are stacked at once if their values are alike
-        groups: dict[_Keys, tuple[list[dict[str, Any]], list[Any]]] = {}
-        for row, weight in zip(self._rows, self._weights, strict=True):
-            group = groups.setdefault(tuple(row), ([], []))
-            group[0].append(row)
-            group[1].append(weight)
+        # hot path: "keys in the log": observations of the same keys are stacked at once if their values are alike
+        all_rows, all_weights = self._rows, self._weights
         self._rows, self._weights = [], []
-        for keys, (rows, weights) in groups.items():
-            values = list(chain.from_iterable(map(dict.values, rows)))
+        keys_of_rows = list(map(tuple, all_rows))
+        for keys in dict.fromkeys(keys_of_rows):
+            has_keys = [row_keys == keys for row_keys in keys_of_rows]
+            values = list(chain.from_iterable(map(dict.values, compress(all_rows, has_keys))))
+            weights = list(compress(all_weights, has_keys))
             weight_vector = _stack(weights)
             if self._add_table(keys, _stack(values), weight_vector):
                 continue
@@ -155,28 +148,23 @@ class DictSummary(Stateful):
                 if not self._add_table((key,), _stack(column), weight_vector):
                     self._add_column(key, column, weights)
 
-    def _add_table(self, keys: _Keys, values: Tensor | None, weights: Tensor | None) -> bool:
+    def _add_table(self, keys: tuple[str, ...], values: Tensor | None, weights: Tensor | None) -> bool:
         """Add rows of values, one of each key; return False if they could not be stacked."""
         if values is None or weights is None:
             return False
         for key in keys:
-            self._summary_of(key)
+            self._summaries[key]  # created, because means come in the order in which keys were first added
         _append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights))
         return True
 
     def _add_column(self, key: str, column: list[Any], weights: list[Any]) -> None:
         for value, weight in zip(column, weights, strict=True):
             if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
-                self._summary_of(key).add(*value)
+                self._summaries[key].add(*value)
             elif is_scalar(value):
-                self._summary_of(key).add(value, weight)
+                self._summaries[key].add(value, weight)
             elif is_metric(value):
                 self._metrics[key] = value
-
-    def _summary_of(self, key: str) -> Summary:
-        if key not in self._summaries:
-            self._summaries[key] = Summary()
-        return self._summaries[key]
 
     def _collect(self) -> dict[str, Summary]:
         """Return the summary of each key, with all of its values but those of metrics."""
@@ -185,20 +173,19 @@ class DictSummary(Stateful):
         for keys, chunks in tables.items():
             values, weights = _to_host(chunks)
             for key, column in zip(keys, values.unbind(1), strict=True):
-                self._summary_of(key)._add_chunk(column.contiguous(), weights)
+                _append(self._summaries[key]._chunks, (column.contiguous(), weights))
         return self._summaries
 
     def _end_interval(self) -> dict[str, Summary]:
         """Return the summary of each key, those of metrics included, which are computed and reset."""
-        summaries = self._collect()
-        metrics, self._metrics = self._metrics, {}
+        summaries, metrics, self._metrics = self._collect(), self._metrics, {}
         for key, metric in metrics.items():
             value = metric.compute()
             metric.reset()
             values = {f"{key}/{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
             for name, item in values.items():
                 if is_scalar(item):
-                    self._summary_of(name).add(item)
+                    summaries[name].add(item)
         return summaries
 
     def compute_mean(self) -> dict[str, float]:
@@ -220,8 +207,8 @@ class DictSummary(Stateful):
     def _gather(self, comm: Communicator) -> DictSummary:
         merged = DictSummary()
         for chunks in comm.gather_object({key: summary._on_host() for key, summary in self._collect().items()}):
-            for key, (values, weights) in chunks.items():
-                merged._summary_of(key)._add_chunk(values, weights)
+            for key, chunk in chunks.items():
+                merged._summaries[key]._chunks.append(chunk)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -234,7 +221,7 @@ class DictSummary(Stateful):
         keys: list[str] = serializer("names", list(source._collect()))
         if not is_saving:
             self._rows, self._weights, self._tables, self._metrics = [], [], {}, {}
-            self._summaries = {key: Summary() for key in keys}
+            self._summaries = defaultdict(Summary)
         for index, key in enumerate(keys):  # by index: a key may hold slashes
             source._summaries[key]._visit(serializer[str(index)])
 
@@ -250,10 +237,6 @@ class IntervalMeans:
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self._keys = keys
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a new interval."""
         self._summary = DictSummary()
 
     def observe(self, trainer: Trainer) -> None:
@@ -266,9 +249,8 @@ class IntervalMeans:
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        means = self._summary.over_ranks(trainer.comm).compute_mean()
-        self.reset()
-        return means
+        summary, self._summary = self._summary, DictSummary()
+        return summary.over_ranks(trainer.comm).compute_mean()
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the values of the open interval, as ``summary`` in the state of the owner."""
@@ -401,7 +383,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def _check_weight(weight: Any) -> None:
-    if not is_scalar(weight):
+    if type(weight) is not int and not is_scalar(weight):
         raise ValueError(f"a weight is a single number, got {_describe(weight)}")
 
 
@@ -444,17 +426,19 @@ def _append(chunks: list[_Chunk], chunk: _Chunk) -> None:
 def _merge(chunks: list[_Chunk]) -> list[_Chunk]:
     """Concatenate neighbours of the same dtypes and devices."""
     groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
-    return [_concatenate(group) for _, group in groups]
+    return [_concatenate(list(group)) for _, group in groups]
 
 
-def _concatenate(chunks: Iterable[_Chunk]) -> _Chunk:
+def _concatenate(chunks: Sequence[_Chunk]) -> _Chunk:
+    if len(chunks) == 1:  # hot path: "keys in the log"
+        return chunks[0]
     values, weights = zip(*chunks, strict=True)
     return torch.cat(values), torch.cat(weights)
 
 
 def _to_host(chunks: list[_Chunk]) -> _Chunk:
     """Concatenate all chunks in float64 on the host: the one place where a device is waited for."""
-    return _concatenate((v.cpu().to(torch.float64), w.cpu().to(torch.float64)) for v, w in _merge(chunks))
+    return _concatenate([(v.cpu().to(torch.float64), w.cpu().to(torch.float64)) for v, w in _merge(chunks)])
 
 
 def _sort_by_bits(values: Tensor, weights: Tensor) -> _Chunk:
@@ -477,13 +461,7 @@ def exact_sum(numbers: list[float]) -> float:
     """Return the correctly rounded sum, which does not depend on the order."""
     try:
         return math.fsum(numbers)
-    except (OverflowError, ValueError):  # past the largest float on the way, in this order, or infinities of both signs
-        if special := [number for number in numbers if not math.isfinite(number)]:
-            return sum(special)
-    from fractions import Fraction  # rarely needed, and an import of chainring shall be cheap
-
-    total = sum(map(Fraction, numbers))
-    try:
-        return float(total)
-    except OverflowError:
-        return math.inf if total > 0 else -math.inf
+    except ValueError:  # infinities of both signs
+        return math.nan
+    except OverflowError:  # past the largest float on the way, in this order
+        return math.fsum(math.ldexp(number, -64) for number in numbers) * 2.0**64
