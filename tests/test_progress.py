@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from chainring import iterators, training
-from chainring._progress import check_epoch_period, count_epochs, to_fraction
+from chainring._progress import check_epoch_period, to_fraction
+from chainring.training.triggers.interval import count_epochs
 
 
 class Reading(training.Updater):

@@ -1,7 +1,7 @@
 """Training progress as exact fractions: intervals and limits never depend on dividing floats.
 
 A period such as ``0.1`` means the fraction one tenth, so ``(0.1, "epoch")`` with ten iterations an epoch fires at
-every one of them, for ever. Epochs are counted as ``(epoch, position, size)`` if the iterator knows them.
+every one of them, for ever.
 """
 
 from __future__ import annotations
@@ -15,26 +15,6 @@ if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
 
 UNITS = ("iteration", "epoch")
-
-
-def count_progress(updater: Updater, unit: str) -> int | Fraction:
-    """Return the iterations or epochs completed so far, exactly."""
-    return updater.iteration if unit == "iteration" else count_epochs(updater)
-
-
-def count_epochs(updater: Updater) -> Fraction:
-    """Return the epochs completed so far, as a fraction.
-
-    It comes from the main iterator's integers if they agree with ``updater.epoch_detail``; otherwise the updater counts
-    its own epochs, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
-    """
-    detail = updater.epoch_detail
-    progress = getattr(find_main_iterator(updater), "progress", None)
-    if progress is not None:
-        epoch, position, size = progress
-        if detail == epoch + (position / size if size else 0.0):
-            return epoch + Fraction(position, size) if size else Fraction(epoch)
-    return to_fraction(detail)
 
 
 def check_epoch_period(updater: Updater, period: Fraction) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from chainring import _random
 from chainring._naming import unwrap
 from chainring.reporting.summary import is_scalar
-from chainring.training.updaters._optimizer_state import parameter_names
+from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -18,7 +18,7 @@ from chainring._files import atomic_write
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
-from chainring.training.updaters._optimizer_state import parameter_names
+from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

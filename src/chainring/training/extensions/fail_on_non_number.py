@@ -21,7 +21,7 @@ from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._store import Store
 from chainring.serializers.base import DictionaryDeserializer, StateCollector, copy_value, load_module
 from chainring.training.extension import Extension, RollBack
-from chainring.training.updaters._optimizer_state import parameter_names
+from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from chainring._progress import UNITS, check_epoch_period, count_epochs, count_progress, to_fraction
+from chainring._progress import UNITS, check_epoch_period, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+    from chainring.training.updaters.base import Updater
 
 
 class IntervalTrigger(Trigger):
@@ -79,7 +80,7 @@ class IntervalTrigger(Trigger):
     def _count_multiples(self, trainer: Trainer) -> int:
         """Return how many multiples of the period have been reached, exactly."""
         numerator, denominator = self._ratio
-        return count_progress(trainer.updater, self.unit) * denominator // numerator
+        return _count_progress(trainer.updater, self.unit) * denominator // numerator
 
     def _set_crossed(self, crossed: int, fires: bool = False) -> None:
         numerator, denominator = self._ratio
@@ -150,12 +151,12 @@ class ManualScheduleTrigger(Trigger):
                 check_epoch_period(trainer.updater, point)
         super().initialize(trainer)
         if self._passed is None:
-            self._passed = count_progress(trainer.updater, self.unit)
+            self._passed = _count_progress(trainer.updater, self.unit)
 
     def ask(self, trainer: Trainer) -> bool:
         if self.finished:
             return False
-        before, now = self._passed or 0, count_progress(trainer.updater, self.unit)
+        before, now = self._passed or 0, _count_progress(trainer.updater, self.unit)
         self._passed = now
         return any(before < point <= now for point in self._points)
 
@@ -265,3 +266,23 @@ class ReachedTrigger:
 
     def __repr__(self) -> str:
         return f"ReachedTrigger({self.length}, {self.unit!r})"
+
+
+def count_epochs(updater: Updater) -> Fraction:
+    """Return the epochs completed so far, as a fraction.
+
+    It comes from the main iterator's ``(epoch, position, size)`` if they agree with ``updater.epoch_detail``; otherwise the
+    updater counts its own epochs, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
+    """
+    detail = updater.epoch_detail
+    try:
+        epoch, position, size = updater.get_iterator("main").progress
+    except (KeyError, AttributeError, NotImplementedError):
+        return to_fraction(detail)
+    if detail != epoch + (position / size if size else 0.0):
+        return to_fraction(detail)
+    return epoch + Fraction(position, size) if size else Fraction(epoch)
+
+
+def _count_progress(updater: Updater, unit: str) -> int | Fraction:
+    return updater.iteration if unit == "iteration" else count_epochs(updater)

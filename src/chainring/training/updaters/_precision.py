@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring.serializers.base import AbstractSerializer, Serializer
-
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
@@ -29,12 +27,6 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager of the forward."""
         return _NO_AUTOCAST if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        """Visit the state of the loss scaler, or ``None``: the precision is a setting, which a resumed run may change."""
-        state = serializer("scaler", None if self.scaler is None else self.scaler.state_dict())
-        if self.scaler is not None and state is not None and not isinstance(serializer, Serializer):
-            self.scaler.load_state_dict(state)
 
 
 class LossScaler(torch.amp.GradScaler):

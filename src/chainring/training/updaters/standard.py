@@ -34,14 +34,13 @@ from chainring.training.updaters._forward import (
     run_backward,
 )
 from chainring.training.updaters._gradients import clear_gradients, rescale, stash, sum_over_ranks, unstash
-from chainring.training.updaters._optimizer_state import hyperparameters, parameter_names
 from chainring.training.updaters._precision import Precision
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, list_buffers
-from chainring.training.updaters.base import Updater
+from chainring.training.updaters.base import Updater, hyperparameters, parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
 T = TypeVar("T")
-_NO_EPOCHS = SimpleNamespace(epoch_detail=0.0)
+_NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 """Stands for the main iterator of an updater that has none."""
 
 
@@ -454,12 +453,13 @@ class StandardUpdater(Updater):
     # --- iterators, models and optimizers by name; progress ---
 
     # hot path: "an idle extension more" of benchmarks/overhead.py. Every epoch trigger asks, so without a Python frame.
+    epoch = property(attrgetter("_epoch_source.epoch"))
     epoch_detail = property(attrgetter("_epoch_source.epoch_detail"))
 
     @property
     def counts_epochs(self) -> bool:
-        overridden = type(self).epoch_detail is not StandardUpdater.epoch_detail or type(self).epoch is not Updater.epoch
-        return overridden or self._epoch_source is not _NO_EPOCHS
+        counted = (type(self).epoch, type(self).epoch_detail) != (StandardUpdater.epoch, StandardUpdater.epoch_detail)
+        return counted or self._epoch_source is not _NO_EPOCHS
 
     def get_iterator(self, name: str) -> Any:
         return _look_up(self._iterators, name, "iterator")
@@ -486,7 +486,10 @@ class StandardUpdater(Updater):
         span = serializer("span", [self.previous_epoch_detail, self.is_new_epoch])
         if self._spans_batches and not isinstance(serializer, Serializer):
             self.previous_epoch_detail, self.is_new_epoch = span
-        self._precision.serialize(serializer["precision"])
+        scaler = self._precision.scaler
+        scaler_state = serializer["precision"]("scaler", None if scaler is None else scaler.state_dict())
+        if scaler is not None and scaler_state is not None and not isinstance(serializer, Serializer):
+            scaler.load_state_dict(scaler_state)
         for name, value in self._settings().items():
             visit_setting(serializer["settings"], name, value, name)
         if isinstance(self._compute, CompiledUpdate):
