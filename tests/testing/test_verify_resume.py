@@ -6,7 +6,7 @@ import forgetful_programs as programs
 import pytest
 
 from chainring.serializers._checkpoint import read_state
-from chainring.testing import ResumeDiffers, ResumeNotVerified, verify_resume
+from chainring.testing import NotTried, ResumeDiffers, verify_resume
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,7 +138,7 @@ def test_a_stop_trigger_that_forgets_is_named():
 )
 def test_what_cannot_be_tried_says_why(make_trainer, reason):
     """A program that fails, with its traceback; one that ends too early; one that makes no trainer."""
-    with pytest.raises(ResumeNotVerified, match=reason):
+    with pytest.raises(NotTried, match=reason):
         report(make_trainer)
 
 

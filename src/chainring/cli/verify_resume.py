@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from chainring.cli._common import add_command, add_json, print_json
-from chainring.testing.verify_resume import ResumeDiffers, ResumeNotVerified, verify_script
+from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_script
 
 _DESCRIPTION = """
 Run a script that trains with one Trainer three times in fresh processes:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             report = verify_script(options.script, options.arguments, **settings, directory=options.keep)
     except ResumeDiffers as error:
         same, report = False, str(error)
-    except ResumeNotVerified as error:
+    except NotTried as error:
         print(f"chainring: {error}", file=sys.stderr)
         return 2
     if options.json:

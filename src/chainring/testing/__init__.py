@@ -5,13 +5,13 @@ from chainring.testing.check_iterator import check_iterator
 from chainring.testing.check_trigger import check_trigger, fired
 from chainring.testing.check_updater import check_updater
 from chainring.testing.fakes import FakeUpdater, ManualClock
-from chainring.testing.verify_resume import ResumeDiffers, ResumeNotVerified, verify_resume
+from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_resume
 
 __all__ = [
     "FakeUpdater",
     "ManualClock",
+    "NotTried",
     "ResumeDiffers",
-    "ResumeNotVerified",
     "check_extension",
     "check_iterator",
     "check_trigger",

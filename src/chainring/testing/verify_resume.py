@@ -28,7 +28,7 @@ class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
     """The resumed run is not the uninterrupted one; the text names the first difference and its possible causes."""
 
 
-class ResumeNotVerified(RuntimeError):  # noqa: N818 - it is read as a finding
+class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
     """The program could not be compared; the text says why, with the traceback where it has failed."""
 
 
@@ -68,7 +68,7 @@ def verify_resume(
 
     Raises:
         ResumeDiffers: the runs differ.
-        ResumeNotVerified: the program fails, or ends before it could be killed.
+        NotTried: the program fails, or ends before it could be killed.
         TypeError: ``make_trainer`` cannot be called in another process.
         ValueError: there is nothing to resume with these numbers.
         FileExistsError: ``directory`` is not empty.
@@ -126,15 +126,15 @@ def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | o
             raise FileExistsError(f"{path} is not empty; give a new directory")
         whole, killed, resumed = (Task(run, path, iterations, kill_after) for run in Run)
         if (code := launch(whole)) != 0 or not (whole.path("state") / STATE).exists():
-            raise ResumeNotVerified(_failure(whole, code, "the uninterrupted run failed"))
+            raise NotTried(_failure(whole, code, "the uninterrupted run failed"))
         observed = list(read_fingerprints(whole))
         if (length := observed[-1] - observed[0]) <= kill_after:
-            raise ResumeNotVerified(
+            raise NotTried(
                 f"the run ended after {length} iterations by itself, and was to be killed after {kill_after}: "
                 "kill it earlier, or let it train for longer"
             )
         if (code := launch(killed)) != -signal.SIGKILL or not (Path(killed.out) / SNAPSHOT).exists():
-            raise ResumeNotVerified(_failure(killed, code, "the run that was to be killed ended before"))
+            raise NotTried(_failure(killed, code, "the run that was to be killed ended before"))
         if (code := launch(resumed)) != 0 or not (resumed.path("state") / STATE).exists():
             raise ResumeDiffers(_failure(resumed, code, "the killed run cannot be resumed"))
         findings = compare(whole)
