@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from chainring._version import __version__
 from chainring.cli import export, inspect, report, verify, verify_resume
-from chainring.cli._common import EXIT_STATUS, help_formatter, printable
+from chainring.cli._common import help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
@@ -21,7 +21,7 @@ Show, verify and export the files of a run, without the code that wrote them,
 and verify that a run can be resumed. Saved files are never executed or
 overwritten."""
 
-_EPILOG = f"""\
+_EPILOG = """\
 examples:
   chainring report result                  write a page for a browser
   chainring inspect result                 show the newest snapshot
@@ -29,7 +29,11 @@ examples:
   chainring export result mlp.safetensors  the model, for any program
   chainring verify-resume train.py -e 3    kill, resume and compare
 
-{EXIT_STATUS}
+exit status:
+  0    success, without damage or a difference
+  1    a file is damaged, or a resumed run differs
+  2    wrong arguments, or nothing to show, verify or compare
+  130  interrupted by Ctrl-C
 
 See `chainring COMMAND --help` for each command."""
 

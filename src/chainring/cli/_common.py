@@ -1,4 +1,4 @@
-"""The parts that the commands share: finding snapshots, errors that name a remedy, and the form of the help."""
+"""Helpers of the commands: finding snapshots, errors that name a remedy, and the form of the help."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from chainring.serializers._store import MANIFEST, CorruptError, Store
 _RUN = "run.json"
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 _MAX_NAMES = 3
+_MAX_WIDTH = 100
 
 
 def not_a_snapshot(given: str) -> Exception:
@@ -74,9 +75,12 @@ def is_model(path: Path) -> bool:
 def _absent(path: Path) -> str:
     if path.is_symlink():
         return f"{path} is a link to {os.readlink(path)}, which is not there"
-    parent = path.parent
-    names = Store(parent).names() if parent.is_dir() else []
-    return f"there is no {path}" + (f"; {parent} has {_listed(names)}" if names else "")
+    names = _snapshot_names(path.parent)
+    return f"there is no {path}" + (f"; {path.parent} has {listed(names)}" if names else "")
+
+
+def _snapshot_names(directory: Path) -> list[str]:
+    return Store(directory).names() if directory.is_dir() else []
 
 
 def _contents(path: Path) -> str:
@@ -89,11 +93,12 @@ def _contents(path: Path) -> str:
             "it belongs to a run that has taken no snapshot. In the script, "
             'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
         )
-    runs = [entry.name for entry in entries if entry.is_dir() and ((entry / _RUN).exists() or Store(entry).names())]
-    return f"neither has a {MANIFEST}" + (f". There are runs in it: give {_listed(runs, path)}" if runs else "")
+    runs = [entry.name for entry in entries if (entry / _RUN).exists() or _snapshot_names(entry)]
+    return f"neither has a {MANIFEST}" + (f". There are runs in it: give {listed(runs, path)}" if runs else "")
 
 
-def _listed(names: list[str], parent: Path | None = None) -> str:
+def listed(names: list[str], parent: Path | None = None) -> str:
+    """Return the first names as text, or as paths to choose from if they are those in a directory."""
     shown = [str(parent / name) if parent else name for name in names[:_MAX_NAMES]]
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", " if more else " or " if parent else ", ").join(shown) + more
@@ -109,7 +114,7 @@ def snapshots(directory: str) -> list[Path]:
     path = Path(directory)
     if directory and (path / MANIFEST).exists():
         return [path]
-    names = Store(path).names() if directory and path.is_dir() else []
+    names = _snapshot_names(path) if directory else []
     if not names:
         raise not_a_snapshot(directory)
     return [path / name for name in names]
@@ -120,16 +125,6 @@ def printable(text: object) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(text))
 
 
-_MAX_WIDTH = 100
-
-EXIT_STATUS = """\
-exit status:
-  0    success, without damage or a difference
-  1    a file is damaged, or a resumed run differs
-  2    wrong arguments, or nothing to show, verify or compare
-  130  interrupted by Ctrl-C"""
-
-
 def help_formatter(prog: str) -> argparse.HelpFormatter:
     """Return a formatter that keeps text as written, and sets arguments as wide as the terminal, up to a readable width."""
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
@@ -137,25 +132,15 @@ def help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def add_command(
-    commands: Any, name: str, *, purpose: str, description: str, examples: Sequence[str], status: Sequence[str]
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], purpose: str, text: str
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command, whose help ends with examples and the meanings of the exit statuses 0, 1 and 2."""
-    epilog = ["examples:", *(f"  {line}" for line in examples), "", "exit status:"]
-    epilog += [f"  {code}  {meaning}" for code, meaning in enumerate(status)]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=purpose,
-        description=description.strip(),
-        epilog="\n".join(epilog),
-        formatter_class=help_formatter,
-        allow_abbrev=False,
-    )
-    return parser
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json``, for output that programs read."""
+    """Add the parser of a command, whose help shows the first paragraph of the text above the arguments."""
+    description, _, epilog = text.strip().partition("\n\n")
+    texts = {"help": purpose, "description": description, "epilog": epilog}
+    parser: argparse.ArgumentParser = commands.add_parser(name, **texts, formatter_class=help_formatter, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead; errors stay text on stderr")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def print_json(facts: Any) -> None:

@@ -9,39 +9,32 @@ from typing import Any
 
 from torch import Tensor
 
-from chainring.cli._common import add_command, add_json, print_json, printable, snapshots
+from chainring.cli._common import add_command, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
 
 _MODEL = "updater/model:"
-_DESCRIPTION = """
+_HELP = """
 Write the model of a snapshot as one safetensors file with the names of its
 state_dict, which any reader of the format opens. The snapshot is verified
-first. An existing file is not overwritten."""
+first. An existing file is not overwritten.
+
+examples:
+  chainring export result mlp.safetensors      the newest snapshot of a run
+  chainring export result/best gen.safetensors --model gen
+  chainring export --json result mlp.safetensors | jq .tensors
+
+exit status:
+  0  the file is written
+  1  the snapshot is damaged
+  2  there is no snapshot or no such model, or the file exists"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "export",
-        purpose="write the model of a snapshot as one safetensors file",
-        description=_DESCRIPTION,
-        examples=[
-            "chainring export result mlp.safetensors      the newest snapshot of a run",
-            "chainring export result/best gen.safetensors --model gen",
-            "chainring export --json result mlp.safetensors | jq .tensors",
-        ],
-        status=[
-            "the file is written",
-            "the snapshot is damaged",
-            "there is no snapshot or no such model, or the file exists",
-        ],
-    )
+    parser = add_command(commands, "export", run, "write the model of a snapshot as one safetensors file", _HELP)
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
     parser.add_argument("file", metavar="FILE", help="the file to write")
     parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -12,39 +12,35 @@ from typing import Any
 
 from safetensors import safe_open
 
-from chainring.cli._common import add_command, add_json, is_model, print_json, printable, snapshots
+from chainring.cli._common import add_command, is_model, listed, print_json, printable, snapshots
 from chainring.serializers._store import verify_sizes
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
-_MAX_OTHERS = 3
 _MIN_WIDTH = 60
-_DESCRIPTION = """
+_HELP = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
 each tensor with its dtype, shape and bytes. Only the manifest and the headers
 of the files are read, so a large snapshot takes no longer; `chainring verify`
-reads every byte."""
+reads every byte.
+
+examples:
+  chainring inspect result                  the newest snapshot of a run
+  chainring inspect result/snapshot_iter_150 | grep optimizer
+  chainring inspect --json result | jq .iteration
+
+exit status:
+  0  it is shown
+  1  the snapshot is damaged
+  2  there is no snapshot"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "inspect",
-        purpose="show what a snapshot holds: versions, tensors, shapes, bytes",
-        description=_DESCRIPTION,
-        examples=[
-            "chainring inspect result                  the newest snapshot of a run",
-            "chainring inspect result/snapshot_iter_150 | grep optimizer",
-            "chainring inspect --json result | jq .iteration",
-        ],
-        status=["it is shown", "the snapshot is damaged", "there is no snapshot"],
-    )
+    parser = add_command(commands, "inspect", run, "show what a snapshot holds: versions, tensors, shapes, bytes", _HELP)
     parser.add_argument(
         "path", metavar="PATH", help="a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
     )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,8 +69,7 @@ def _print_summary(about: Mapping[str, Any], others: Sequence[Path]) -> None:
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
-        more = f" and {len(others) - _MAX_OTHERS} more" if len(others) > _MAX_OTHERS else ""
-        print(f"also there: {', '.join(printable(path.name) for path in others[:_MAX_OTHERS])}{more}")
+        print(f"also there: {printable(listed([path.name for path in others]))}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
 
@@ -107,10 +102,7 @@ def _shortened(name: str, width: int) -> str:
 def _describe(directory: Path) -> dict[str, Any]:
     """Return iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
     manifest = verify_sizes(directory)
-    tensors = []
-    for file in sorted(manifest.files):
-        if file.endswith(".safetensors"):
-            tensors += _tensors_of(directory / file)
+    files = [directory / name for name in sorted(manifest.files) if name.endswith(".safetensors")]
     versions = manifest.about.get("versions")
     return {
         "directory": str(directory),
@@ -120,7 +112,7 @@ def _describe(directory: Path) -> dict[str, Any]:
         "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
         "bytes": sum(size for size, _ in manifest.files.values()),
         "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
-        "tensors": tensors,
+        "tensors": [tensor for file in files for tensor in _tensors_of(file)],
     }
 
 

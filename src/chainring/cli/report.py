@@ -6,35 +6,32 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from chainring.cli._common import add_command, add_json, print_json, printable
+from chainring.cli._common import add_command, print_json, printable
 from chainring.html_report import write
 
-_DESCRIPTION = """
+_HELP = """
 Write one HTML file that shows a run: the curves of its log, the rows, the
 settings and their changes at each resume, the plan of extensions, the time by
 phase, parameters, the graph, and snapshots with their state. It needs no
 network, no other file, and not the code that trained. The run may still be
 going on: write the page again to see more. Long curves are drawn with a few
-thousand points."""
+thousand points.
+
+examples:
+  chainring report result                  then open result/report.html
+  chainring report result --out page.html --no-verify
+  chainring report --json result | jq .damaged
+
+exit status:
+  0  the page is written, even if a snapshot is damaged
+  1  never
+  2  there is no run, or the file cannot be written"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = add_command(
-        commands,
-        "report",
-        purpose="write a page of a run: curves, log, settings, times, snapshots, in one HTML file",
-        description=_DESCRIPTION,
-        examples=[
-            "chainring report result                  then open result/report.html",
-            "chainring report result --out page.html --no-verify",
-            "chainring report --json result | jq .damaged",
-        ],
-        status=[
-            "the page is written, even if a snapshot is damaged",
-            "never",
-            "there is no run, or the file cannot be written",
-        ],
+        commands, "report", run, "write a page of a run: curves, log, settings, times, snapshots, in one HTML file", _HELP
     )
     parser.add_argument("directory", metavar="DIR", help="the directory of a run (its out)")
     parser.add_argument("--out", metavar="FILE", help="the file to write (default: DIR/report.html)")
@@ -43,8 +40,6 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)",
     )
-    add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,46 +6,31 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from chainring.cli._common import (
-    add_command,
-    add_json,
-    describe_file,
-    describe_foreign_file,
-    print_json,
-    printable,
-    snapshots,
-)
+from chainring.cli._common import add_command, describe_file, describe_foreign_file, print_json, printable, snapshots
 from chainring.serializers import _safetensors
 from chainring.serializers._store import CorruptError, NewerFormat, verify
 
-_DESCRIPTION = """
+_HELP = """
 Read every byte of a snapshot or of a model's file, and compare it with the
 checksums that were written with it. In the directory of a run all snapshots
-are verified, also those after a damaged one."""
+are verified, also those after a damaged one.
+
+examples:
+  chainring verify result                      all snapshots of a run
+  chainring verify result/mlp.model            the file of a model
+  chainring verify result && rsync -a result elsewhere:
+
+exit status:
+  0  every byte is what was written
+  1  a snapshot or the file is damaged
+  2  there is nothing to verify, or a newer version wrote it"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(
-        commands,
-        "verify",
-        purpose="compare every byte of saved files with their checksums",
-        description=_DESCRIPTION,
-        examples=[
-            "chainring verify result                      all snapshots of a run",
-            "chainring verify result/mlp.model            the file of a model",
-            "chainring verify result && rsync -a result elsewhere:",
-        ],
-        status=[
-            "every byte is what was written",
-            "a snapshot or the file is damaged",
-            "there is nothing to verify, or a newer version wrote it",
-        ],
-    )
-    forms = "a snapshot, the directory of a run, for all of its snapshots, or the file of a model"
-    parser.add_argument("path", metavar="PATH", help=forms)
-    add_json(parser)
-    parser.set_defaults(run=run)
+    parser = add_command(commands, "verify", run, "compare every byte of saved files with their checksums", _HELP)
+    paths = "a snapshot, the directory of a run, for all of its snapshots, or the file of a model"
+    parser.add_argument("path", metavar="PATH", help=paths)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -56,7 +41,9 @@ def run(options: argparse.Namespace) -> None:
         NewerFormat: none is damaged, and one has a newer format.
     """
     path = Path(options.path)
-    results = [_verify_file(path)] if path.is_file() else [_verify_snapshot(each) for each in snapshots(options.path)]
+    results = (
+        [_verify_file(path)] if path.is_file() else [_verify_snapshot(directory) for directory in snapshots(options.path)]
+    )
     if options.json:
         sound = all(error is None for _, error in results)
         print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})

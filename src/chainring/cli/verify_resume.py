@@ -7,31 +7,32 @@ import contextlib
 import sys
 from typing import Any
 
-from chainring.cli._common import add_command, add_json, print_json
+from chainring.cli._common import add_command, print_json
 from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_script
 
-_DESCRIPTION = """
+_HELP = """
 Run a script that trains with one Trainer three times in fresh processes:
 uninterrupted, killed by SIGKILL after some iterations, and resumed.
 Everything but times is compared bit for bit; the first difference is printed
 with its possible causes. The trainer gets an out of its own, and the script
 ends with its run. Options come before SCRIPT; arguments after it are passed
-to the script."""
+to the script.
+
+examples:
+  chainring verify-resume train.py
+  chainring verify-resume train.py --lr 0.1 -e 3    with its arguments
+  chainring verify-resume --iterations 40 --kill-after 25 train.py
+
+exit status:
+  0  the runs are the same
+  1  the runs differ
+  2  the script could not be compared; its error is shown"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = add_command(
-        commands,
-        "verify-resume",
-        purpose="compare a script, killed and resumed, with its uninterrupted run",
-        description=_DESCRIPTION,
-        examples=[
-            "chainring verify-resume train.py",
-            "chainring verify-resume train.py --lr 0.1 -e 3    with its arguments",
-            "chainring verify-resume --iterations 40 --kill-after 25 train.py",
-        ],
-        status=["the runs are the same", "the runs differ", "the script could not be compared; its error is shown"],
+        commands, "verify-resume", run, "compare a script, killed and resumed, with its uninterrupted run", _HELP
     )
     parser.add_argument(
         "--iterations", type=int, default=20, metavar="N", help="iterations of the uninterrupted run (default: %(default)s)"
@@ -40,10 +41,8 @@ def add_to(commands: Any) -> None:
         "--kill-after", type=int, default=7, metavar="K", help="iterations until the kill (default: %(default)s)"
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the files of the runs in this directory, new or empty")
-    add_json(parser)
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
