@@ -30,8 +30,6 @@ from chainring.serializers.base import (
     StateCollector,
     find_aliases,
     has_state,
-    load_module,
-    save_module,
     serialize_method,
 )
 
@@ -125,15 +123,7 @@ def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateC
     """
     serializer = StateCollector(directory)
     serializer.comm = serializer.comm if comm is None else comm
-    method = serialize_method(obj)
-    if method is not None:
-        method(serializer)
-    elif is_module(obj):
-        save_module(serializer, unwrap(obj))
-    elif has_state(obj):
-        serializer("state_dict", obj.state_dict())
-    else:
-        raise TypeError(f"{type(obj).__name__} has no state to save: it needs serialize, or state_dict and load_state_dict")
+    serializer.visit("", unwrap(obj))
     return serializer
 
 
@@ -266,18 +256,12 @@ def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
+    if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
+        raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
     saved.directory = source.parent
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
-    method = serialize_method(obj)
-    if is_module(obj):
-        load_module(saved, unwrap(obj))
-    elif method is not None:
-        method(saved)
-    elif "state_dict" in state:
-        obj.load_state_dict(saved("state_dict", None))
-    else:
-        raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
+    saved.visit("", unwrap(obj))
 
 
 class _SavedShard(NamedTuple):

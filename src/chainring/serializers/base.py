@@ -1,12 +1,4 @@
-"""Serializers: an object declares its changing state once for both directions, in ``serialize(serializer)``.
-
-    def serialize(self, serializer):
-        self.iteration = serializer("iteration", self.iteration)
-        serializer.visit("iterator", self.iterator)
-
-While saving, a serializer hands back the value that it was given; while loading, the value that was saved. So the line
-reads the same both ways and the two directions cannot drift apart.
-"""
+"""Serializers: an object declares its changing state once for both directions, in ``serialize(serializer)``."""
 
 from __future__ import annotations
 
@@ -26,6 +18,15 @@ from chainring._naming import name_cleaner
 
 class AbstractSerializer:
     """The destination or source of state. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
+
+    While saving, a serializer hands back the value that it was given; while loading, the value that was saved. So the
+    line reads the same both ways and the two directions cannot drift apart.
+
+    Example::
+
+        def serialize(self, serializer):
+            self.iteration = serializer("iteration", self.iteration)
+            serializer.visit("iterator", self.iterator)
 
     Attributes:
         directory: the directory in which the snapshot lies; ``None`` where state stays in memory. What is appended to a
@@ -51,6 +52,7 @@ class AbstractSerializer:
     def visit(self, key: str, obj: Any) -> None:
         """Save or load a whole object under ``key``: by its ``serialize``, or its ``state_dict``/``load_state_dict``.
 
+        An empty key means the serializer itself.
         A module's entries become one key each, with slashes for dots, so that a submodule can be found by its path.
 
         Raises:
@@ -60,19 +62,19 @@ class AbstractSerializer:
         if method is not None:
             method(self[key])
         elif hasattr(obj, "named_parameters") and has_state(obj):
-            self._visit_module(key, obj)
+            self[key]._visit_module(obj)
         elif has_state(obj):
-            self._visit_state(key, obj)
+            self[key]._visit_state(obj)
         else:
             raise TypeError(
-                f"{type(obj).__name__} has no state to visit at {key!r}: "
+                f"{type(obj).__name__} has no state to save or load at {key!r}: "
                 "give it serialize(serializer), or state_dict() and load_state_dict(state)"
             )
 
-    def _visit_module(self, key: str, module: Any) -> None:
+    def _visit_module(self, module: Any) -> None:
         raise NotImplementedError
 
-    def _visit_state(self, key: str, obj: Any) -> None:
+    def _visit_state(self, obj: Any) -> None:
         raise NotImplementedError
 
 
@@ -82,11 +84,13 @@ class Serializer(AbstractSerializer):
     def refer(self, path: Path) -> None:
         """Note that the state refers to this file: it is flushed to the disk before the snapshot is published."""
 
-    def _visit_module(self, key: str, module: Any) -> None:
-        save_module(self[key], module)
+    def _visit_module(self, module: Any) -> None:
+        clean = name_cleaner(module)
+        for name, value in module.state_dict().items():
+            self(clean(name).replace(".", "/"), value)
 
-    def _visit_state(self, key: str, obj: Any) -> None:
-        self[key]("state_dict", obj.state_dict())
+    def _visit_state(self, obj: Any) -> None:
+        self("state_dict", obj.state_dict())
 
 
 class Deserializer(AbstractSerializer):
@@ -101,34 +105,19 @@ class Deserializer(AbstractSerializer):
         """Return every key saved below here, as paths relative to here."""
         raise NotImplementedError
 
-    def _visit_module(self, key: str, module: Any) -> None:
-        load_module(self[key], module)
+    def _visit_module(self, module: Any) -> None:
+        """Load a module; a parameter that was saved as ``None`` was left out and stays what it is."""
+        entries, clean = module.state_dict(), name_cleaner(module)
+        names = {clean(name).replace(".", "/"): name for name in entries}  # a name may hold slashes of its own
+        saved = {names.get(path, path.replace("/", ".")): self(path, None) for path in self.paths()}
+        saved = {name: shard_like(value, entries.get(name)) for name, value in saved.items()}
+        left_out = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
+        module.load_state_dict(saved | {name: entries[name] for name in left_out}, strict=self.strict)
 
-    def _visit_state(self, key: str, obj: Any) -> None:
-        state = self[key]("state_dict", None)
+    def _visit_state(self, obj: Any) -> None:
+        state = self("state_dict", None)
         if state is not None:
             obj.load_state_dict(state)
-
-
-def save_module(serializer: AbstractSerializer, module: Any) -> None:
-    """Save each entry of a module's state under its name, with slashes for dots."""
-    clean = name_cleaner(module)
-    for name, value in module.state_dict().items():
-        serializer(clean(name).replace(".", "/"), value)
-
-
-def load_module(deserializer: Deserializer, module: Any) -> None:
-    """Load what `save_module` saved. A parameter saved as ``None`` was left out and stays what it is.
-
-    Raises:
-        RuntimeError: entries are missing, unexpected, or of another shape.
-    """
-    entries, clean = module.state_dict(), name_cleaner(module)
-    names = {clean(name).replace(".", "/"): name for name in entries}  # a name may hold slashes of its own
-    saved = {names.get(path, path.replace("/", ".")): deserializer(path, None) for path in deserializer.paths()}
-    saved = {name: shard_like(value, entries.get(name)) for name, value in saved.items()}
-    kept = {name: entries[name] for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")}
-    module.load_state_dict({**saved, **kept}, strict=deserializer.strict)
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
@@ -171,10 +160,9 @@ class _ByPath(AbstractSerializer):
     _path = ""
 
     def __getitem__(self, key: str) -> Self:
-        below = object.__new__(
-            type(self)
-        )  # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; copy.copy takes five times as long
-        vars(below).update(vars(self), _path=f"{self._path}{key}/")
+        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; copy.copy takes five times as long
+        below = object.__new__(type(self))
+        vars(below).update(vars(self), _path=f"{self._path}{key}/" if key else self._path)
         return below
 
 
@@ -199,17 +187,12 @@ class DictionarySerializer(_ByPath, Serializer):
 
 
 class StateCollector(DictionarySerializer):
-    """Saves into ``target`` without copying, for state that is written or copied before the training goes on.
-
-    Attributes:
-        directory: in which the snapshot will lie.
-        referred: the files to which the state refers.
-    """
+    """Saves into ``target`` without copying, for state that is written or copied before the training goes on."""
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__()
         self.directory = directory
-        self.referred: list[Path] = []
+        self.referred: list[Path] = []  # the files to which the state refers
 
     def __call__(self, key: str, value: Any) -> Any:
         self.target[self._path + key] = value
@@ -250,7 +233,6 @@ def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """Return a copy that shares no memory with ``value``; tensors leave their graph, keep dtype, device and strides.
 
     A tensor that stands in several places of ``value``, such as the learning rate of two groups, is one in the copy too.
-    ``memo`` maps the ids of the tensors met so far to their copies.
     """
     memo = {} if memo is None else memo
     if hasattr(value, "detach"):

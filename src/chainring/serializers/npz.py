@@ -81,7 +81,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
     """
     serializer = DictionarySerializer()
     serializer.visit("", unwrap(obj))
-    arrays = _to_arrays({path.removeprefix("/"): value for path, value in serializer.target.items()})
+    arrays = _to_arrays(serializer.target)
     if hasattr(file, "write"):
         _write(file, arrays, compression)
         return
@@ -118,8 +118,7 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
             raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
         if strict:
             _require_some(state, names, obj, prefix, label)
-    source = {f"/{key}": value for key, value in state.items()}
-    DictionaryDeserializer(source, strict).visit(f"/{start}" if start else "", obj)
+    DictionaryDeserializer(state, strict).visit(start, obj)
 
 
 def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:

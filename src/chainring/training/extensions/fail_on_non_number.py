@@ -19,7 +19,7 @@ from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._store import Store
-from chainring.serializers.base import DictionaryDeserializer, StateCollector, copy_value, load_module
+from chainring.serializers.base import DictionaryDeserializer, StateCollector, copy_value
 from chainring.training.extension import Extension, RollBack
 from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
@@ -183,7 +183,7 @@ class FailOnNonNumber(Extension):
         for name, model in updater.get_all_models().items():
             prefix = f"model:{name}/"
             saved = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            load_module(DictionaryDeserializer(saved), unwrap(model))
+            DictionaryDeserializer(saved).visit("", unwrap(model))
         batches = list(state["batches"])
 
         def replace_batch(context: UpdateContext) -> None:
