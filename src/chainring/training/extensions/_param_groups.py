@@ -19,16 +19,6 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, Optimizer) or isinstance(getattr(value, "param_groups", None), list)
 
 
-def find_optimizer(updater: Any, optimizer: OptimizerLike) -> Any:
-    """Return the optimizer that a setting stands for.
-
-    Raises:
-        KeyError: the updater has no optimizer of that name.
-    """
-    name = "main" if optimizer is None else optimizer
-    return updater.get_optimizer(name) if isinstance(name, str) else name
-
-
 def constructed_settings(updater: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Return the settings of each group as the script constructed them; empty if the updater does not know them."""
     constructed = getattr(updater, "constructed", {})

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import importlib
 import sys
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -15,6 +18,9 @@ from chainring.training.extensions.log_report import key_list
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+
+_SECONDS = 0.2  # at least between two updates of a notebook, each of which goes over the network
+_ROWS = 100  # the newest, which each update sends
 
 
 class PrintReport(Extension):
@@ -49,7 +55,7 @@ class PrintReport(Extension):
         self._out = out
         self._log: list[dict[str, Any]] | None = None
         self._printed = 0
-        self._table: _display.NotebookTable | None = None
+        self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
@@ -57,7 +63,7 @@ class PrintReport(Extension):
         if trainer.comm.rank == 0:
             self._log = self._find(trainer)
             out = self._stream()
-            self._table = _display.NotebookTable(self._entries, out) if _display.is_notebook(out) else None
+            self._table = _NotebookTable(self._entries, out) if _display.is_notebook(out) else None
             self._print_new(immediately=True)
 
     def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
@@ -118,9 +124,54 @@ class PrintReport(Extension):
     def _print(self, row: dict[str, Any]) -> None:
         out = self._stream()
         for line in self._lines or ():
-            text = "  ".join(_display.format_cell(row.get(key, "")).ljust(width) for key, width in line)
+            text = "  ".join(_format_cell(row.get(key, "")).ljust(width) for key, width in line)
             tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
         _display.flush(out)
 
     def _stream(self) -> _display.TextStream:
         return sys.stdout if self._out is None else self._out
+
+
+class _NotebookTable:
+    """The newest rows of a log as one table under the cell, as HTML and as text for IPython to choose from."""
+
+    def __init__(self, entries: Sequence[str] | None, out: Any) -> None:
+        self._entries = entries
+        self._out = out
+        self._handle: Any = None
+        self._shown = 0
+        self._next = 0.0
+
+    def show(self, rows: Sequence[Mapping[str, Any]], immediately: bool) -> int:
+        """Show these rows, unless the last update was just now; return how many rows are shown."""
+        now = time.monotonic()
+        if now < self._next and not immediately:
+            return self._shown
+        columns = list(rows[0] if self._entries is None else self._entries)
+        self._cells = [columns, *([_format_cell(row.get(key, "")) for key in columns] for row in rows[-_ROWS:])]
+        left_out = len(rows) - _ROWS
+        self._notes = [f"the newest {_ROWS} rows; the log has {left_out} earlier ones"] if left_out > 0 else []
+        if self._handle is None:
+            with tqdm.external_write_mode(file=self._out):
+                self._handle = importlib.import_module("IPython.display").display(self, display_id=True)
+        else:
+            self._handle.update(self)
+        self._shown, self._next = len(rows), now + _SECONDS
+        return self._shown
+
+    def _repr_html_(self) -> str:
+        head, *rows = [[html.escape(text) for text in row] for row in self._cells]
+        caption = "".join(f"<caption>{note}</caption>" for note in self._notes)
+        header = "".join(f'<th scope="col">{text}</th>' for text in head)
+        body = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row)}</tr>" for row in rows)
+        style = 'style="font-variant-numeric: tabular-nums"'
+        return f"<table {style}>{caption}<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self._cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self._cells]
+        return "\n".join([*self._notes, *lines])
+
+
+def _format_cell(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

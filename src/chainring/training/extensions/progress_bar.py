@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 import shutil
@@ -81,17 +82,17 @@ class ProgressBar(Extension):
 
     def _find_length(self, trainer: Trainer) -> tuple[float | None, str]:
         length: Any = self._training_length
-        if length is not None and length[1] == "epoch":
+        if length is None:
+            length = getattr(trainer.stop_trigger, "get_training_length", lambda: None)()
+        elif length[1] == "epoch":
             check_epoch_period(trainer.updater, to_fraction(length[0]))
-        if length is None and hasattr(trainer.stop_trigger, "get_training_length"):
-            length = trainer.stop_trigger.get_training_length()
         return (None, "iteration") if length is None or length[1] == "second" else length
 
     def _make_bar(self) -> Any:
         """Return a bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
         out = sys.stdout if self._out is None else self._out
         in_notebook = _display.is_notebook(out)
-        widgets = _display.notebook_bar_class() if in_notebook else None
+        widgets = _notebook_bar_class() if in_notebook else None
         bar = "{bar}" if widgets else f"{{bar:{self._bar_length}}}"
         with_total = "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
         settings: dict[str, Any] = {
@@ -168,6 +169,26 @@ class _Bar(tqdm):  # type: ignore[type-arg]
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))
         return self.format_meter(**fields)
+
+
+def _notebook_bar_class() -> Any:
+    """Return the class of tqdm's bar for notebooks; ``None`` without ipywidgets, which draws it."""
+    if importlib.util.find_spec("ipywidgets") is None:
+        return None
+    from tqdm.notebook import tqdm_notebook
+
+    class NotebookBar(tqdm_notebook):  # type: ignore[type-arg]
+        """Green at the end, also where a stop trigger ends the run before its length; red where it failed."""
+
+        monitor_interval = 0
+        failed = False
+
+        def display(self, *args: Any, **settings: Any) -> None:
+            if settings.get("bar_style") == "danger" and not self.failed:
+                settings["bar_style"] = "success"
+            super().display(*args, **settings)
+
+    return NotebookBar
 
 
 class _Lines:

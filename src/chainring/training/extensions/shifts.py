@@ -16,7 +16,6 @@ from chainring.training.extensions._param_groups import (
     OptimizerLike,
     are_equal,
     constructed_settings,
-    find_optimizer,
     is_optimizer,
     set_value,
 )
@@ -28,15 +27,9 @@ if TYPE_CHECKING:
 class Shift(Extension):
     """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
-    A subclass defines `factor`, by which the initial value is multiplied, or `value` itself.
-
     State is the number of calls and, where ``init`` is ``None``, the value that the script had constructed. So a resumed
     run neither decays twice nor starts anew. If its script constructs another value, this is a changed setting, from
     which the shift is then computed.
-
-    Args:
-        attr, init, target, optimizer: as for `ExponentialShift`.
-        grows: True if the factor grows with the calls, False if it falls.
     """
 
     skip_on_resume = True
@@ -52,49 +45,46 @@ class Shift(Extension):
         self.init = None if init is None else _check_number("init", init)
         self.optimizer = optimizer
         self.target = None if target is None else _check_number("target", target)
-        self._grows = grows
+        self._grows = grows  # the factor, with the calls
         self._live: Any = None  # the optimizer, from `initialize` on
-        self._restored = False
         self._reset()
         if self.init is not None:
             self._check_target(self.init)
         if is_optimizer(optimizer):
-            self._check_groups(optimizer)
+            values = self._values(optimizer)
             if self.init is None:
-                self._common_value(self._values(optimizer))
+                self._common_value(values)
 
     def _reset(self) -> None:
         self._calls = 0
         self._found: float | None = None  # the initial value, where `init` is None
         self._constructed: list[Any] = []
-        self._was_last: bool | None = None  # to set the attribute when the state was saved; None if the run had not started
+        self._was_last: bool | None = None  # to set the attribute, in the saved run; None if there was none
 
     def factor(self, calls: int) -> float:
-        """Return the factor of the initial value after so many calls."""
+        """Return the factor of the initial value after so many calls; a subclass defines it, or `value`."""
         raise NotImplementedError(f"{type(self).__name__} must define factor(calls) or value(calls, init)")
 
     def value(self, calls: int, init: float) -> float:
         """Return the value of the attribute after so many calls."""
-        value = init * self.factor(calls) if init else init
-        if self.target is None or not init:
-            return value
-        return min(value, self.target) if self._rises(init) else max(value, self.target)
-
-    def _rises(self, init: float) -> bool:
-        return self._grows == (init > 0)
+        if not init:
+            return init
+        value = init * self.factor(calls)
+        return value if self.target is None else sorted((init, value, self.target))[1]
 
     def initialize(self, trainer: Trainer) -> None:
-        optimizer = find_optimizer(trainer.updater, self.optimizer)
-        self._check_groups(optimizer)
-        was_last = self._was_last if self._restored else None
+        name = "main" if self.optimizer is None else self.optimizer
+        optimizer: Any = trainer.updater.get_optimizer(name) if isinstance(name, str) else name
+        values = self._values(optimizer)
+        was_last, self._was_last = self._was_last, None
         if was_last is None:
             self._reset()
         constructed = [group.get(self.attr) for group in constructed_settings(trainer.updater, optimizer)]
         is_changed = bool(constructed and self._constructed) and not are_equal(constructed, self._constructed)
         if self.init is None and (self._found is None or is_changed):
-            self._found = self._common_value(constructed if is_changed else self._values(optimizer))
-        self._check_target(self._init)
-        self._live, self._constructed, self._restored = optimizer, constructed, False
+            self._found = self._common_value(constructed if is_changed else values)
+        self._check_target(self._initial())
+        self._live, self._constructed = optimizer, constructed
         if was_last is not False:  # otherwise another extension had set the attribute since, and its value was restored
             self._set_value()
 
@@ -103,20 +93,15 @@ class Shift(Extension):
         self._set_value()
 
     def _set_value(self) -> None:
-        value = self.value(self._calls, self._init)
+        value = self.value(self._calls, self._initial())
         for group in self._live.param_groups:
             set_value(group, self.attr, value)
 
-    @property
-    def _init(self) -> float:
-        init = self._found if self.init is None else self.init
-        assert init is not None
-        return init
+    def _initial(self) -> float:
+        return self._found if self.init is None else self.init  # type: ignore[return-value]
 
     def _values(self, optimizer: Any) -> list[Any]:
-        return [group[self.attr] for group in optimizer.param_groups]
-
-    def _check_groups(self, optimizer: Any) -> None:
+        """Return the value of each group; refuse a group without the attribute, and anything but a number."""
         groups, name = optimizer.param_groups, type(optimizer).__name__
         for index, group in enumerate(groups):
             if self.attr not in group:
@@ -129,6 +114,7 @@ class Shift(Extension):
             is_scalar_tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
             if not is_number(value) and not is_scalar_tensor:
                 raise TypeError(f"a shift sets a number, and {self.attr!r} of {name} is {value!r}")
+        return [group[self.attr] for group in groups]
 
     def _common_value(self, values: list[Any]) -> float:
         numbers = [float(value) for value in values]
@@ -140,10 +126,8 @@ class Shift(Extension):
         return numbers[0]
 
     def _check_target(self, init: float) -> None:
-        if self.target is None or not init:
-            return
-        rises = self._rises(init)
-        if init > self.target if rises else init < self.target:
+        rises = self._grows == (init > 0)
+        if self.target is not None and init and (init > self.target if rises else init < self.target):
             raise ValueError(
                 f"target is where the shift ends, and {self.attr!r} goes {'up' if rises else 'down'} from {init} and never "
                 f"comes to {self.target}; give a target on its way"
@@ -152,7 +136,7 @@ class Shift(Extension):
     def serialize(self, serializer: AbstractSerializer) -> None:
         was_last = self._was_last
         if self._live is not None and isinstance(serializer, Serializer):
-            value = self.value(self._calls, self._init)
+            value = self.value(self._calls, self._initial())
             was_last = all(are_equal(current, value) for current in self._values(self._live))
         attr = serializer("attr", self.attr)
         self._calls = serializer("calls", self._calls)
@@ -160,7 +144,7 @@ class Shift(Extension):
         self._constructed = serializer("constructed", self._constructed)
         was_last = serializer("was_last", was_last)
         if not isinstance(serializer, Serializer):
-            self._live, self._restored, self._was_last = None, True, was_last
+            self._live, self._was_last = None, was_last
             if attr != self.attr:  # settings are never state: what is known of another attribute says nothing
                 self._reset()
 
@@ -168,7 +152,8 @@ class Shift(Extension):
 class ExponentialShift(Shift):
     """Sets an attribute to ``init * rate ** calls``.
 
-    Before the first update it is ``init``. With ``trigger=(1, "epoch")`` it is multiplied by ``rate`` after every epoch.
+    Before the first update it is ``init``, as for every shift. With ``trigger=(1, "epoch")`` it is multiplied by ``rate``
+    after every epoch.
 
     Example::
 
@@ -200,8 +185,6 @@ class ExponentialShift(Shift):
 
 class InverseShift(Shift):
     """Sets an attribute to ``init * (1 + gamma * calls) ** -power``.
-
-    Before the first update it is ``init``.
 
     Example::
 
@@ -274,7 +257,7 @@ class LinearShift(Shift):
 class MultistepShift(Shift):
     """Sets an attribute to ``init * gamma ** n``, where n is the number of steps that have been reached.
 
-    Before the first update it is ``init``; a step of 3 is reached by the third call.
+    A step of 3 is reached by the third call.
 
     Example::
 
@@ -307,7 +290,7 @@ class MultistepShift(Shift):
 class PolynomialShift(Shift):
     """Sets an attribute to ``init * max(1 - calls / max_count, 0) ** rate``.
 
-    Before the first update it is ``init``; from call ``max_count`` on it is 0, or ``target``.
+    From call ``max_count`` on it is 0, or ``target``.
 
     Example::
 
@@ -342,8 +325,6 @@ class PolynomialShift(Shift):
 
 class StepShift(Shift):
     """Sets an attribute to ``init * gamma ** floor(calls / step)``.
-
-    Before the first update it is ``init``.
 
     Example::
 
