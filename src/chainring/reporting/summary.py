@@ -237,6 +237,10 @@ class IntervalMeans:
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self._keys = keys
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new interval."""
         self._summary = DictSummary()
 
     def observe(self, trainer: Trainer) -> None:
