@@ -19,21 +19,13 @@ from chainring.html_report._run import DAMAGED, read_run
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page that was written.
-
-    Attributes:
-        file: the HTML file.
-        size: of the file in bytes.
-        rows: the number of rows of the logs.
-        snapshots: the number of snapshots.
-        damaged: the names of those whose bytes are not those that were written.
-    """
+    """A page that was written, and the number of rows of logs and of snapshots on it."""
 
     file: Path
-    size: int
+    size: int  # bytes
     rows: int
     snapshots: int
-    damaged: list[str]
+    damaged: list[str]  # names of snapshots whose bytes are not those that were written
 
 
 def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> Page:

@@ -25,21 +25,13 @@ _EVALUATION = re.compile(r"validation(_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The points of one key that are drawn.
-
-    Attributes:
-        key: of the log.
-        rows: the indices of the rows.
-        values: NaN for a gap.
-        count: the points that the log has.
-        gaps: the number of points that are not finite by ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
-    """
+    """The points of one key that are drawn."""
 
     key: str
-    rows: list[int]
-    values: list[float]
-    count: int
-    gaps: dict[str, int]
+    rows: list[int]  # indices of the rows of the log
+    values: list[float]  # NaN for a gap
+    count: int  # of the points that the log has
+    gaps: dict[str, int]  # by "NaN", "Infinity" and "-Infinity" the number of points that are not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,6 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The curves in words."""
         sentences = []
         for curve in self.curves:
             if values := [value for value in curve.values if math.isfinite(value)]:
@@ -62,26 +53,19 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """The charts of a log.
+    """The charts of a log, in the order in which their keys occur."""
 
-    Attributes:
-        axes: by the name of each x-axis the position of every row, ``None`` for a row that has none.
-        charts: in the order in which their keys occur.
-        left_out: keys for which a page has no room.
-    """
-
-    axes: dict[str, list[float | None]]
+    axes: dict[str, list[float | None]]  # by the name of each x-axis the position of every row, if it has one
     charts: list[Chart]
-    left_out: list[str]
+    left_out: list[str]  # keys for which a page has no room
 
     @property
     def drawn(self) -> int:
-        """The number of points that are drawn."""
+        """The number of points that are drawn, of the `count` that the log has."""
         return sum(len(curve.rows) for chart in self.charts for curve in chart.curves)
 
     @property
     def count(self) -> int:
-        """The number of points that the log has of the curves that are drawn."""
         return sum(curve.count for chart in self.charts for curve in chart.curves)
 
 
@@ -89,7 +73,7 @@ def charts_of(log: Log, max_points: int = MAX_POINTS) -> Charts:
     """Return the charts of a log with at most ``max_points`` points, so that a page stays small however long the run was."""
     numbers = {}
     for key in log.keys:
-        rows = [index for index, row in enumerate(log.rows) if _is_number(row.get(key))]
+        rows = [index for index, row in enumerate(log.rows) if is_number(row.get(key))]
         if rows and key not in COUNTERS:
             numbers[key] = rows
     keys = list(numbers)[: max_points // _MIN_CURVE_POINTS]
@@ -100,10 +84,6 @@ def charts_of(log: Log, max_points: int = MAX_POINTS) -> Charts:
         name = _chart_name(key, numbers)
         charts.setdefault(name, Chart(name)).curves.append(_curve(key, numbers[key], values, max_curve_points))
     return Charts(_axes(log.rows), list(charts.values()), [key for key in numbers if key not in keys])
-
-
-def _is_number(value: Any) -> bool:
-    return is_number(value)
 
 
 def _float(value: float) -> float:
@@ -155,7 +135,7 @@ def _axes(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> list[float | None]:
-    values = [_float(row[key]) if _is_number(row.get(key)) else math.nan for row in rows]
+    values = [_float(row[key]) if is_number(row.get(key)) else math.nan for row in rows]
     return [value if math.isfinite(value) else None for value in values]
 
 
@@ -166,16 +146,15 @@ def _epochs(rows: list[dict[str, Any]]) -> list[float | None]:
     least bound fits all rows, unless the length has changed.
     """
     epochs, iterations = _column(rows, "epoch"), _column(rows, "iteration")
-    pairs = [(n, e) for n, e in zip(iterations, epochs, strict=True) if n is not None and e is not None]
-    is_shared = len({e for _, e in pairs}) < len(pairs)
+    rows_of_log = list(zip(iterations, epochs, strict=True))
+    pairs = [(n, e) for n, e in rows_of_log if n is not None and e is not None]
     bounds = [(n, e) for n, e in pairs if n > 0 and e > 0]
-    if not is_shared or not bounds:
+    if len({e for _, e in pairs}) == len(pairs) or not bounds:
         return epochs
     length, count = min(bounds, key=lambda pair: pair[0] / pair[1])  # iterations of this number of epochs
     if any(not e * length <= n * count < (e + 1) * length for n, e in pairs):
         return epochs
-    both = zip(iterations, epochs, strict=True)
-    return [n * count / length if n is not None and e is not None else e for n, e in both]
+    return [n * count / length if n is not None and e is not None else e for n, e in rows_of_log]
 
 
 def script_data(charts: Charts) -> dict[str, Any]:

@@ -26,13 +26,9 @@ _MAX_CHARACTERS = 600  # of one text
 
 
 def page_of(run: Run, made: datetime.datetime) -> str:
-    """Return the page as HTML.
+    """Return the page of a run whose directory was read at the time ``made``, as HTML.
 
     Every text from a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
-
-    Args:
-        run: the content of its directory.
-        made: when that was read, which the page says.
     """
     from jinja2 import Environment
     from markupsafe import Markup
@@ -99,9 +95,6 @@ def _mapping(content: Any) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# --- the content of sections ---
-
-
 def _facts(run: Run) -> dict[str, str]:
     """Return the numbers at the head of the page, but those that are 0 or not known."""
     last = run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
@@ -149,9 +142,6 @@ def _changes(start: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return name, old and new value of the settings that had changed by a start."""
     changed = list(_mapping(start.get("changed")).items())[:_MAX_ROWS]
     return [(name, *(pair if isinstance(pair, list) and len(pair) == 2 else (None, pair))) for name, pair in changed]
-
-
-# --- values as text ---
 
 
 def _text(value: object) -> str:

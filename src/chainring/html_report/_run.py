@@ -23,49 +23,29 @@ _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The content of the directory of a run.
-
-    Attributes:
-        directory: of the run.
-        record: ``run.json``, empty if there is none.
-        record_error: why ``run.json`` could not be read.
-        logs: in the order of their names, after the one of the default name.
-        snapshots: the newest first.
-        profile: of the last part of the run that came to its end.
-        graph: behind a reported value.
-    """
+    """The content of the directory of a run."""
 
     directory: Path
-    record: dict[str, Any] = field(default_factory=dict)
-    record_error: str | None = None
-    logs: list[Log] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)  # run.json, empty if there is none
+    record_error: str | None = None  # why run.json could not be read
+    logs: list[Log] = field(default_factory=list)  # in the order of their names, after the one of the default name
+    snapshots: list[Snapshot] = field(default_factory=list)  # the newest first
     profile: Profile | None = None
     graph: Graph | None = None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The entries of ``run.json``, one for each start."""
         return [start for start in self.record.get("starts", ()) if isinstance(start, dict)]
 
     @property
     def models(self) -> list[Model]:
-        """The models whose parameters ``run.json`` records."""
         models = self.record.get("models")
         models = models if isinstance(models, dict) else {}
         return [_model(name, content) for name, content in models.items() if isinstance(content, dict)]
 
 
 def read_run(directory: Path, *, verify: bool = True) -> Run:
-    """Read the directory of a run, which may still be going on.
-
-    Args:
-        directory: the trainer's ``out``.
-        verify: whether every byte of the snapshots is compared with its checksum.
-
-    Raises:
-        FileNotFoundError: there is no such directory, or no run has written there; the error says which to give instead.
-    """
+    """Read the directory of a run, which may still be going on; see `write`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
     if (directory / MANIFEST).exists():
@@ -118,17 +98,11 @@ def _read_object(directory: Path, name: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log of a run.
-
-    Attributes:
-        name: of the file of its lines.
-        rows: the rows, NaN and infinities as floats.
-        unreadable: how many complete lines are not rows.
-    """
+    """A log of a run, by the name of the file of its lines."""
 
     name: str
-    rows: list[dict[str, Any]]
-    unreadable: int = 0
+    rows: list[dict[str, Any]]  # NaN and infinities as floats
+    unreadable: int = 0  # the number of complete lines that are not rows
 
     @property
     def keys(self) -> list[str]:
@@ -160,36 +134,21 @@ VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot.
-
-    Attributes:
-        name: of its directory.
-        iteration: ``None`` if its manifest cannot be read.
-        epoch: completed epochs, if its manifest has them.
-        size: bytes of its files.
-        state: ``"verified"``, ``"complete"`` (names and sizes agree, the bytes were not read), or ``"damaged"``.
-        note: why it is damaged, or the notes of its manifest.
-        links: the fixed names that lead to it, such as ``best``.
-    """
+    """A snapshot; ``None`` for what its manifest does not tell."""
 
     name: str
     iteration: int | None
     epoch: int | None
-    size: int
-    state: str
-    note: str
-    links: list[str]
+    size: int  # bytes of its files
+    state: str  # COMPLETE: names and sizes agree, and the bytes were not read
+    note: str  # why it is damaged, or the notes of its manifest
+    links: list[str]  # the fixed names that lead to it, such as "best"
 
 
 def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
-    """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on.
-
-    Args:
-        directory: of the run.
-        templates: names of what the run writes. A directory of such a name without a manifest is a damaged snapshot.
-        verify: whether every byte is read.
-    """
+    """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     store = Store(directory)
+    # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
     links: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
@@ -279,17 +238,11 @@ def _read_profile(directory: Path) -> Profile | None:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph behind a reported value, as `dump_graph` writes it.
+    """The graph behind a reported value, as `dump_graph` writes it."""
 
-    Attributes:
-        name: of its file.
-        inputs: by the label of each node but the leaves, in the order of the forward, the labels of the nodes before it.
-        picture: the SVG that Graphviz has drawn of it, if there is one.
-    """
-
-    name: str
-    inputs: dict[str, list[str]]
-    picture: bytes | None
+    name: str  # of its file
+    inputs: dict[str, list[str]]  # of each node but the leaves, in the order of the forward, all by their labels
+    picture: bytes | None  # the SVG that Graphviz has drawn
 
 
 def _read_graph(directory: Path, files: list[str]) -> Graph | None:

@@ -253,8 +253,9 @@ class IntervalMeans:
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        summary, self._summary = self._summary, DictSummary()
-        return summary.over_ranks(trainer.comm).compute_mean()
+        means = self._summary.over_ranks(trainer.comm).compute_mean()
+        self.reset()
+        return means
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the values of the open interval, as ``summary`` in the state of the owner."""
@@ -262,11 +263,7 @@ class IntervalMeans:
 
 
 def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dict[str, Any]:
-    """Merge observations of one update: numbers by weighted mean, on their device; of anything else the last is kept.
-
-    Args:
-        observations: each with its weight (a number or a tensor without dimensions): of micro-batches or replicas.
-    """
+    """Merge observations of one update, each with its weight: numbers by weighted mean, on their device, else the last."""
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for values, _ in observations for key in values):
         pairs = [(values[key], weight) for values, weight in observations if key in values]
@@ -293,23 +290,12 @@ def _merge_scalars(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return sum(value * weight for value, weight in pairs) / total, total
 
 
-# --- metrics ---
-
 _PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
 """Types of most attributes of a module, which are not metrics."""
 
 
 def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence[Any], device: Any) -> dict[str, Any]:
-    """Merge what replicas of a model on several devices reported: numbers by weighted mean, of all else the last.
-
-    Args:
-        observations: one for each replica.
-        weights: a number or a tensor without dimensions for each replica.
-        device: where the means are computed.
-
-    Raises:
-        TypeError: each replica has reported a metric of its own, which has counted a share of the batch.
-    """
+    """Merge what replicas of a model reported on several devices: numbers by weighted mean, on ``device``, else the last."""
     if len(observations) == 1:
         return observations[0]
     moved = [
@@ -371,9 +357,6 @@ def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
             "part of the model that saves its state: metric.persistent(True), or an nn.Module with buffers",
             stacklevel=3,
         )
-
-
-# --- scalars ---
 
 
 def is_scalar(value: Any) -> bool:

@@ -38,8 +38,11 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
     first = trainer.updater.iteration + 1
     fires, last, end = _predict(trainer, entries, iterations, is_started)
-    rows = [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in entries]
-    return "\n".join([_headline(trainer, first, last, end), *_table(rows)])
+    rows = [("extension", "priority", "trigger", "fires")]
+    rows += [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in entries]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    table = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
+    return "\n".join([_headline(trainer, first, last, end), *table])
 
 
 class SimulatedUpdater:
@@ -119,24 +122,16 @@ def _headline(trainer: Trainer, first: int, last: int, end: str | None) -> str:
     return f"Iterations {first} to {last}, {ending}. Each is an update, then in this order:"
 
 
-def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, ...]:
+def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, str, str, str]:
     if fires is None:
         text = "asked each iteration"
-    elif not fires:
-        text = "at none of them"
     else:
-        text = "at " + ", ".join(map(str, fires[:_MAX_SHOWN]))
+        text = "at " + (", ".join(map(str, fires[:_MAX_SHOWN])) or "none of them")
         text += f", ... ({len(fires)} times)" if len(fires) > _MAX_SHOWN else ""
     is_skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
     text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
     text += "; observes each" if entry.observe is not None else ""
     return entry.name, str(entry.priority), describe(entry.trigger), text
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    rows = [("extension", "priority", "trigger", "fires"), *rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
 
 
 def rehearse(trainer: Trainer) -> None:

@@ -30,29 +30,20 @@ logger = logging.getLogger("chainring")
 
 
 class LoadedState:
-    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start.
-
-    Attributes:
-        exists: True once anything was loaded, so that the run continues an earlier one.
-        generators: the state of the random generators, put back immediately before the first update.
-        directory: the directory of the snapshot that was loaded; ``None`` where it came from memory.
-        changes: the settings in which the script differs from the saved run: by name, the old value and the new.
-    """
+    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start."""
 
     def __init__(self) -> None:
-        self.exists = False
-        self.generators: Any = None
-        self.directory: Path | None = None
-        self.changes: dict[str, list[Any]] = {}
+        self.exists = False  # True once anything was loaded, so that the run continues an earlier one
+        self.generators: Any = None  # the state of the random generators, put back immediately before the first update
+        self.directory: Path | None = None  # of the snapshot that was loaded, unless it came from memory
+        self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
         self._source: Deserializer | None = None
         self._saved: dict[str, list[str]] = {}  # extensions that only the saved run has, with their class names
         self._new: list[str] = []  # extensions that only this run has
 
     def begin(self, source: Deserializer, class_names: dict[str, list[str]], generators: Any, entries: list[Entry]) -> None:
         """Take over a saved run, whose extensions had these names and classes, and restore those that are registered."""
-        self.exists = True
-        self.generators = generators
-        self.directory = source.directory
+        self.exists, self.generators, self.directory = True, generators, source.directory
         self._source, self._saved, self._new = source, dict(class_names), []
         for entry in entries:
             self.restore(entry)
@@ -84,21 +75,13 @@ class LoadedState:
 
 
 class Run:
-    """What a run has and a trainer before it has not.
-
-    Attributes:
-        has_begun: True once `Trainer.run` was called.
-        loaded_state: the saved run that this one continues.
-        earlier_time: seconds of training in the runs before a resume.
-        started_at: when the loop started, on a monotonic clock; ``None`` as long as state may be loaded.
-        ended_at: when everything was finalized.
-    """
+    """The start and the end of a run, and the saved run that it continues."""
 
     def __init__(self) -> None:
-        self.has_begun = False
+        self.has_begun = False  # True once Trainer.run was called
         self.loaded_state = LoadedState()
-        self.earlier_time = 0.0
-        self.started_at: float | None = None
+        self.earlier_time = 0.0  # seconds of training in the runs before a resume
+        self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
         self.ended_at: float | None = None
         self._directory: RunDirectory | None = None
         self._started_triggers: list[Any] = []

@@ -38,12 +38,7 @@ _COUNTS = {"iteration": r"(?P<iteration>\d+)", "epoch": r"\d+", "epoch_detail": 
 
 
 def check_out(out: str | os.PathLike[str]) -> None:
-    """Check that ``out`` is, or can become, a directory to write to, without creating anything.
-
-    Raises:
-        TypeError: it is not a path.
-        OSError: something else is in the way, or the permission is missing.
-    """
+    """Check that ``out`` is, or can become, a directory to write to, without creating anything."""
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
     path = Path(out).absolute()
@@ -55,11 +50,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
 
 
 def create_out(out: str | os.PathLike[str]) -> None:
-    """Create the directory and check that a file can be written there.
-
-    Raises:
-        OSError: the directory cannot be created, or not written to.
-    """
+    """Create the directory and check that a file can be written there."""
     try:
         os.makedirs(out, exist_ok=True)
         probe = temporary_path(Path(out))
@@ -71,15 +62,9 @@ def create_out(out: str | os.PathLike[str]) -> None:
 
 
 class RunDirectory:
-    """The directory in which one run writes, and no other run meanwhile.
+    """The directory in which one run writes, and no other run meanwhile: then a `BlockingIOError` is raised.
 
     Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
-
-    Args:
-        out: the directory; it exists.
-
-    Raises:
-        BlockingIOError: another run writes there; the error names its process and host.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
@@ -177,8 +162,7 @@ def _iteration_of(matches: list[re.Match[str]], default: float | None) -> float 
 
 
 def _list_names(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_SHOWN])
-    return shown if len(names) <= _MAX_SHOWN else f"{shown} and {len(names) - _MAX_SHOWN} more"
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -194,12 +178,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def parse_record(path: Path) -> dict[str, Any]:
-    """Return the record in this file, which a person may have edited.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is not a record that `write_record` has written.
-    """
+    """Return the record in this file; raise a `ValueError` if a person has edited it into something else."""
     try:
         record = json.loads(path.read_bytes())
     except RecursionError:
@@ -214,13 +193,9 @@ def parse_record(path: Path) -> dict[str, Any]:
 def write_record(
     trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], changes: Mapping[str, list[Any]]
 ) -> None:
-    """Record this start and print the settings that have changed.
+    """Add this start to the record of the earlier run, empty if it is a new one; print the settings that have changed.
 
-    Args:
-        trainer: the trainer.
-        earlier: the record of the run that is continued, to which the start is added; empty for a run that starts anew.
-        files: templates of the names of all that this run and the starts before it write.
-        changes: settings that differ from those in the loaded state: by name, the old value and the new.
+    The record names all that the run writes by ``files``, which are templates; ``changes`` are those of the loaded state.
     """
     settings = _settings_of(trainer)
     start = {

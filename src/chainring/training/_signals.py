@@ -37,18 +37,13 @@ class Interruption:
     A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
     Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
     start to compare what they have received, and at the beginning of the next they read the result, so none waits.
-
-    Attributes:
-        signum: the number of the first signal, ``None`` before one came; of several ranks, the largest that any received.
-        ends_run: True when the run ends because of it: at once in one process, when they agree for several ranks.
-        is_shared: True if several ranks have to agree.
     """
 
     def __init__(self, comm: Communicator | None = None) -> None:
-        self.signum: int | None = None
-        self.ends_run = False
+        self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
+        self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
         self._comm = comm or Communicator()
-        self.is_shared = self._comm.size > 1
+        self.is_shared = self._comm.size > 1  # several ranks have to agree
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._sigint_count = 0
         self._handlers: dict[int, Any] = {}  # those that were there
@@ -101,11 +96,7 @@ class Interruption:
     def error(self) -> BaseException:
         """Return what ends the run; in a notebook, whose kernel must go on, SIGINT stays a KeyboardInterrupt."""
         assert self.signum is not None
-        if self.signum == signal.SIGINT and _is_in_notebook():
+        shell = sys.modules.get("IPython")
+        if self.signum == signal.SIGINT and shell is not None and hasattr(shell.get_ipython(), "kernel"):
             return KeyboardInterrupt(f"{self.name}: the iteration was finished and its state saved")
         return Interrupted(self.signum)
-
-
-def _is_in_notebook() -> bool:
-    shell = sys.modules.get("IPython")
-    return shell is not None and hasattr(shell.get_ipython(), "kernel")

@@ -149,9 +149,9 @@ def make_extension(
                 "without settings it is written with its parentheses: @make_extension()"
             )
         settings = {
-            "trigger": Extension.trigger if trigger is None else trigger,
+            "trigger": _first(trigger, Extension.trigger),
             "default_name": default_name if default_name is not None else getattr(function, "__name__", None),
-            "priority": Extension.priority if priority is None else priority,
+            "priority": _first(priority, Extension.priority),
             "invoke_before_training": invoke_before_training,
             "finalize": finalizer,
             "initialize": initializer,
@@ -170,9 +170,7 @@ class Entry:
     Arguments that are ``None`` are looked up on the extension; see `Trainer.extend`.
 
     Attributes:
-        extension: the callable.
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
-        trigger: asked once an iteration.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
         observe, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.

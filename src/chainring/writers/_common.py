@@ -15,11 +15,7 @@ from chainring._messages import info
 
 
 def import_optional(module: str, extra: str, writer: str) -> Any:
-    """Import a package that is an optional dependency.
-
-    Raises:
-        ImportError: it cannot be imported; the error names the extra that installs it.
-    """
+    """Import a package that is an optional dependency, or raise an `ImportError` that names the extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -29,11 +25,7 @@ def import_optional(module: str, extra: str, writer: str) -> Any:
 
 
 def check_path(argument: str, path: str | os.PathLike[str]) -> str:
-    """Return a path in the run's ``out``, or an absolute path, as a string.
-
-    Raises:
-        TypeError: it is not a path, or empty.
-    """
+    """Return a path in the run's ``out``, or an absolute path, as a string."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(f"{argument} is a name in the run's out, or an absolute path; got {path!r}")
     return str(os.fspath(path))

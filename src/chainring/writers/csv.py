@@ -95,12 +95,6 @@ def _is_continued(path: Path, rows: list[dict[str, str]], iteration: int) -> boo
         return False
     if iteration == 0:
         return not found
-    return [row for row in found if _iteration(row) <= iteration] == [
-        {key: cell for key, cell in row.items() if cell} for row in rows
-    ]
-
-
-def _iteration(row: dict[str, str]) -> float:
-    """Return the iteration of a row; a row that a killed run has half written may lack it, and counts as a later one."""
-    cell = row.get("iteration", "")
-    return int(cell) if cell.isdecimal() else float("inf")
+    # A row that a killed run has half written may lack the iteration, and counts as a later one.
+    earlier = [row for row in found if row.get("iteration", "").isdecimal() and int(row["iteration"]) <= iteration]
+    return earlier == [{key: cell for key, cell in row.items() if cell} for row in rows]

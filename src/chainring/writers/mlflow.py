@@ -57,7 +57,11 @@ class MlflowWriter(Writer):
         else:
             self._create()
             save_service_run(run.out / _FILE, {"run_id": self._run_id, **service})
-        self._add_params(run)
+        known = self._client.get_run(self._run_id).data.params
+        param = self._mlflow.entities.Param
+        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in known]
+        for start in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])
         sent = {metric.step for metric in self._client.get_metric_history(self._run_id, "elapsed_time")}
         for record in run.records:
             if record.iteration not in sent:
@@ -85,10 +89,3 @@ class MlflowWriter(Writer):
             experiment = self._client.get_experiment_by_name(name)
             experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self._run_id = self._client.create_run(experiment_id).info.run_id
-
-    def _add_params(self, run: Run) -> None:
-        known = self._client.get_run(self._run_id).data.params
-        param = self._mlflow.entities.Param
-        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in known]
-        for start in range(0, len(params), _PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])

@@ -54,7 +54,9 @@ class TensorBoardWriter(Writer):
         self._add(file_version="brain.Event:2")
         self._add(step=run.iteration + 1, session_log=SessionLog(status=SessionLog.START))  # later steps are forgotten
         if run.config:
-            self._add(summary=hparams_pb({str(key): _hparam(value) for key, value in run.config.items()}))
+            numbers_or_text = (bool, int, float, str)  # the settings that TensorBoard takes
+            settings = {str(k): v if isinstance(v, numbers_or_text) else str(v) for k, v in run.config.items()}
+            self._add(summary=hparams_pb(settings))
         for record in () if earlier else run.records:
             self.write(record)
 
@@ -83,8 +85,3 @@ def _next_name(earlier: Sequence[str]) -> str:
     last = earlier[-1][len(_PREFIX) :].partition(".")[0] if earlier else ""
     seconds = max(int(time.time()), int(last) + 1 if last.isdecimal() else 0)
     return f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
-
-
-def _hparam(value: Any) -> Any:
-    """Return the value of a setting as TensorBoard takes it: a number, a bool or a string."""
-    return value if isinstance(value, (bool, int, float, str)) else str(value)

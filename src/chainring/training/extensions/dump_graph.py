@@ -117,8 +117,7 @@ class DumpGraph(Extension):
             file.write(graph.to_dot().encode())
         with atomic_write(path.with_suffix(".json")) as file:
             file.write(graph.to_json().encode())
-        program = shutil.which("dot")
-        if program is None:
+        if (program := shutil.which("dot")) is None:
             return
         try:
             done = subprocess.run([program, "-Tsvg", path], capture_output=True, timeout=_DOT_TIMEOUT, check=True)

@@ -18,14 +18,12 @@ from chainring._files import atomic_write, from_json, to_json
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.writers._common import set_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.triggers._get_trigger import TriggerLike
-
 
 _SMALL = 1_000_000  # bytes up to which the array is replaced after each row
 _SECONDS = 30.0  # between two replacements of a larger array
@@ -157,7 +155,7 @@ class LogReport(Extension):
             # In a snapshot beside the file its length is enough: otherwise a log of n rows would be written n times.
             if serializer.directory is not None and serializer.directory.resolve() == self._file.path.parent.resolve():
                 serializer.refer(self._file.path)
-                rows, checksum = None, self._file.checksum
+                rows, checksum = None, [self._file.path.name, self._file.size, self._file.crc]
         rows, checksum = serializer("log", rows), serializer("file", checksum)
         self._written = serializer("written", self._written)
         if not isinstance(serializer, Serializer):
@@ -219,8 +217,7 @@ class LogFile(Writer):
         self.writes = (filename, f"{filename}.jsonl")
         self._array, self.path = map(Path, self.writes)
         self._lines: list[str] = []
-        self._size = 0
-        self._crc = 0
+        self.size = self.crc = 0  # of the file of lines: its length in bytes, and its CRC-32
         self._replaced_at = -math.inf
         self._is_stale = False
 
@@ -235,7 +232,7 @@ class LogFile(Writer):
             with atomic_write(self.path) as file:
                 file.write(text)
         os.truncate(self.path, len(text))
-        self._size, self._crc = len(text), zlib.crc32(text)
+        self.size, self.crc = len(text), zlib.crc32(text)
         self._replace_array()
 
     def write(self, record: Record) -> None:
@@ -244,9 +241,9 @@ class LogFile(Writer):
         with open(self.path, "ab") as file:
             file.write(text)
         self._lines.append(line)
-        self._size, self._crc = self._size + len(text), zlib.crc32(text, self._crc)
+        self.size, self.crc = self.size + len(text), zlib.crc32(text, self.crc)
         self._is_stale = True
-        if self._size <= _SMALL or time.monotonic() - self._replaced_at >= _SECONDS:
+        if self.size <= _SMALL or time.monotonic() - self._replaced_at >= _SECONDS:
             self._replace_array()
 
     def flush(self) -> None:
@@ -261,11 +258,6 @@ class LogFile(Writer):
         with atomic_write(self._array) as file:
             file.write(f"[\n{body}\n]\n".encode() if body else b"[]\n")
         self._replaced_at, self._is_stale = time.monotonic(), False
-
-    @property
-    def checksum(self) -> list[Any]:
-        """The name of the file of lines, its length in bytes, and its CRC-32."""
-        return [self.path.name, self._size, self._crc]
 
 
 def _head(path: Path, size: int) -> bytes | None:

@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ class Profiler(Extension):
     def __init__(self, *, trace: tuple[int, int] | None = None) -> None:
         self.trigger = never
         self._trace = None if trace is None else _check_trace(trace)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()  # what takes the measuring out of the trainer again
         self._out: Path | None = None
         self._recorder: Any = None
         self._reset()
@@ -98,28 +99,23 @@ class Profiler(Extension):
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
             self._mark_stages(updater.callbacks)
         for optimizer in updater.get_all_optimizers().values():
-            self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
-            self._undo.append(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
+            self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
         for entry in trainer.entries:
             if entry.extension is not self:
-                self._time_entry(entry)
+                phase = f"extension:{entry.name}"
+                self.seconds[phase] = 0.0
+                for name in ("call", "observe"):  # when its trigger fires, and each iteration
+                    if (call := getattr(entry, name)) is not None:
+                        setattr(entry, name, self._timed(call, phase))
+                        self._undo.callback(setattr, entry, name, call)
         reporter = trainer.reporter
         reporter.watchers += (self._watch,)
 
         def stop_watching() -> None:
             reporter.watchers = tuple(watcher for watcher in reporter.watchers if watcher != self._watch)
 
-        self._undo.append(stop_watching)
-
-    def _time_entry(self, entry: Any) -> None:
-        """Time the calls of an extension: each iteration, and when its trigger fires."""
-        phase = f"extension:{entry.name}"
-        self.seconds[phase] = 0.0
-        for name in ("call", "observe"):
-            call = getattr(entry, name)
-            if call is not None:
-                setattr(entry, name, self._timed(call, phase))
-                self._undo.append(functools.partial(setattr, entry, name, call))
+        self._undo.callback(stop_watching)
 
     def _timed(self, call: Callable[[Trainer], Any], phase: str) -> Callable[[Trainer], Any]:
         def timed(trainer: Trainer) -> Any:
@@ -159,22 +155,19 @@ class Profiler(Extension):
                 del updater.update
 
         updater.update = timed
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def _mark_stages(self, callbacks: UpdateCallbacks) -> None:
         """Add marks to the updater's callbacks: before the others when a stage finishes, after them when one starts."""
         for stage, phase in _STAGES.items():
-            mark = self._stage(stage, phase)
+            mark = functools.partial(self._mark_stage, stage, phase)
             callbacks.add(stage, mark, first=stage.endswith("finish"))
-            self._undo.append(functools.partial(callbacks.remove, stage, mark))
+            self._undo.callback(callbacks.remove, stage, mark)
 
-    def _stage(self, stage: str, phase: str) -> Callable[[UpdateContext], None]:
-        def mark(context: UpdateContext) -> None:
-            # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
-            self._has_stages = self._has_stages or stage != "batch_on_finish"
-            self._mark(phase)
-
-        return mark
+    def _mark_stage(self, stage: str, phase: str, context: UpdateContext) -> None:
+        # An update_core of one's own may fetch batches by next_batch, and do the rest in no stages.
+        self._has_stages = self._has_stages or stage != "batch_on_finish"
+        self._mark(phase)
 
     def _watch(self, key: str, value: Any) -> None:
         # Without stages, the loss that is reported with its graph is the end of the forward.
@@ -203,8 +196,7 @@ class Profiler(Extension):
             recorder.export_chrome_trace(file.name)
 
     def finalize(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         if self.iterations:
             self._mark("loop")
         self._last = None
@@ -232,7 +224,6 @@ def _check_trace(trace: tuple[int, int]) -> tuple[int, int]:
     rule = "trace is the first and the last iteration to record, counted from 1, such as (10, 12)"
     if not isinstance(trace, (tuple, list)) or len(trace) != 2 or not all(type(limit) is int for limit in trace):
         raise TypeError(f"{rule}; got {trace!r}")
-    first, last = trace
-    if not 1 <= first <= last:
+    if not 1 <= trace[0] <= trace[1]:
         raise ValueError(f"{rule}; got {trace!r}")
-    return first, last
+    return trace[0], trace[1]

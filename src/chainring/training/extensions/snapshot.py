@@ -11,8 +11,6 @@ from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from chainring._checks import is_integer
 from chainring._naming import name_cleaner
 from chainring.serializers._checkpoint import (
@@ -144,8 +142,7 @@ class Snapshot(Extension):
             return
         self._guard(self._background.wait)
         os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
-        write = self._prepare(trainer)
-        if write is None:
+        if (write := self._prepare(trainer)) is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
         others = [e.extension._background for e in trainer.entries if isinstance(e.extension, Snapshot)]
@@ -167,7 +164,8 @@ class Snapshot(Extension):
         checkpoint = self._capture(trainer, comm)
         if comm.rank != 0 and not checkpoint.is_sharded:
             return None
-        checkpoint.tensors = self._stage(checkpoint.tensors)
+        if self._asynchronous:
+            checkpoint.tensors = self._staging.copy(checkpoint.tensors)
         if comm.rank != 0:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
         is_final = trainer.is_final_snapshot
@@ -181,9 +179,6 @@ class Snapshot(Extension):
         if left_out:
             checkpoint.about["left out"] = f"{left_out} parameters that need no gradient, by frozen=False"
         return checkpoint
-
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._staging.copy(tensors) if self._asynchronous else tensors
 
     def _guard(self, call: Write) -> None:
         try:
@@ -265,8 +260,8 @@ class _ModelSnapshot(Snapshot):
         tensors = module_tensors(self.target)  # on every rank, each of which may hold shards of them
         if trainer.comm.rank != 0:
             return None
-        tensors = self._stage(tensors)
-        return lambda: save_tensors(path, tensors)
+        staged = self._staging.copy(tensors) if self._asynchronous else tensors
+        return lambda: save_tensors(path, staged)
 
 
 def _check_target(target: object) -> None:
@@ -292,8 +287,6 @@ def _leave_out_frozen(state: StateCollector, root: Any) -> int:
                 count += 1
     return count
 
-
-# --- the names of snapshots, and which of them are kept ---
 
 # Keys of a manifest: the series of a snapshot, and that it was taken because the run ended.
 _SERIES = "series"
@@ -348,12 +341,11 @@ class _Series:
 
     def repair_link(self, store: Store) -> None:
         """Link a fixed name to its newest snapshot, after a kill between the two, or if the link has been moved."""
-        if not self.is_fixed:
-            return
-        name = str(self.filename)
-        newest = next((directory for directory, manifest in self._readable(store) if _FINAL not in manifest.about), None)
-        if newest is not None and store.link_target(name) != newest:
-            store.link(name, newest)
+        if self.is_fixed:
+            linked = (name for name, manifest in self._readable(store) if _FINAL not in manifest.about)
+            newest = next(linked, None)
+            if newest is not None and store.link_target(str(self.filename)) != newest:
+                store.link(str(self.filename), newest)
 
     def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
         """Remove those older than the ``n_retains`` newest and those that lost their link, never the one just committed."""
