@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 
-from chainring._files import write_bytes
+from chainring._files import temporary_path, write_bytes
 from chainring.serializers._store import MANIFEST, CorruptError, Store, find_newest
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
@@ -177,6 +177,19 @@ def test_removing_and_sweeping_touch_nothing_else(store):
     store.remove("s1")
     assert store.sweep() == []
     assert sorted(os.listdir(store.root)) == [".hidden.tmp", "s1.tmp", "s2"]
+
+
+def test_sweeping_reaches_folders_below_but_not_those_of_another_run(tmp_path):
+    """A log in a folder of its own is written by a rename too; a folder with a lock may be in use."""
+    left = [tmp_path / folder / temporary_path(tmp_path).name for folder in ("logs", "logs/deep", "other")]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "logs" / "log.json").touch()
+    (tmp_path / "other" / ".lock").touch()
+    assert sorted(Store(tmp_path).sweep()) == sorted(path.name for path in left[:2])
+    assert [path.exists() for path in left] == [False, False, True]
+    assert (tmp_path / "logs" / "log.json").exists()
 
 
 @pytest.mark.parametrize("name", ["", ".s", "a/b", "../s", "a\0b"])

@@ -85,17 +85,14 @@ class Communicator:
         """End the exchange; afterwards the communicator must not be used."""
 
 
-class _Foreign(Communicator):
-    """A communicator made from an object that has only some of the attributes."""
-
-    def __init__(self, comm: Any) -> None:
-        names = ("rank", "size", "local_rank", "device", "all_reduce", "broadcast", "gather_object", "barrier", "close")
-        vars(self).update({name: getattr(comm, name) for name in names if hasattr(comm, name)})
-
-
 def as_communicator(comm: Any) -> Communicator:
-    """Return a communicator, or one made from an object of another class that has its attributes."""
-    return comm if isinstance(comm, Communicator) else _Foreign(comm)
+    """Return a communicator, or one made from an object of another class that has some of its attributes."""
+    if isinstance(comm, Communicator):
+        return comm
+    adapted = Communicator()
+    names = ("rank", "size", "local_rank", "device", "all_reduce", "broadcast", "gather_object", "barrier", "close")
+    vars(adapted).update({name: getattr(comm, name) for name in names if hasattr(comm, name)})
+    return adapted
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed

@@ -116,12 +116,8 @@ class ProcessGroupCommunicator(Communicator):
     """The ranks of torch.distributed's process group.
 
     Tensors go through a group of its backend, everything else through one of gloo's on the host, which does not wait for
-    the device. The default group is left to DDP and FSDP.
-
-    Args:
-        device: where this rank computes.
-        local_rank: its rank on this machine.
-        store: through which the ranks have met, if this communicator has started the process group, which it then also ends.
+    the device. The default group is left to DDP and FSDP. With a ``store``, through which the ranks have met, this
+    communicator has started the process group, and also ends it.
     """
 
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
@@ -134,16 +130,14 @@ class ProcessGroupCommunicator(Communicator):
         atexit.register(self.close)
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        for flat in _flattened(tensors):
             dist.all_reduce(flat, group=self._tensors)
-            _unflatten(flat.div_(self.size) if average else flat, bucket)
+            if average:
+                flat.div_(self.size)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        for flat in _flattened(tensors):
             dist.broadcast(flat, root, group=self._tensors)
-            _unflatten(flat, bucket)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
@@ -208,11 +202,6 @@ class FailureBroadcast:
 
     A thread polls the store, because a rank may be waiting in an exchange that only the end of the failed process ends.
     Where the process of rank 0 has made the store, it ends with that process.
-
-    Args:
-        store: of torch.distributed.
-        rank: of this process.
-        size: how many ranks there are.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -264,8 +253,7 @@ class FailureBroadcast:
 
 
 def _connect_timeout(size: int) -> timedelta:
-    """Return the time within which ranks that have just met answer."""
-    return timedelta(seconds=8 + size / 4)
+    return timedelta(seconds=8 + size / 4)  # of ranks that have just met
 
 
 def _new_group(backend: str | None = None) -> Any:
@@ -281,6 +269,15 @@ def _is_connection_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield copies in one dimension, which are copied back after they were exchanged."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        yield flat
+        for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(values.view_as(tensor))
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield neighbours of one dtype and device, as many as are exchanged at once."""
     for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
@@ -293,8 +290,3 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
             size += tensor.nbytes
         yield bucket
-
-
-def _unflatten(flat: Tensor, bucket: list[Tensor]) -> None:
-    for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-        tensor.detach().copy_(values.view_as(tensor))

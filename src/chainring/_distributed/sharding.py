@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 
 class Shard(NamedTuple):
-    """The shard of a tensor that this rank holds.
-
-    Attributes:
-        tensor: the shard, on its device.
-        offsets: where it begins in each dimension.
-        shape: of the whole tensor.
-    """
+    """A shard of a tensor."""
 
     tensor: Tensor
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+    offsets: Sequence[int]  # where it begins in each dimension
+    shape: Sequence[int]  # of the whole tensor
 
 
 def is_sharded(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 
 from chainring.cli._common import add_command, is_model, listed, print_json, printable, snapshots
-from chainring.serializers._store import verify_sizes
+from chainring.serializers._store import verify
 
 _NOTES = ("error", "not bit-exact", "left out")
 _BITS = {"BOOL": 8, "F4": 4, "C64": 64}
@@ -101,7 +101,7 @@ def _shortened(name: str, width: int) -> str:
 
 def _describe(directory: Path) -> dict[str, Any]:
     """Return iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
-    manifest = verify_sizes(directory)
+    manifest = verify(directory, content=False)
     files = [directory / name for name in sorted(manifest.files) if name.endswith(".safetensors")]
     versions = manifest.about.get("versions")
     return {

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json
-from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store, verify_sizes
-from chainring.serializers._store import verify as verify_bytes
+from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store
+from chainring.serializers._store import verify as verify_snapshot
 from chainring.training._run_directory import RECORD, compile_template, parse_record
 from chainring.writers.base import COUNTERS
 
@@ -174,7 +174,7 @@ def _read_snapshot(path: Path, manifest: Manifest | None, links: list[str], veri
     """Read a snapshot; return ``None`` if the run has removed it meanwhile."""
     state, note = VERIFIED if verify else COMPLETE, ""
     try:
-        manifest = verify_bytes(path) if verify else verify_sizes(path)
+        manifest = verify_snapshot(path, content=verify)
     except (CorruptError, OSError) as error:
         state, note = DAMAGED, str(error)
     if not path.is_dir():

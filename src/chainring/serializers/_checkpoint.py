@@ -8,18 +8,18 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._distributed.sharding import is_sharded, local_shard, shard_like, to_full
+from chainring._distributed.sharding import Shard, is_sharded, local_shard, shard_like, to_full
 from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
@@ -264,22 +264,6 @@ def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source
     saved.visit("", unwrap(obj))
 
 
-class _SavedShard(NamedTuple):
-    tensor: Tensor
-    offsets: Sequence[int]
-    shape: Sequence[int]
-    path: Path
-
-    def is_inside(self) -> bool:
-        sizes = tuple(self.tensor.shape)
-        return len(sizes) == len(self.offsets) == len(self.shape) and all(
-            0 <= start <= start + size <= full for start, size, full in zip(self.offsets, sizes, self.shape, strict=True)
-        )
-
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.tensor.shape, strict=True))
-
-
 def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     """Return the tensors of the files of a snapshot, each whole.
 
@@ -288,12 +272,12 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
         ValueError: a file is damaged.
     """
     tensors: dict[str, Tensor] = {}
-    shards: dict[str, list[_SavedShard]] = {}
+    shards: dict[str, list[Shard]] = {}
     for path in paths:
         offsets = _safetensors.read_shard_offsets(path)
         for name, tensor in _safetensors.read(path).items():
             if name in offsets:
-                shards.setdefault(name, []).append(_SavedShard(tensor, *offsets[name], path))
+                shards.setdefault(name, []).append(Shard(tensor, *offsets[name]))
             elif name in tensors:
                 raise CorruptError(f"{path} has {name!r}, which another file of the snapshot has too")
             else:
@@ -303,16 +287,24 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     return tensors | {name: _join(name, of_name) for name, of_name in shards.items()}
 
 
-def _join(name: str, shards: list[_SavedShard]) -> Tensor:
+def _join(name: str, shards: list[Shard]) -> Tensor:
     shape, dtype = tuple(shards[0].shape), shards[0].tensor.dtype
-    fit = all(tuple(shard.shape) == shape and shard.tensor.dtype == dtype and shard.is_inside() for shard in shards)
+    regions = [
+        tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.tensor.shape, strict=False))
+        for shard in shards
+    ]
+    fit = all(tuple(shard.shape) == shape and shard.tensor.dtype == dtype for shard in shards)
+    fit &= all(len(shard.offsets) == shard.tensor.ndim == len(shape) for shard in shards)
+    fit &= all(
+        0 <= extent.start <= extent.stop <= size for region in regions for extent, size in zip(region, shape, strict=False)
+    )
     covered = sum(shard.tensor.numel() for shard in shards)
     if not fit or covered != math.prod(shape):  # checked first: the shape alone could ask for any memory
-        raise CorruptError(f"the shards of {name!r} in {[shard.path.name for shard in shards]} do not make one tensor")
+        raise CorruptError(f"the shards of {name!r} do not make one tensor of shape {list(shape)}; use another snapshot")
     # Every number is written over unless shards overlap, in which case some would be left: NaN says so, zero elsewhere.
     full = torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype)
-    for shard in shards:
-        full[shard.slices()] = shard.tensor
+    for region, shard in zip(regions, shards, strict=True):
+        full[region] = shard.tensor
     return full
 
 

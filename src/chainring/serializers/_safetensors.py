@@ -18,6 +18,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,20 +90,12 @@ def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the file is damaged, or not a safetensors file.
     """
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            stored = set(file.keys())
-            metadata = _read_metadata(file)
-            aliases = {name: entry["same_as"] for name, entry in metadata.items() if "same_as" in entry}
-            if (
-                metadata.keys() - stored - aliases.keys()
-                or aliases.keys() & stored
-                or not stored.issuperset(aliases.values())
-            ):
-                raise ValueError("its metadata and its tensors disagree")
-            found = {name: _restore(file.get_tensor(name), metadata.get(name, {})) for name in stored}
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
+    with _open(path) as (file, metadata):
+        stored = set(file.keys())
+        aliases = {name: entry["same_as"] for name, entry in metadata.items() if "same_as" in entry}
+        if metadata.keys() - stored != aliases.keys() or not stored.issuperset(aliases.values()):
+            raise ValueError("its metadata and its tensors disagree")
+        found = {name: _restore(file.get_tensor(name), metadata.get(name, {})) for name in stored}
     return {name: found[aliases.get(name, name)] for name in sorted(stored | aliases.keys())}
 
 
@@ -112,15 +105,31 @@ def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, ShardOffsets]:
     Raises:
         ValueError: the file is damaged, or not a safetensors file.
     """
+    with _open(path) as (_, metadata):
+        return {name: (entry["offsets"], entry["shape"]) for name, entry in metadata.items() if "offsets" in entry}
+
+
+@contextmanager
+def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Metadata]]:
+    """Open a file, which may come from anywhere, with what it says of its tensors beyond the format."""
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = _read_metadata(file)
-            found = {name: (entry["offsets"], entry["shape"]) for name, entry in metadata.items() if "offsets" in entry}
-    except (SafetensorError, ValueError, KeyError) as error:
+            metadata = parse_strict((file.metadata() or {}).get(_KEY, "{}").encode())
+            if not isinstance(metadata, dict) or not all(map(_is_entry, metadata.values())):
+                raise ValueError("its metadata is not that of this version")
+            yield file, metadata
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
-    if not all(type(size) is int for offsets_and_shape in found.values() for sizes in offsets_and_shape for size in sizes):
-        raise ValueError(f"{path} is damaged: offsets and shapes are integers. Use another snapshot")
-    return found
+
+
+def _is_entry(entry: Any) -> bool:
+    def is_valid(key: str, value: Any) -> bool:
+        if key in ("dtype", "same_as"):
+            return type(value) is str
+        return key in ("strides", "offsets", "shape") and type(value) is list and all(type(size) is int for size in value)
+
+    is_valid_dict = isinstance(entry, dict) and all(is_valid(key, value) for key, value in entry.items())
+    return is_valid_dict and ("offsets" in entry) == ("shape" in entry)
 
 
 def _prepare(
@@ -129,9 +138,21 @@ def _prepare(
     """Return the header of a file, and the tensors to store in the order of the file."""
     for name, tensor in tensors.items():
         _check(name, tensor)
-    entries, stored = _describe(tensors)
-    for name, (offsets, shape) in shard_offsets.items():
-        entries.setdefault(name, {}).update(offsets=[*offsets], shape=[*shape])
+    entries: Metadata = {}
+    stored: dict[str, torch.Tensor] = {}
+    aliases = find_aliases(tensors)
+    for name, tensor in tensors.items():
+        if aliases[name] != name and tensor.numel():
+            entry: dict[str, Any] = {"same_as": aliases[name]}
+        else:
+            entry = _describe(tensor)
+            stored[name] = tensor.detach() if tensor.requires_grad else tensor
+        if name in shard_offsets:
+            entry["offsets"], entry["shape"] = map(list, shard_offsets[name])
+        if entry:
+            entries[name] = entry
+    # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
+    stored = dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
     return _header(stored, entries, metadata), stored
 
 
@@ -148,27 +169,16 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: safetensors has no {tensor.dtype}; convert it to a dtype that holds its values")
 
 
-def _describe(tensors: Mapping[str, torch.Tensor]) -> tuple[Metadata, dict[str, torch.Tensor]]:
-    """Return by name what the format cannot say, and the tensors to store in the order of the file."""
-    metadata: Metadata = {}
-    stored: dict[str, torch.Tensor] = {}
-    aliases = find_aliases(tensors)
-    for name, tensor in tensors.items():
-        if aliases[name] != name and tensor.numel():
-            metadata[name] = {"same_as": aliases[name]}
-            continue
-        stored[name] = tensor.detach() if tensor.requires_grad else tensor
-        entry: dict[str, Any] = {}
-        if tensor.stride() != _row_major(tensor.shape):
-            strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
-            if strides != _row_major(tensor.shape):
-                entry["strides"] = strides
-        if tensor.dtype in _VIEWS:
-            entry["dtype"] = str(tensor.dtype).removeprefix("torch.")
-        if entry:
-            metadata[name] = entry
-    # Every tensor begins at a multiple of its item's size, as readers that map the file need it.
-    return metadata, dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+def _describe(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what the format cannot say of a tensor."""
+    entry: dict[str, Any] = {}
+    if tensor.stride() != _row_major(tensor.shape):
+        strides = torch.empty_like(tensor, device="meta").stride()  # as clone() chooses them
+        if strides != _row_major(tensor.shape):
+            entry["strides"] = strides
+    if tensor.dtype in _VIEWS:
+        entry["dtype"] = str(tensor.dtype).removeprefix("torch.")
+    return entry
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -237,18 +247,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _chunks(block)
 
 
-def _read_metadata(file: Any) -> Metadata:
-    """Return what a file, which may come from anywhere, says of its tensors beyond the format."""
-    metadata = parse_strict((file.metadata() or {}).get(_KEY, "{}").encode())
-    types = {"strides": list, "dtype": str, "same_as": str, "offsets": list, "shape": list}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(entry, dict) and all(type(value) is types.get(key) for key, value in entry.items())
-        for entry in metadata.values()
-    ):
-        raise ValueError("its metadata is not that of this version")
-    return metadata
-
-
 def _restore(stored: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
     """Return a copy with the dtype and strides that ``entry`` names; ``stored`` lies in the file."""
     if "dtype" in entry:
@@ -264,20 +262,13 @@ def _restore(stored: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
     return torch.empty_strided(stored.shape, entry["strides"], dtype=stored.dtype).copy_(stored)
 
 
-def _is_dense(shape: Iterable[int], strides: list[Any]) -> bool:
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether strides are an order of the dimensions without holes or overlaps: others could ask for any memory."""
-    sizes = list(shape)
-    if len(sizes) != len(strides) or not all(type(stride) is int and 0 <= stride < 2**62 for stride in strides):
+    if len(shape) != len(strides) or not all(0 <= stride < 2**62 for stride in strides):
         return False
-    if 0 in sizes:
-        return True  # of no memory
-    expected = 1
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], shape[i]), reverse=True)
+    dense = _row_major([shape[i] for i in order])
+    return 0 in shape or all(shape[i] == 1 or strides[i] == stride for i, stride in zip(order, dense, strict=True))
 
 
 _CHECKSUM = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, where JSON escapes quotes
@@ -288,10 +279,6 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
     """Write tensors with a checksum in the metadata, for a file that has no manifest.
 
     The checksum is the CRC-32 of the file with eight zeros in its place.
-
-    Args:
-        file: a new file, open for binary writing.
-        tensors: by name, as for `write`.
 
     Raises:
         TypeError, ValueError, OSError: as for `write`.
@@ -315,20 +302,17 @@ def verify_checksum(path: str | os.PathLike[str]) -> bool:
     with Path(path).open("rb") as file:
         header_size = 8 + min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
         file.seek(0)
-        header = bytearray(file.read(header_size))
+        header = file.read(header_size)
         found = _CHECKSUM.search(header)
         if found is None and not _WRITER.search(header):
             return False
-        crc, written = 0, b""
         if found is not None:
-            written = bytes(found.group(1))
-            header[slice(*found.span(1))] = b"00000000"
-            crc = zlib.crc32(header)
+            crc = zlib.crc32(header[: found.start(1)] + b"00000000" + header[found.end(1) :])
             while chunk := file.read(CHUNK):
                 crc = zlib.crc32(chunk, crc)
-        if written != b"%08x" % crc:
-            raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
-    return True
+            if found.group(1) == b"%08x" % crc:
+                return True
+    raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
 
 
 def is_pickle(path: Path) -> bool:

@@ -38,27 +38,17 @@ class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a snapshot says about itself.
-
-    Attributes:
-        iteration: the updates that had been completed.
-        files: size in bytes and CRC-32 of each file by its name.
-        about: anything else that was recorded, as plain JSON values.
-    """
+    """What a snapshot says about itself."""
 
     iteration: int
-    files: Mapping[str, tuple[int, int]]
-    about: Mapping[str, Any]
+    files: Mapping[str, tuple[int, int]]  # size in bytes and CRC-32 by name
+    about: Mapping[str, Any]  # anything else that was recorded, as plain JSON values
 
 
 class Store:
-    """Snapshots in one directory.
+    """Snapshots in one directory, which exists."""
 
-    Args:
-        root: the directory; it exists.
-        at: called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
-    """
-
+    # `at` is called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
     def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
         self.root = Path(root)
         self._at = at
@@ -157,14 +147,24 @@ class Store:
         shutil.rmtree(removed)
 
     def sweep(self) -> list[str]:
-        """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this."""
-        left = [entry for entry in self.root.iterdir() if is_temporary(entry.name)]
-        for entry in left:
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        return [entry.name for entry in left]
+        """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this.
+
+        Folders below are swept too, but for those with a lock of their own, where another run may be writing.
+        """
+        swept = []
+        for folder, folders, files in os.walk(self.root):
+            if ".lock" in files and Path(folder) != self.root:
+                folders.clear()
+                continue
+            unfinished = list(filter(is_temporary, (*folders, *files)))
+            for path in (Path(folder, name) for name in unfinished):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            folders[:] = [name for name in folders if name not in unfinished]
+            swept += unfinished
+        return swept
 
 
 def find_newest(store: Store, names: Iterable[str], warn: Callable[[str], None]) -> str | None:
@@ -187,24 +187,11 @@ def find_newest(store: Store, names: Iterable[str], warn: Callable[[str], None])
     return None
 
 
-def verify(directory: Path) -> Manifest:
-    """Return the manifest of a snapshot, after every byte of its files has been compared with it.
+def verify(directory: Path, *, content: bool = True) -> Manifest:
+    """Return the manifest of a snapshot, after every byte of its files, or without ``content`` their sizes, were verified.
 
     Raises:
         CorruptError: a file is missing, too many, of another size or content, or not a regular file.
-    """
-    manifest = verify_sizes(directory)
-    for name, (_, crc) in manifest.files.items():
-        if checksum(directory / name) != crc:
-            raise CorruptError(f"{directory / name} has other bytes than were written")
-    return manifest
-
-
-def verify_sizes(directory: Path) -> Manifest:
-    """Return the manifest of a snapshot, after the names, types and sizes of its files have been compared with it.
-
-    Raises:
-        CorruptError: as for `verify`, but for the content.
     """
     manifest = read_manifest(directory)
     present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
@@ -217,6 +204,9 @@ def verify_sizes(directory: Path) -> Manifest:
             raise CorruptError(f"{directory / name} is not a regular file")
         if status.st_size != size:
             raise CorruptError(f"{directory / name} has {status.st_size} bytes, {size} were written")
+    for name, (_, crc) in manifest.files.items() if content else ():
+        if checksum(directory / name) != crc:
+            raise CorruptError(f"{directory / name} has other bytes than were written")
     return manifest
 
 
@@ -224,8 +214,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a snapshot, compared with its own checksum.
 
     Raises:
-        CorruptError: it is missing, or not what was written.
-        NewerFormat: a newer version wrote it.
+        CorruptError: it is missing, or not what was written; a `NewerFormat` if a newer version wrote it.
     """
     path = directory / MANIFEST
     try:
@@ -250,12 +239,10 @@ def _parse(body: bytes) -> Manifest:
     """Return a manifest with values of its types: the checksum finds damage, and does not prove who wrote it."""
     content = parse_strict(body)
     version = content["format"]
-    if type(version) is int and version > FORMAT:
-        raise NewerFormat(
-            f"is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
-        )
-    if type(version) is not int or version != FORMAT:
+    if type(version) is not int or version < FORMAT:
         raise ValueError(f"it has format {version!r:.40}, and this version reads {FORMAT}")
+    if version > FORMAT:
+        raise NewerFormat(f"is of a newer Chainring, of format {version!r:.40}; this one reads {FORMAT}: update it")
     iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
     if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
         raise ValueError('"iteration" is an integer, "files" and "about" are objects')

@@ -59,9 +59,7 @@ def encode(state: Mapping[str, Any]) -> tuple[bytes, dict[str, Tensor]]:
 def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of ``state`` as JSON types, and the tensors to which they refer, by name.
 
-    Args:
-        state: from path to value.
-        native_arrays: whether arrays of NumPy are handed over as they are, beside the tensors, and not as tensors.
+    With ``native_arrays``, arrays of NumPy are handed over as they are, beside the tensors, and not as tensors.
 
     Raises:
         TypeError: as for `encode`.
@@ -141,13 +139,10 @@ class _Encoder:
         return [self.value(below, key, depth + 1), self.value(below, item, depth + 1)]
 
     def _tensor(self, path: str, tensor: Tensor, depth: int) -> str:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) and not is_sharded(tensor):
-            raise TypeError(f"{path}: {type(tensor).__name__} cannot be saved; save the plain tensor that it wraps")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-            description = f"layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
-            raise TypeError(
-                f"{path}: a Tensor of {description} cannot be saved; save to_dense(), dequantize() or a filled one"
-            )
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_sharded(tensor)
+        if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+            description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
+            raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
         return self._keep(path, tensor.detach(), depth)
 
     def _numpy(self, path: str, value: Any, depth: int) -> dict[str, Any]:
@@ -196,25 +191,24 @@ class _Decoder:
 
     def _tagged(self, path: str, tag: str, content: Any, depth: int) -> Any:
         if tag in _SEQUENCES:
-            return _SEQUENCES[tag](self.value(path, _expect_list(content), depth))
+            return _SEQUENCES[tag](self.value(path, _expect(content, list), depth))
         if tag in _MAPPINGS:
-            pairs = [self.value(path, _expect_list(pair, 2), depth) for pair in _expect_list(content)]
-            mapping = dict(pairs)
-            if len(mapping) != len(pairs):
+            pairs = [self.value(path, _expect(pair, list, 2), depth) for pair in _expect(content, list)]
+            if len(mapping := dict(pairs)) != len(pairs):
                 raise ValueError(f"{path}: a key occurs twice; the file is damaged")
             return _MAPPINGS[tag](mapping)
         if tag == "$tensor":
             return self._tensor(path, content)
         if tag == "$array":
-            return self._array(path, *_expect_list(content, 3))
+            return self._array(path, *_expect(content, list, 3))
         if tag == "$numpy":
-            dtype, item = _expect_list(content, 2)
+            dtype, item = _expect(content, list, 2)
             if dtype in ("U", "S"):
                 text = self.value(path, item, depth)
                 return np.str_(_expect(text, str)) if dtype == "U" else np.bytes_(_expect(text, bytes))
             return np.frombuffer(_from_base64(item), _numpy_dtype(dtype), count=1)[0]
         if tag == "$complex":
-            real, imaginary = (_expect(self.value(path, item, depth), float) for item in _expect_list(content, 2))
+            real, imaginary = (_expect(self.value(path, item, depth), float) for item in _expect(content, list, 2))
             return complex(real, imaginary)
         return _SCALAR_TAGS[tag](content)
 
@@ -224,7 +218,7 @@ class _Decoder:
         return self._tensors[name]
 
     def _array(self, path: str, dtype_text: Any, shape: Any, name: Any) -> Array:
-        sizes = [_expect(size, int) for size in _expect_list(shape)]
+        sizes = [_expect(size, int) for size in _expect(shape, list)]
         if self._arrays is not None:
             array = self._arrays[_expect(name, str)]
         else:
@@ -245,9 +239,8 @@ def _as_tensor(array: Array) -> Tensor:
 
 
 def _refusal(path: str, value: Any) -> str:
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, (np.ndarray, np.generic)):
-        name += f" of dtype {value.dtype}"
+    dtype = f" of dtype {value.dtype}" if isinstance(value, (np.ndarray, np.generic)) else ""
+    name = f"{type(value).__module__}.{type(value).__qualname__}{dtype}"
     return (
         f"{path}: {name} cannot be saved. State is made of numbers, str, bytes, None, tensors, arrays, and lists, tuples, "
         "sets and dicts of them: save what it is made of, and build it anew when loading"
@@ -275,23 +268,16 @@ def _from_base64(content: Any) -> bytes:
     return base64.b64decode(_expect(content, str), validate=True)
 
 
-def _expect(value: Any, cls: type) -> Any:
-    if type(value) is cls:
-        return value
-    raise TypeError(f"expected a {cls.__name__}, found a {type(value).__name__}")
-
-
-def _expect_list(value: Any, length: int | None = None) -> list[Any]:
-    if type(value) is not list or length not in (None, len(value)):
-        raise TypeError(f"expected a list{'' if length is None else f' of {length}'}, found a {type(value).__name__}")
+def _expect(value: Any, cls: Any, length: int | None = None) -> Any:
+    if type(value) is not cls or (length is not None and len(value) != length):
+        raise TypeError(f"expected a {cls.__name__} of length {length or 'any'}, found a {type(value).__name__}")
     return value
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     if not _NUMPY_DTYPE.fullmatch(_expect(text, str)):
         raise ValueError(f"{text[:40]!r} is not a dtype of numbers, dates or strings; the file is damaged")
-    dtype: np.dtype[Any] = np.dtype(text)
-    return dtype
+    return np.dtype(text)  # type: ignore[no-any-return]
 
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {
@@ -308,9 +294,8 @@ _SCALAR_TAGS: dict[str, Callable[[Any], Any]] = {
     "$bytes": _from_base64,
     "$bytearray": lambda word: bytearray(_from_base64(word)),
 }
-_SEQUENCES: dict[str, Callable[[Any], Any]]
-_SEQUENCES = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}
+_SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
+_MAPPINGS: dict[str, Any] = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}
 _SEQUENCE_TAGS = {cls: tag for tag, cls in _SEQUENCES.items()}
 _MAPPING_TAGS = {cls: tag for tag, cls in _MAPPINGS.items()}
 _TAGS = {*_SCALAR_TAGS, *_SEQUENCES, *_MAPPINGS, "$tensor", "$array", "$numpy", "$complex"}

@@ -47,15 +47,8 @@ _DTYPES_NUMPY_LACKS = {
     )
 }  # fmt: skip
 _DAMAGED = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    zipfile.BadZipFile,
-    zlib.error,
+    *(ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -194,9 +187,8 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
     strange = [name for name in members if not name.endswith(".npy")]
     if strange or len(set(members)) < len(members):
         raise ValueError(
-            f"{label} is a zip but not an npz file: its entries are .npy arrays, each once, "
-            f"and it has {_shown(strange or members)}. "
-            "What torch.save wrote is loaded with torch.load(file, weights_only=True)"
+            f"{label} is a zip but not an npz file, whose entries are .npy arrays, each once: it has "
+            f"{_shown(strange or members)}. What torch.save wrote is loaded with torch.load(file, weights_only=True)"
         )
     return archive
 
