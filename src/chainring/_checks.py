@@ -19,13 +19,13 @@ def is_number(value: Any) -> TypeGuard[float]:
     return is_integer(value) or isinstance(value, float)
 
 
-def find_call_error(function: Callable[..., Any], *args: Any) -> str | None:
+def find_call_error(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> str | None:
     """Return why a function cannot be called with these arguments; None if it can, or if its signature is unknown.
 
     So what would fail at the first call, which may come after hours, is refused when the function is given.
     """
     try:
-        inspect.signature(function).bind(*args)
+        inspect.signature(function).bind(*args, **kwargs)
     except ValueError:
         return None  # some callables of C have no signature
     except TypeError as error:

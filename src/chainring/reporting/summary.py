@@ -268,9 +268,9 @@ def weighted_means(observations: Sequence[tuple[Mapping[str, Any], Any]]) -> dic
     for key in dict.fromkeys(key for values, _ in observations for key in values):
         pairs = [(values[key], weight) for values, weight in observations if key in values]
         if all(is_scalar(value) for value, _ in pairs):
-            merged[key], _ = _merge_scalars(pairs)
+            merged[key], _ = weighted_mean(pairs)
         elif all(_is_weighted(value) for value, _ in pairs):
-            merged[key] = _merge_scalars([value for value, _ in pairs])
+            merged[key] = weighted_mean([value for value, _ in pairs])
         else:
             merged[key] = pairs[-1][0]
     return merged
@@ -280,7 +280,7 @@ def _is_weighted(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
 
 
-def _merge_scalars(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+def weighted_mean(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Return the weighted mean of pairs of value and weight, and the summed weight."""
     # In float32 at least, in which a sum of products of half-precision values neither overflows nor loses the value.
     pairs = [(v.float() if isinstance(v, Tensor) and v.dtype.itemsize < 4 else v, weight) for v, weight in pairs]

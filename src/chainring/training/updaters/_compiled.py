@@ -27,11 +27,8 @@ class CompiledUpdate:
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
     has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
 
-    Args:
-        eagerly: computes an update from a converted batch without compilation, and returns its weight.
-        forward: the model, or its loss function: called with the inputs.
-        precision: of the forward.
-        optimizers: those that step.
+    ``eagerly`` computes an update from a converted batch and returns its weight; ``forward`` is the model or a loss function
+    of it.
     """
 
     def __init__(
@@ -62,7 +59,10 @@ class CompiledUpdate:
             return self._eagerly(inputs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 
-        steps = not any(map(_has_hooks, self._optimizers))
+        # An optimizer whose step has hooks, such as that of `FailOnNonNumber`, steps outside of the compiled function.
+        steps = not any(
+            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks for optimizer in self._optimizers
+        )
         try:
             self._prepare()
             try:
@@ -72,7 +72,7 @@ class CompiledUpdate:
                     weight = self._compute(steps, inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit, _HookError) as error:
             self._is_eager = True
-            warn_not_compiled(_first_line(error))
+            warn_not_compiled((str(error).strip() or type(error).__name__).splitlines()[0])
         finally:
             for rate in self._learning_rates:
                 rate.to_number()
@@ -144,11 +144,6 @@ class _LearningRate:
             self._group["lr"] = self._number
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
-    """Return True if a step has hooks, such as that of `FailOnNonNumber`: then the optimizer steps outside."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -173,7 +168,3 @@ def _update(
         for optimizer in optimizers if steps else ():
             inspect.unwrap(type(optimizer).step)(optimizer)  # without the record of the profiler
     return weight
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

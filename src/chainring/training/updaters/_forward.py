@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from chainring._checks import find_call_error
 from chainring.reporting.reporter import current, report
 from chainring.reporting.summary import is_scalar
 
@@ -23,17 +24,10 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
-    """Report the loss in the output of a model or loss function, and return it with its weight.
+    """Report the loss in the output of a model or loss function; return it with the ``"weight"`` beside it, or ``None``.
 
-    Args:
-        output: the loss, or a mapping that has ``"loss"``, whose scalars are all reported.
-        name: of the model; a plain loss is reported as ``<name>/loss`` unless the model has reported one itself.
-
-    Returns:
-        The loss, and the ``"weight"`` beside it; ``None`` if there is none.
-
-    Raises:
-        ValueError: the weight is not one number.
+    Of a mapping that has ``"loss"`` all scalars are reported under the name of the model. A plain loss is reported as
+    ``<name>/loss`` unless the model has reported one itself.
     """
     if isinstance(output, Tensor):
         reporter = current.reporter
@@ -45,7 +39,13 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
         return output, None
     if isinstance(output, Mapping) and "loss" in output:
         report({f"{name}/{key}": value for key, value in output.items() if is_scalar(value)})
-        return output["loss"], _checked_weight(output.get("weight"))
+        weight = output.get("weight")
+        if weight is not None and not is_scalar(weight):
+            raise ValueError(
+                'the "weight" beside "loss" is one number, what the mean in the loss counts; '
+                f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
+            )
+        return output["loss"], weight.detach() if isinstance(weight, Tensor) else weight
     return output, None
 
 
@@ -72,12 +72,7 @@ def run_backward(loss: Tensor) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that has no gradient.
-
-    Raises:
-        TypeError: the loss is not a tensor.
-        ValueError: it is not a single number, or depends on no parameter.
-    """
+    """Refuse a loss that is not a scalar tensor with a gradient."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
@@ -93,11 +88,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_loss_func(function: Any) -> None:
-    """Refuse a loss function that does not take the model first, as far as that can be seen before there is a batch.
-
-    Raises:
-        TypeError: it is not callable, or it is a loss module, or a loss of ``torch.nn.functional``.
-    """
+    """Refuse what cannot be called, and losses of PyTorch, which do not take the model first."""
     if not callable(function):
         raise TypeError(f"loss_func is a function of the model and the inputs, got {type(function).__name__}")
     inner = function
@@ -114,11 +105,7 @@ def check_loss_func(function: Any) -> None:
 
 
 def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> None:
-    """Refuse a model or a loss function whose parameters do not fit this batch; for use when its call has failed.
-
-    Raises:
-        TypeError: they do not fit.
-    """
+    """Refuse a model or a loss function whose parameters do not fit this batch; for use when its call has failed."""
     args, kwargs = arguments(batch)
     inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
     first: tuple[Any, ...] = ()
@@ -134,23 +121,8 @@ def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: An
             "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
             "inside, use that model and not one from outside"
         )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # some callables of C have no signature
-    try:
-        signature.bind(*first, *args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{rule}; {name}{signature} cannot be: {error}. {remedy}") from None
-
-
-def _checked_weight(weight: Any) -> Any:
-    if weight is not None and not is_scalar(weight):
-        raise ValueError(
-            'the "weight" beside "loss" is one number, what the mean in the loss counts; '
-            f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
-        )
-    return weight.detach() if isinstance(weight, Tensor) else weight
+    if error := find_call_error(function, *first, *args, **kwargs):
+        raise TypeError(f"{rule}; {name}{inspect.signature(function)} cannot be: {error}. {remedy}") from None
 
 
 def _name(function: Any) -> str:

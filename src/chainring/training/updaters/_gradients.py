@@ -79,19 +79,13 @@ def sum_over_ranks(
         return list(weights)
     trained = [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
     parameters = [parameter for parameter in trained if id(parameter) not in exchanged]
-    untouched = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
-    touches = torch.ones(len(parameters), dtype=torch.float64)
-    touches[untouched] = 0
-    for index in untouched:
-        parameters[index].grad = torch.zeros_like(parameters[index])
+    touched = [parameter.grad is not None for parameter in parameters]
+    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     device = trained[0].device
     weight_tensors = [torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in weights]
-    sums = torch.cat([torch.stack(weight_tensors), touches.to(device)])
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them have one by now
+    sums = torch.cat([torch.stack(weight_tensors), torch.tensor(touched, dtype=torch.float64, device=device)])
     comm.all_reduce([*gradients, sums], average=False)
-    if untouched:  # only then is the device waited for
-        counts = sums[len(weights) :].tolist()
-        for index in untouched:
-            if not counts[index]:
-                parameters[index].grad = None
+    if not all(touched):  # only then is the device waited for
+        for parameter, gradient, count in zip(parameters, gradients, sums[len(weights) :].tolist(), strict=True):
+            parameter.grad = gradient if count else None
     return list(sums[: len(weights)].unbind())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +13,14 @@ from chainring._distributed.sharding import fsdp_modules, is_sharded
 
 
 class WrappedModules:
-    """The modules of some models that are wrapped in DDP or `fully_shard`.
-
-    Args:
-        models: of an updater.
-
-    Attributes:
-        parameters: the ids of their parameters.
-    """
+    """The modules of some models that are wrapped in DDP or `fully_shard`; ``parameters`` are the ids of theirs."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        modules = [module for model in models for module in model.modules()]
-        self._replicated = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._replicated = _list_ddp_modules(models)
         self._sharded = [module for model in models for module in fsdp_modules(model)]
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
-        direct = [parameter for module in modules for parameter in module.parameters(recurse=False)]
-        self.parameters = {id(parameter) for parameter in [*replicated, *filter(is_sharded, direct)]}
+        sharded = [parameter for model in models for parameter in model.parameters() if is_sharded(parameter)]
+        self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Let the next backward exchange gradients between ranks, or only add to those of this rank."""
@@ -78,11 +70,9 @@ def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrappe
 
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
     """Return the buffers of models, except those of DDP, which broadcasts them itself."""
-    return [buffer for model in models for buffer in _iterate_buffers(model) if not is_sharded(buffer)]
+    replicated = {buffer for module in _list_ddp_modules(models) for buffer in module.buffers()}
+    return [buffer for model in models for buffer in model.buffers() if buffer not in replicated and not is_sharded(buffer)]
 
 
-def _iterate_buffers(module: nn.Module) -> Iterator[Tensor]:
-    if not isinstance(module, DistributedDataParallel):
-        yield from module.buffers(recurse=False)
-        for child in module.children():
-            yield from _iterate_buffers(child)
+def _list_ddp_modules(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    return [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]

@@ -92,8 +92,7 @@ class UpdateCallbacks:
         self.comm_on_finish = _as_tuple("comm_on_finish", comm_on_finish)
         self.update_on_start = _as_tuple("update_on_start", update_on_start)
         self.update_on_finish = _as_tuple("update_on_finish", update_on_finish)
-        self.needs_stages = False
-        self._stages = [stage for stage in vars(self) if "_on_" in stage]
+        self._stages = list(vars(self))
         self._note_stages()
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from chainring._naming import named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples, device_scope, to_device
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
-from chainring.reporting.summary import merge_observations
+from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.training.updaters._forward import check_loss
 from chainring.training.updaters.standard import StandardUpdater, check_models, count_examples
 
@@ -62,8 +62,7 @@ class ParallelUpdater(StandardUpdater):
     ) -> None:
         _check_names(model, models, devices)
         main = check_models(model if models is None else models)["main"]
-        device = None if devices is None else devices["main"]
-        super().__init__(iterator, optimizer, main, converter=converter, device=device, loss_func=loss_func)
+        super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:
             self._check_default_update()
         self._replicas = _make_replicas(main, models, devices)
@@ -79,41 +78,42 @@ class ParallelUpdater(StandardUpdater):
         converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
         inputs = self._finish_batch(converted, count_examples(batch))
         with self.autocast():
-            outputs = self._forward_replicas(replicas, inputs)
-        losses = [output.loss for output in outputs]
-        weights = [
-            count_examples(share) if output.weight is None else to_device(losses[0].device, output.weight)
-            for output, share in zip(outputs, shares, strict=True)
-        ]
+            losses, weights, observations = zip(*self._forward_replicas(replicas, inputs), strict=True)
+        device = losses[0].device
+        weights = tuple(
+            count_examples(share) if weight is None else to_device(device, weight)
+            for weight, share in zip(weights, shares, strict=True)
+        )
         outer = current_observation()
         if outer is not None:
-            outer.update(merge_observations([output.observation for output in outputs], weights, losses[0].device))
-        self.backward(_mean(losses, weights), sum(weights))
+            outer.update(merge_observations(observations, weights, device))
+        weighted = [(loss.to(device), weight) for loss, weight in zip(losses, weights, strict=True)]
+        self.backward(*(weighted[0] if len(weighted) == 1 else weighted_mean(weighted)))
         for replica in replicas[1:]:
             _collect_gradients(replica.model, self._models["main"])
         for name in self._optimizers:
             self.step(name)
 
-    def _forward_replicas(self, replicas: Sequence[_Replica], inputs: Sequence[Any]) -> list[_Output]:
+    def _forward_replicas(
+        self, replicas: Sequence[_Replica], inputs: Sequence[Any]
+    ) -> list[tuple[Tensor, Any, dict[str, Any]]]:
+        """Return for each replica its loss, the weight that came with the loss, and the values reported beside it."""
         self._add_observers()
         main, *others = replicas
-        # All begin with the buffers that the main model begins with. A model of lazy layers has none, and no parameters,
-        # before its first forward.
         is_unshaped = any(map(is_lazy, (*main.model.parameters(), *main.model.buffers())))
-        if not is_unshaped:
-            _refresh(main.model, others)
+        _refresh(main.model, others)  # before the main model's forward, which may write into its buffers
         outputs = [self._forward_replica(main, inputs[0])]
-        if is_unshaped:
+        if is_unshaped:  # lazy layers have parameters and buffers from their first forward on
             _refresh(main.model, others)
         return outputs + [self._forward_replica(*pair) for pair in zip(others, inputs[1:], strict=True)]
 
-    def _forward_replica(self, replica: _Replica, inputs: Any) -> _Output:
+    def _forward_replica(self, replica: _Replica, inputs: Any) -> tuple[Tensor, Any, dict[str, Any]]:
         observation: dict[str, Any] = {}
         with nullcontext() if current.reporter is None else report_scope(observation), device_scope(replica.device):
             loss, weight = self._compute_loss(replica.model, inputs)
         if not isinstance(loss, Tensor) or loss.ndim:
             check_loss(loss)  # raises, and says what is wrong
-        return _Output(loss, weight, observation)
+        return loss, weight, observation
 
     def _add_observers(self) -> None:
         """Let the modules of every replica report under the names of the main model's."""
@@ -136,30 +136,6 @@ class _Replica(NamedTuple):
     device: torch.device | None
 
 
-class _Output(NamedTuple):
-    """The loss of a share of a batch, its weight if it came with one, and the values reported beside it."""
-
-    loss: Tensor
-    weight: Any
-    observation: dict[str, Any]
-
-
-def _mean(losses: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
-    """Return the weighted mean on the device of the first loss, with the graphs of all."""
-    if len(losses) == 1:
-        return losses[0]
-    total: Any = sum(weights)
-    if not isinstance(total, Tensor) and not total:  # no example counts: a plain mean, and no division by zero
-        weights, total = [1] * len(losses), len(losses)
-    first = losses[0]
-    dtype = torch.promote_types(first.dtype, torch.float32)  # of a count, in the precision of the loss
-    factors = [(weight.to(dtype) if isinstance(weight, Tensor) else weight) / total for weight in weights]
-    return sum((loss.to(first.device) * factor for loss, factor in zip(losses, factors, strict=True)), first.new_zeros(()))
-
-
-# --- replicas ---
-
-
 def _check_names(model: Any, models: Any, devices: Any) -> None:
     """Refuse mappings without a main replica, or of different replicas."""
     if models is None and devices is None:
@@ -168,17 +144,13 @@ def _check_names(model: Any, models: Any, devices: Any) -> None:
             "models={'main': model, 'second': copy} hands them over; for one device take StandardUpdater"
         )
     for argument, given in (("models", models), ("devices", devices)):
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
+        if given is not None and not isinstance(given, Mapping):
             raise TypeError(f"{argument} is a mapping by the replicas' names, such as {{'main': ...}}, got {given!r:.80}")
-        if "main" not in given:
+        if given is not None and "main" not in given:
             raise KeyError(f"{argument} must contain 'main', whose parameters are trained; got {list(given)}")
-    if models is None:
-        return
-    if devices is not None and set(models) != set(devices):
+    if models and devices and set(models) != set(devices):
         raise ValueError(f"models and devices name the same replicas, got {list(models)} and {list(devices)}")
-    if model is not None and model is not models["main"]:
+    if models and model is not None and model is not models["main"]:
         raise ValueError("model and models['main'] are two models, and one can be trained; leave model out")
 
 
@@ -188,17 +160,12 @@ def _make_replicas(
     """Return the main model and after it the others in their order: those given, or copies of it."""
     replicas = []
     for name in ["main", *(name for name in models or devices or {} if name != "main")]:
-        device = None if devices is None else as_device(devices[name])
-        model = main
-        if name != "main":
-            if models is None:
-                model = _copy(main)
-            else:
-                model = models[name]
-                _check_structure(main, model, name)
-            if device is not None:
-                model.to(device)
-        replicas.append(_Replica(model, _device_of(model) if devices is None else device))
+        model = main if name == "main" else _copy(main) if models is None else models[name]
+        _check_structure(main, model, name)
+        device = _device_of(model) if devices is None else as_device(devices[name])
+        if devices is not None and device is not None:
+            model.to(device)
+        replicas.append(_Replica(model, device))
     return replicas
 
 
@@ -221,9 +188,9 @@ def _device_of(model: nn.Module) -> torch.device | None:
 
 
 def _check_structure(main: nn.Module, replica: nn.Module, name: str) -> None:
-    ours, theirs = _structure(main), _structure(replica)
-    shared = {path: (ours.get(path), theirs.get(path)) for path in {**ours, **theirs}}
-    differing = [path for path, pair in shared.items() if None in pair or (pair[0] != pair[1] and "lazy" not in pair)]
+    first, second = _structure(main), _structure(replica)
+    pairs = {path: (first.get(path), second.get(path)) for path in {**first, **second}}
+    differing = [path for path, pair in pairs.items() if None in pair or (pair[0] != pair[1] and "lazy" not in pair)]
     if differing:
         raise ValueError(
             f"replicas have the same modules, with parameters of the same shapes and dtypes; models['main'] and "
@@ -233,11 +200,10 @@ def _check_structure(main: nn.Module, replica: nn.Module, name: str) -> None:
 
 def _structure(model: nn.Module) -> dict[str, Any]:
     """Return every module, and every parameter with its shape and dtype, or ``"lazy"`` if they are not decided yet."""
-    modules = {f"module {path!r}": "module" for path, _ in unwrap(model).named_modules()}
-    return modules | {
-        path: "lazy" if is_lazy(parameter) else (parameter.shape, parameter.dtype)
-        for path, parameter in unwrap(model).named_parameters()
-    }
+    structure: dict[str, Any] = {f"module {path!r}": "module" for path, _ in unwrap(model).named_modules()}
+    for path, parameter in unwrap(model).named_parameters():
+        structure[path] = "lazy" if is_lazy(parameter) else (parameter.shape, parameter.dtype)
+    return structure
 
 
 @torch.no_grad()
@@ -269,12 +235,11 @@ def _refresh_buffers(module: nn.Module, module_copy: nn.Module, device: torch.de
             target.copy_(source)
 
 
+@torch.no_grad()
 def _collect_gradients(replica: nn.Module, main: nn.Module) -> None:
-    """Add the gradients of a replica to those of the main model, and clear them in the replica."""
-    with torch.no_grad():
-        for target, source in zip(unwrap(main).parameters(), unwrap(replica).parameters(), strict=True):
-            if target is source or is_lazy(source) or source.grad is None:
-                continue
+    """Add the gradients of a replica to those of the main model."""
+    for target, source in zip(unwrap(main).parameters(), unwrap(replica).parameters(), strict=True):
+        if target is not source and source.grad is not None:
             gradient = source.grad.to(target.device)
             target.grad = gradient if target.grad is None else target.grad.add_(gradient)
             source.grad = None
