@@ -70,11 +70,9 @@ class Evaluator(Extension):
         self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
         for name, model in self._targets.items():
             if not isinstance(model, nn.Module):
-                raise TypeError(
-                    f"an Evaluator takes the model second, an nn.Module; target {name!r} is {type(model).__name__}"
-                )
-        functions = {"converter": converter, "eval_hook": eval_hook, "eval_func": eval_func}
-        for name, function in functions.items():
+                rule = "an Evaluator takes the model second, an nn.Module"
+                raise TypeError(f"{rule}; target {name!r} is {type(model).__name__}")
+        for name, function in (("converter", converter), ("eval_hook", eval_hook), ("eval_func", eval_func)):
             if not callable(function) and (function is not None or name == "converter"):
                 raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
         if "main" not in self._iterators or (eval_func is None and "main" not in self._targets):

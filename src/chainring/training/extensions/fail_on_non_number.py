@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -61,7 +62,7 @@ class FailOnNonNumber(Extension):
             raise ValueError(f"policy is one of 'stop', 'skip', 'rollback', got {policy!r}")
         self.policy = policy
         self._bad_iterations: set[int] = set()  # not state: they must be remembered when the run goes back
-        self._pending: list[tuple[int, _Flag]] = []
+        self._pending: list[tuple[int, Tensor, torch.Event | None]] = []
         self._before: dict[str, Any] | None = None  # generators and buffers before the forward
         self._batches: list[Any] = []
         self._removals: list[Callable[[], None]] = []
@@ -110,7 +111,7 @@ class FailOnNonNumber(Extension):
             trainer.comm.all_reduce([count], average=False)
             is_bad = count > 0
         if not self._is_checked_at_once(trainer):
-            self._pending.append((iteration, _Flag(is_bad)))
+            self._pending.append((iteration, *_copy_to_host(is_bad)))
         elif bool(is_bad):
             self._skip_step(trainer, optimizer, iteration)
 
@@ -159,8 +160,10 @@ class FailOnNonNumber(Extension):
     def _read_flags(self, before: int) -> None:
         """Read the checks of the iterations before this one, and go back if one of them failed."""
         while self._pending and self._pending[0][0] < before:
-            iteration, flag = self._pending.pop(0)
-            if flag.read():
+            iteration, is_bad, event = self._pending.pop(0)
+            if event is not None:
+                event.synchronize()
+            if bool(is_bad):
                 self._bad_iterations.add(iteration)
                 self._pending = []
                 raise _RollBack(f"the update of iteration {iteration} had NaN or infinity in its loss or gradients")
@@ -191,12 +194,14 @@ class FailOnNonNumber(Extension):
                 _random.set_rng_state(state["generators"])
             context.batch = batches.pop(0)
 
-        handles = [optimizer.register_step_pre_hook(_end_replay) for optimizer in updater.get_all_optimizers().values()]
+        def end_replay(*_: Any) -> None:
+            raise _ReplayEnd
+
+        handles = [optimizer.register_step_pre_hook(end_replay) for optimizer in updater.get_all_optimizers().values()]
         updater.callbacks.add("batch_on_finish", replace_batch)
         try:
-            updater.update()
-        except _ReplayEnd:
-            pass
+            with suppress(_ReplayEnd):
+                updater.update()
         finally:
             updater.callbacks.remove("batch_on_finish", replace_batch)
             for handle in handles:
@@ -215,25 +220,15 @@ class _ReplayEnd(Exception):  # noqa: N818 - it ends the replay before the step,
     pass
 
 
-def _end_replay(*_: Any) -> None:
-    raise _ReplayEnd
-
-
-class _Flag:
-    """A boolean that is copied from the device to the host, so that reading it does not wait for later work."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value, self._event = value, None
-        if value.device.type != "cpu":
-            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
-            self._value.copy_(value, non_blocking=True)
-            self._event = torch.Event(value.device)
-            self._event.record()
-
-    def read(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        return bool(self._value)
+def _copy_to_host(value: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Return a boolean on the host, and the event after which it is there, so that reading it waits for nothing later."""
+    if value.device.type == "cpu":
+        return value, None
+    copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+    copy.copy_(value, non_blocking=True)
+    event = torch.Event(value.device)
+    event.record()
+    return copy, event
 
 
 def _has_non_number(tensors: Sequence[Tensor]) -> Tensor:

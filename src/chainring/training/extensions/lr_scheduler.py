@@ -111,12 +111,9 @@ class LRScheduler(Extension):
             self._means.observe(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        if self.monitor is None:
-            self._step()
-            return
-        means = self._means.end(trainer)
-        if self.monitor in means:
-            self._step(means[self.monitor])
+        means = {} if self.monitor is None else self._means.end(trainer)
+        if self.monitor is None or means:
+            self._step(*means.values())
             return
         self._warning.give(
             f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last step "
@@ -146,7 +143,7 @@ class LRScheduler(Extension):
         if isinstance(serializer, Serializer):
             return
         if saved_monitor != self.monitor:
-            self._means.reset()
+            self._means = IntervalMeans([self.monitor] if self.monitor else [])
         if saved_name != name:
             announce_change("the scheduler", saved_name, name, "the new one starts from here")
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from chainring.reporting.reporter import report
 from chainring.training.extension import PRIORITY_WRITER, make_extension
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -
 
     @make_extension(trigger=(1, "epoch"), default_name="observe_value", priority=PRIORITY_WRITER)
     def observe(trainer: Trainer) -> None:
-        _report(trainer, {observation_key: target_func(trainer)})
+        report({observation_key: target_func(trainer)})
 
     return observe
 
@@ -64,14 +65,9 @@ def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Cal
     def observe(trainer: Trainer) -> None:
         groups = trainer.updater.get_optimizer(optimizer_name).param_groups
         keys = [observation_key, *(f"{observation_key}/{index}" for index in range(1, len(groups)))]
-        _report(trainer, {key: group["lr"] for key, group in zip(keys, groups, strict=True)})
+        report({key: group["lr"] for key, group in zip(keys, groups, strict=True)})
 
     return observe
-
-
-def _report(trainer: Trainer, values: dict[str, Any]) -> None:
-    with trainer.reporter.scope(trainer.observation):
-        trainer.reporter.report(values)
 
 
 def _check_key(key: Any) -> None:

@@ -32,7 +32,7 @@ class ParameterStatistics(Extension):
     They are in the observation of the iteration in which the trigger fires, where a `LogReport` finds them. Statistics are
     computed after every update, on the device, and read from it when the trigger fires: expensive for large models.
 
-    A parameter without a gradient has no statistics of it in that update. Gradients are those that the optimizer has used.
+    Gradients are those that the optimizer has used; a parameter without one has no statistics of it in that update.
 
     Example::
 
@@ -43,8 +43,7 @@ class ParameterStatistics(Extension):
         models: the model, called ``"main"``, or a mapping of several by name.
         statistics: functions by name, each called with all numbers of a tensor in one dimension; by default
             ``default_statistics``.
-        report_params: if False, parameters are left out.
-        report_grads: if False, gradients are left out.
+        report_params, report_grads: if False, parameters or gradients are left out.
         prefix: of all keys.
         trigger: when means are reported. ``extend(..., trigger=t)`` means the same and takes precedence.
 
@@ -81,10 +80,8 @@ class ParameterStatistics(Extension):
         self._models: dict[str, nn.Module] = dict(models) if isinstance(models, Mapping) else {"main": models}
         for name, model in self._models.items():
             if not isinstance(model, nn.Module):
-                raise TypeError(
-                    "ParameterStatistics takes the model first, an nn.Module, or a mapping of several by name; "
-                    f"model {name!r} is {type(model).__name__}"
-                )
+                rule = "ParameterStatistics takes the model first, an nn.Module, or a mapping of several by name"
+                raise TypeError(f"{rule}; model {name!r} is {type(model).__name__}")
         if not self._models:
             raise ValueError("models is a model, or a mapping of at least one by name; got an empty mapping")
         if not report_params and not report_grads:

@@ -13,11 +13,10 @@ from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import TriggerLike, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.triggers._get_trigger import TriggerLike
 
 
 class PlotReport(Extension):
@@ -85,28 +84,24 @@ class PlotReport(Extension):
         self._means.observe(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
-        means = self._means.end(trainer)
         updater = trainer.updater
         x = updater.iteration if self._x_key == "iteration" else updater.epoch_detail
-        means = {key: mean for key, mean in means.items() if key in self._points}  # half an interval of other keys is loaded
+        # A loaded interval may have begun with other keys.
+        means = {key: mean for key, mean in self._means.end(trainer).items() if key in self._points}
         for key, mean in means.items():
             self._points[key].append((x, mean))
-        self._warn_of_missing(trainer)
+        # A key that is never reported would otherwise go unnoticed.
+        if missing := [key for key, points in self._points.items() if not points]:
+            self._warning.give(
+                f"{self._filename} has no point yet of {missing} at iteration {updater.iteration}: reported were "
+                f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "
+                "This is said once",
+                stacklevel=2,
+            )
         if trainer.comm.rank == 0 and any(self._points.values()):
             image = self._draw(means)
             with atomic_write(Path(trainer.out) / self._filename) as file:
                 file.write(image)
-
-    def _warn_of_missing(self, trainer: Trainer) -> None:
-        """Warn once of curves without a point, because a key that is never reported would otherwise go unnoticed."""
-        missing = [key for key, points in self._points.items() if not points]
-        if missing:
-            self._warning.give(
-                f"{self._filename} has no point yet of {missing} at iteration {trainer.updater.iteration}: reported were "
-                f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "
-                "This is said once",
-                stacklevel=3,
-            )
 
     def _draw(self, means: dict[str, float]) -> bytes:
         """Return the image. The figure is not one of pyplot's, whose list and backend stay as they are."""

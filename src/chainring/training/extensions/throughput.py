@@ -17,7 +17,6 @@ from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.updaters.base import Updater
 
 
 class Throughput(Extension):
@@ -63,7 +62,8 @@ class Throughput(Extension):
         self._is_weighted = False
 
     def initialize(self, trainer: Trainer) -> None:
-        self._device = _accelerator_of(trainer.updater)
+        parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
+        self._device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             self._callbacks = callbacks
@@ -105,12 +105,6 @@ class Throughput(Extension):
         name = trainer.extension_name or self.default_name
         report({f"{name}/{key}": value for key, value in values.items()})
         self._reset()
-
-
-def _accelerator_of(updater: Updater) -> torch.device | None:
-    """Return the accelerator on which the models are; ``None`` for the host."""
-    devices = (parameter.device for model in updater.get_all_models().values() for parameter in model.parameters())
-    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
 
 
 def _peak_memory(device: torch.device | None) -> int:

@@ -51,8 +51,7 @@ def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
     if unit == "second":
         return TimeTrigger(period)
     if unit not in ("iteration", "epoch"):
-        rule = f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r}'
-        raise ValueError(f'{rule}; write for example ({period!r}, "epoch")')
+        raise ValueError(f'the unit of a trigger is "iteration", "epoch" or "second", got {unit!r}; write (1, "epoch")')
     return IntervalTrigger(period, unit)
 
 

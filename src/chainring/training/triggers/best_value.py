@@ -50,11 +50,10 @@ class BestValueTrigger(Trigger):
         self.key = key
         self.compare = compare
         self.trigger = get_trigger(trigger)
-        self._means = IntervalMeans([key])
         self.forget()
 
     def forget(self) -> None:
-        self._means.reset()
+        self._means = IntervalMeans([self.key])
         self._best: float | None = None
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
         self._warning = OneTimeWarning()

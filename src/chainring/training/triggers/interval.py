@@ -232,10 +232,8 @@ class ReachedTrigger:
 
     def __init__(self, length: float, unit: str) -> None:
         if unit not in (*UNITS, "second"):
-            raise ValueError(
-                f'the unit of a training length is "iteration", "epoch" or "second", got {unit!r}; '
-                f'write for example ({length!r}, "epoch")'
-            )
+            rule = 'the unit of a training length is "iteration", "epoch" or "second"'
+            raise ValueError(f'{rule}, got {unit!r}; write for example (20, "epoch")')
         self.length = length
         self.unit = unit
         self._length = to_fraction(length)
