@@ -64,6 +64,12 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise
 
 
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Write a file, text in UTF-8, that takes the place of ``path`` as by `atomic_write`."""
+    with atomic_write(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def write_error(error: OSError, path: Path) -> OSError:
     """Return the same error with the path that was to be written, and how much space is left there."""
     try:

@@ -91,7 +91,7 @@ REFUSED = {
     "a postprocess": (TypeError, "postprocess is a function of a row, got 3", lambda: extensions.LogReport(postprocess=3)),
     "a name of a log": (TypeError, "or None for no file; got 3", lambda: extensions.LogReport(filename=3)),
     "an empty name of a log": (TypeError, "or None for no file; got ''", lambda: extensions.LogReport(filename="")),
-    "a writer": (TypeError, r"writers is a list of Writers.*; 3 is not a Writer", lambda: extensions.LogReport(writers=[3])),
+    "a writer": (TypeError, r"writers is a list of Writers.*; got \[3\]", lambda: extensions.LogReport(writers=[3])),
     "a writer without close": (TypeError, "OnlyWrites", lambda: extensions.LogReport(writers=[OnlyWrites()])),
     "one writer": (TypeError, "writers is a list of Writers.*got <", lambda: extensions.LogReport(writers=OnlyWrites())),
     "columns that are numbers": (

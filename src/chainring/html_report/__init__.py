@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from chainring._files import atomic_write
+from chainring._files import replace_file
 from chainring.html_report._page import SIGN, page_of
 from chainring.html_report._run import DAMAGED, read_run
 
@@ -44,18 +44,16 @@ def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> 
     run = read_run(directory, verify=verify)
     text = page_of(run, datetime.datetime.now().astimezone()).encode()
     path = directory / "report.html" if file is None else file
-    _refuse_other_file(path)
+    if os.path.lexists(path) and not _is_page(path):
+        raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as output:
-        output.write(text)
+    replace_file(path, text)
     damaged = [snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED]
     return Page(path, len(text), sum(len(log.rows) for log in run.logs), len(run.snapshots), damaged)
 
 
-def _refuse_other_file(path: Path) -> None:
-    if path.is_file():
-        with open(path, encoding="utf-8", errors="replace") as file:
-            if SIGN in file.read(1000):
-                return
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
+def _is_page(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return SIGN in file.read(1000)

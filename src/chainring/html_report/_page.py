@@ -70,7 +70,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
 def _unescaped(run: Run, data: dict[str, Any]) -> dict[str, str]:
     """Return the texts of the page that are not escaped."""
     chart_script, script = _file("vendor/uPlot.iife.min.js"), _file("page.js")
-    picture = b"" if run.graph is None else run.graph.picture or b""
+    picture = (run.graph and run.graph.picture) or b""
     return {
         "sign": SIGN,
         "policy": f"{_POLICY}; script-src {_hash(chart_script)} {_hash(script)}",
@@ -167,6 +167,4 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
-    if minutes < 60:
-        return f"{minutes} min {int(seconds % 60)} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds % 60)} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -63,10 +63,8 @@ def read_run(directory: Path, *, verify: bool = True) -> Run:
 
 def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
     path = inside(directory, RECORD)
-    if path is None:
-        return {}, None
     try:
-        return parse_record(path), None
+        return ({} if path is None else parse_record(path)), None
     except (OSError, ValueError) as error:
         return {}, str(error)
 
@@ -89,8 +87,7 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
 
 
 def _read_object(directory: Path, name: str) -> dict[str, Any] | None:
-    path = inside(directory, name)
-    if path is None:
+    if (path := inside(directory, name)) is None:
         return None
     with open(path, "rb") as file:
         return _json_object(file.read(_LARGEST_FILE))

@@ -229,10 +229,8 @@ class DictSummary(Stateful):
 class IntervalMeans:
     """The means of reported values over an interval, weighted as the updates are, and over all ranks.
 
-    Its owner calls `observe` in every iteration and `end` when its trigger fires, and serializes it with itself.
-
-    Args:
-        keys: of the values in the observation; ``None`` takes all. What is not a single number is ignored.
+    Its owner calls `observe` in every iteration and `end` when its trigger fires, and serializes it with itself. Without
+    ``keys`` it takes all values that are single numbers.
     """
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:

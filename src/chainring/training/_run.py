@@ -88,12 +88,7 @@ class Run:
 
     @contextmanager
     def session(self, trainer: Trainer) -> Iterator[None]:
-        """Start the run, and end it come what may.
-
-        On an error, `on_error` of every extension that was initialized is called; in any case every extension and the
-        updater are finalized. The first error is raised, and later ones become its notes. A signal that asks the run to
-        end is not an error: when everything is finalized, `Interrupted` is raised.
-        """
+        """Start the run, and end it come what may; raise the first error, or `Interrupted` if a signal has ended it."""
         self.has_begun = True
         initialized: list[Entry] = []
         failure: BaseException | None = None
@@ -203,18 +198,16 @@ def _load_newest(trainer: Trainer) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
     entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
     if not trainer.is_resumed and (state := _newest_state(trainer, entries)) is not None:
-        _, load = state
-        load()
+        state[1]()
 
 
 def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable[[], None]] | None:
-    found, name = [], trainer.extension_name
+    states, name = [], trainer.extension_name
     for entry in entries:
         trainer.extension_name = entry.name
-        state = optional_method(entry, "newest")(trainer)
-        found += [] if state is None else [state]
+        states.append(optional_method(entry, "newest")(trainer))
     trainer.extension_name = name
-    return max(found, key=lambda state: state[0], default=None)
+    return max(filter(None, states), key=lambda state: state[0], default=None)
 
 
 def _check_names(entries: list[Entry]) -> None:

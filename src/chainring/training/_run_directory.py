@@ -20,7 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from chainring import _environment
-from chainring._files import DirectoryLock, atomic_write, flush, make_numbered_directory, temporary_path, to_json
+from chainring._files import DirectoryLock, flush, make_numbered_directory, replace_file, temporary_path, to_json
 from chainring._messages import announce_change, info
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store
@@ -70,16 +70,13 @@ class RunDirectory:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.path = Path(out)
         self._lock = DirectoryLock(out)
+        self.release = self._lock.release
         self._store = Store(out)
         try:
             self._store.sweep()
         except BaseException:
-            self._lock.release()
+            self.release()
             raise
-
-    def release(self) -> None:
-        """Let other runs write there."""
-        self._lock.release()
 
     def archive_earlier_run(self, templates: Iterable[str]) -> None:
         """Move the files of an earlier run with these names to ``previous/<n>``, for a run that starts anew."""
@@ -214,8 +211,7 @@ def write_record(
         "files": sorted(files),
         "starts": [*earlier.get("starts", ()), start],
     }
-    with atomic_write(Path(trainer.out) / RECORD) as file:
-        file.write((json.dumps(record, indent=1) + "\n").encode())
+    replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def _settings_of(trainer: Trainer) -> dict[str, Any]:

@@ -187,7 +187,14 @@ class Entry:
     ) -> None:
         own_names = (getattr(extension, attribute, None) for attribute in ("default_name", "__name__"))
         self.name = str(_first(name, *own_names, type(extension).__name__))
-        _check_extension(extension, self.name)
+        if isinstance(extension, type):
+            raise TypeError(
+                f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)"
+            )
+        if not callable(extension):
+            raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
+        if error := find_call_error(extension, None):
+            raise TypeError(f"an extension is called with one argument, the trainer, and {self.name!r} cannot be: {error}")
         _check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
@@ -212,15 +219,6 @@ class Entry:
 def _bound(function: Any) -> Any:
     # hot path: "an idle extension more": Python calls a bound method in half the time of an object with __call__
     return function if inspect.isroutine(function) else function.__call__
-
-
-def _check_extension(extension: Any, name: str) -> None:
-    if isinstance(extension, type):
-        raise TypeError(f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)")
-    if not callable(extension):
-        raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
-    if error := find_call_error(extension, None):
-        raise TypeError(f"an extension is called with one argument, the trainer, and {name!r} cannot be: {error}")
 
 
 def _check_priority(priority: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chainring._files import atomic_write, make_numbered_directory
+from chainring._files import make_numbered_directory, replace_file
 from chainring._messages import info
 
 
@@ -47,8 +47,7 @@ def set_aside(path: Path) -> None:
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:
     """Save the id under which a service knows the run, so that a resumed run goes on under the same id."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(description) + "\n").encode())
+    replace_file(path, json.dumps(description) + "\n")
 
 
 def load_service_run(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from chainring._files import atomic_write, to_json
+from chainring._files import replace_file, to_json
 from chainring.writers._common import check_path, escape_fields, set_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 
@@ -61,8 +61,7 @@ class CsvWriter(Writer):
 
     def _replace(self, rows: Iterable[dict[str, str]]) -> None:
         assert self._path is not None
-        with atomic_write(self._path) as file:
-            file.write(_text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
+        replace_file(self._path, _text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
 
 
 def _cells(record: Record) -> dict[str, str]:

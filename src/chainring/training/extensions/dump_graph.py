@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from chainring._files import atomic_write
+from chainring._files import replace_file
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
@@ -113,10 +113,8 @@ class DumpGraph(Extension):
         )
 
     def _write(self, graph: _Graph, path: Path) -> None:
-        with atomic_write(path) as file:
-            file.write(graph.to_dot().encode())
-        with atomic_write(path.with_suffix(".json")) as file:
-            file.write(graph.to_json().encode())
+        replace_file(path, graph.to_dot())
+        replace_file(path.with_suffix(".json"), graph.to_json())
         if (program := shutil.which("dot")) is None:
             return
         try:
@@ -125,8 +123,7 @@ class DumpGraph(Extension):
             stderr = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
             warnings.warn(f"{path} is written, and drawing it failed: {error}. {stderr}".rstrip(), stacklevel=4)
             return
-        with atomic_write(path.with_suffix(".svg")) as file:
-            file.write(done.stdout)
+        replace_file(path.with_suffix(".svg"), done.stdout)
 
     def finalize(self) -> None:
         self._root = None

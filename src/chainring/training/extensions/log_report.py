@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring._files import atomic_write, from_json, to_json
+from chainring._files import from_json, replace_file, to_json
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
@@ -195,13 +196,10 @@ def key_list(argument: str, keys: Iterable[str]) -> list[str]:
 
 
 def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
-    rule = "writers is a list of Writers, each with write(record) and close()"
-    if isinstance(writers, str) or not isinstance(writers, Iterable):
-        raise TypeError(f"{rule}; got {writers!r}")
-    listed = list(writers)
+    listed = list(writers) if isinstance(writers, Iterable) else [writers]
     for writer in listed:
         if isinstance(writer, type) or not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-            raise TypeError(f"{rule}; {writer!r} is not a Writer")
+            raise TypeError(f"writers is a list of Writers, each with write(record) and close(); got {writers!r}")
     return listed
 
 
@@ -229,8 +227,7 @@ class LogFile(Writer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if _head(self.path, len(text)) != text:
             set_aside(self.path)
-            with atomic_write(self.path) as file:
-                file.write(text)
+            replace_file(self.path, text)
         os.truncate(self.path, len(text))
         self.size, self.crc = len(text), zlib.crc32(text)
         self._replace_array()
@@ -255,17 +252,14 @@ class LogFile(Writer):
 
     def _replace_array(self) -> None:
         body = ",\n".join(line.rstrip("\n") for line in self._lines)
-        with atomic_write(self._array) as file:
-            file.write(f"[\n{body}\n]\n".encode() if body else b"[]\n")
+        replace_file(self._array, f"[\n{body}\n]\n" if body else "[]\n")
         self._replaced_at, self._is_stale = time.monotonic(), False
 
 
 def _head(path: Path, size: int) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            return file.read(size)
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(size)
+    return None
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chainring._files import atomic_write
+from chainring._files import atomic_write, replace_file
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
@@ -188,12 +188,11 @@ class Profiler(Extension):
             self._end_trace()
 
     def _end_trace(self) -> None:
-        if self._recorder is None or self._out is None:
-            return
         recorder, self._recorder = self._recorder, None
-        recorder.stop()
-        with atomic_write(self._out / _TRACE) as file:
-            recorder.export_chrome_trace(file.name)
+        if recorder is not None and self._out is not None:
+            recorder.stop()
+            with atomic_write(self._out / _TRACE) as file:
+                recorder.export_chrome_trace(file.name)
 
     def finalize(self) -> None:
         self._undo.close()
@@ -202,11 +201,9 @@ class Profiler(Extension):
         self._last = None
         self._end_trace()
         if self.iterations and self._out is not None:
-            with atomic_write(self._out / _TABLE) as file:
-                file.write(self.table().encode())
             data = {"iterations": self.iterations, "seconds": self.seconds}
-            with atomic_write(self._out / _DATA) as file:
-                file.write((json.dumps(data, indent=1) + "\n").encode())
+            replace_file(self._out / _TABLE, self.table())
+            replace_file(self._out / _DATA, json.dumps(data, indent=1) + "\n")
 
     def table(self) -> str:
         """Return the phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
