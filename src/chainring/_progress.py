@@ -54,7 +54,7 @@ def to_fraction(value: float | Rational) -> Fraction:
     """
     if isinstance(value, Rational):
         return Fraction(int(value.numerator), int(value.denominator))
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+    if not hasattr(value, "__float__"):
         raise TypeError(f"a number is needed, such as 1 or 0.5, got {value!r} of type {type(value).__name__}")
     real = float(value)
     if not math.isfinite(real):

@@ -45,9 +45,8 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
     dtype = np.uint32 if bits <= 32 else np.uint64
     permute: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
     if 1 << bits <= min(2 * (stop - start), _MAX_TABLE_SIZE):
-        permute = permute(
-            np.arange(1 << bits, dtype=dtype)
-        ).take  # hot path: "Chainring, as written" of benchmarks/epochs.py
+        # hot path: "Chainring, as written" of benchmarks/epochs.py
+        permute = permute(np.arange(1 << bits, dtype=dtype)).take
     values = permute(np.arange(start, stop, dtype=dtype))
     outside = np.flatnonzero(values >= size)
     while outside.size:  # cycle walking: the walk is inside the permutation, so it comes back below size

@@ -21,25 +21,8 @@ from chainring.datasets.transform_dataset import TransformDataset
 from chainring.datasets.tuple_dataset import TupleDataset
 
 __all__ = [
-    "ConcatenatedDataset",
-    "DatasetMixin",
-    "DictDataset",
-    "FASHION_MNIST",
-    "ImageDataset",
-    "LabeledImageDataset",
-    "MNIST",
-    "RemoteFiles",
-    "SubDataset",
-    "TextDataset",
-    "TransformDataset",
-    "TupleDataset",
-    "get_cross_validation_datasets",
-    "get_cross_validation_datasets_random",
-    "get_digits",
-    "get_fashion_mnist",
-    "get_mnist",
-    "split_dataset",
-    "split_dataset_n",
-    "split_dataset_n_random",
-    "split_dataset_random",
-]
+    "ConcatenatedDataset", "DatasetMixin", "DictDataset", "FASHION_MNIST", "ImageDataset", "LabeledImageDataset", "MNIST",
+    "RemoteFiles", "SubDataset", "TextDataset", "TransformDataset", "TupleDataset", "get_cross_validation_datasets",
+    "get_cross_validation_datasets_random", "get_digits", "get_fashion_mnist", "get_mnist", "split_dataset",
+    "split_dataset_n", "split_dataset_n_random", "split_dataset_random",
+]  # fmt: skip

@@ -40,7 +40,10 @@ class ImageDataset(DatasetMixin):
     """
 
     def __init__(self, paths: Path | Sequence[Path], root: Path = ".", dtype: npt.DTypeLike | None = None) -> None:
-        _require_pillow()
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError as error:
+            raise ImportError('images are read by Pillow: pip install "chainring[examples]"') from error
         self.root = root
         self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
         if isinstance(paths, (str, os.PathLike)):
@@ -91,22 +94,14 @@ class LabeledImageDataset(DatasetMixin):
         labels = np.array([label for _, label in pairs], np.int64)
         self.labels = labels.astype(label_dtype)
         if not np.array_equal(self.labels, labels):
-            raise ValueError(
-                f"label_dtype {label_dtype} cannot hold labels from {labels.min()} to {labels.max()}; take a larger one"
-            )
+            given = f"labels from {labels.min()} to {labels.max()}"
+            raise ValueError(f"label_dtype {label_dtype} cannot hold {given}; take a larger one")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def get_example(self, i: int) -> tuple[npt.NDArray[Any], Any]:
         return self.images.get_example(i), self.labels[i]
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise ImportError('images are read by Pillow: pip install "chainring[examples]"') from error
 
 
 def _read_image(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

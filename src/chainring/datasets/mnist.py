@@ -77,7 +77,14 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
         train, test = get_mnist()
         image, label = train[0]
     """
-    return _load(source, withlabel, ndim, scale)
+    if ndim not in (1, 2, 3):
+        raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
+    missing = [name for names in _FILES for name in names if name not in source.sha256]
+    if missing:
+        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(missing)}")
+    paths = source.download()
+    train, test = (_make_dataset(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _FILES)
+    return train, test
 
 
 def get_fashion_mnist(
@@ -89,18 +96,7 @@ def get_fashion_mnist(
 
     Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
     """
-    return _load(source, withlabel, ndim, scale)
-
-
-def _load(source: RemoteFiles, withlabel: bool, ndim: int, scale: float) -> tuple[Any, Any]:
-    if ndim not in (1, 2, 3):
-        raise ValueError(f"ndim is 1, 2 or 3, got {ndim!r}")
-    missing = [name for names in _FILES for name in names if name not in source.sha256]
-    if missing:
-        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(missing)}")
-    paths = source.download()
-    train, test = (_make_dataset(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _FILES)
-    return train, test
+    return get_mnist(withlabel, ndim, scale, source=source)
 
 
 def _make_dataset(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
@@ -110,8 +106,7 @@ def _make_dataset(image_path: Path, label_path: Path, withlabel: bool, ndim: int
     count, rows, columns = pixels.shape
     shape = {1: (rows * columns,), 2: (rows, columns), 3: (1, rows, columns)}[ndim]
     # Looked up in a table, so that there is no array of float64 on the way.
-    values = (np.arange(256) / 255 * scale).astype(np.float32)
-    images = values[pixels].reshape(count, *shape)
+    images = (np.arange(256) / 255 * scale).astype(np.float32)[pixels].reshape(count, *shape)
     return TupleDataset(images, labels.astype(np.int64)) if withlabel else images
 
 
@@ -130,14 +125,13 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be a whole gzip file: {error}") from error
     magic = bytes([0, 0, 0x08, ndim])
-    start = len(magic) + 4 * ndim
-    if content[: len(magic)] != magic or len(content) < start:
+    if content[:4] != magic or len(content) < 4 + 4 * ndim:
         raise ValueError(
             f"{path} must be an IDX file of unsigned bytes with {ndim} axes: {magic.hex(' ')} and {ndim} lengths of "
-            f"four bytes; it starts with {content[: len(magic)].hex(' ') or 'nothing'} and has {len(content)} bytes"
+            f"four bytes; it starts with {content[:4].hex(' ') or 'nothing'} and has {len(content)} bytes"
         )
-    shape = tuple(np.frombuffer(content, ">u4", ndim, len(magic)).tolist())
-    size = math.prod(shape)
-    if len(content) - start != size:
-        raise ValueError(f"{path} must hold {size} bytes for its shape {shape}, but holds {len(content) - start}")
-    return np.frombuffer(content, np.uint8, size, start).reshape(shape)
+    shape = tuple(np.frombuffer(content, ">u4", ndim, 4).tolist())
+    elements = np.frombuffer(content, np.uint8)[4 + 4 * ndim :]
+    if len(elements) != math.prod(shape):
+        raise ValueError(f"{path} must hold {math.prod(shape)} bytes for its shape {shape}, but holds {len(elements)}")
+    return elements.reshape(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,8 +54,8 @@ class TextDataset(DatasetMixin):
             raise ValueError("a TextDataset needs at least one file, got none")
         self.paths = [os.fspath(path) for path in sequence]
         self.encoding = encoding
-        self._files = [_find_lines(path) for path in self.paths]
-        counts = {file.path: len(file.starts) - 1 for file in self._files}
+        self._offsets = [_find_lines(path) for path in self.paths]
+        counts = {path: len(offsets) - 1 for path, offsets in zip(self.paths, self._offsets, strict=True)}
         if len(set(counts.values())) > 1:
             raise ValueError(f"several files must have the same number of lines, got {counts}")
         self._selected: Indices | None = None  # the indices of the lines that the filter has kept
@@ -64,11 +63,12 @@ class TextDataset(DatasetMixin):
             self._selected = np.flatnonzero([bool(filter_func(*lines)) for lines in self._read_all()])
 
     def __len__(self) -> int:
-        return len(self._files[0].starts) - 1 if self._selected is None else len(self._selected)
+        return len(self._offsets[0]) - 1 if self._selected is None else len(self._selected)
 
     def get_example(self, i: int) -> str | tuple[str, ...]:
         index = i if self._selected is None else int(self._selected[i])
-        lines = tuple([_decode(file.read_line(index), self.encoding, file.path, index) for file in self._files])
+        files = zip(self.paths, self._offsets, strict=True)
+        lines = tuple([_decode(_read_line(path, offsets, index), self.encoding, path, index) for path, offsets in files])
         return lines[0] if self._is_single else lines
 
     def _read_all(self) -> Iterator[list[str]]:
@@ -78,28 +78,19 @@ class TextDataset(DatasetMixin):
                 yield [_decode(line, self.encoding, path, index) for line, path in zip(lines, self.paths, strict=True)]
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file, and the offsets at which its lines start; the last one is the file's size."""
-
-    path: str
-    starts: Indices
-
-    def read_line(self, index: int) -> bytes:
-        start, stop, size = int(self.starts[index]), int(self.starts[index + 1]), int(self.starts[-1])
-        # Opened anew for each line, which takes some microseconds: an open file's position would be shared by forks.
-        descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
-            current_size = os.fstat(descriptor).st_size
-            data = os.pread(descriptor, stop - start, start)
-        finally:
-            os.close(descriptor)
-        if current_size != size or len(data) != stop - start:
-            raise ValueError(
-                f"{self.path} has {current_size} bytes and had {size} when its lines were counted: a file must not "
-                "change under a TextDataset; make the dataset anew"
-            )
-        return data
+def _read_line(path: str, offsets: Indices, index: int) -> bytes:
+    start, stop, size = offsets[[index, index + 1, -1]].tolist()
+    # Opened anew for each line, which takes some microseconds: an open file's position would be shared by forks.
+    with open(path, "rb", buffering=0) as file:
+        current_size = os.fstat(file.fileno()).st_size
+        file.seek(start)
+        data: bytes = file.read(stop - start)
+    if current_size != size:
+        raise ValueError(
+            f"{path} has {current_size} bytes and had {size} when its lines were counted: a file must not "
+            "change under a TextDataset; make the dataset anew"
+        )
+    return data
 
 
 def _decode(line: bytes, encoding: str, path: str, index: int) -> str:
@@ -110,14 +101,15 @@ def _decode(line: bytes, encoding: str, path: str, index: int) -> str:
         raise
 
 
-def _find_lines(path: str) -> _File:
+def _find_lines(path: str) -> Indices:
+    """Return the offsets at which the lines of a file start; the last one is the file's size."""
     starts, size = [np.zeros(1, np.int64)], 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             starts.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 0x0A) + (size + 1))
             size += len(chunk)
     offsets = np.concatenate(starts)
-    return _File(path, offsets if offsets[-1] == size else np.append(offsets, size))  # the last line may have no end
+    return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end
 
 
 def _check_encoding(encoding: str) -> None:

@@ -33,14 +33,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from chainring.iterators._worker_main import (
-    IGNORED_SIGNALS,
-    BatchDataset,
-    SharedStatus,
-    Task,
-    WorkerResult,
-    init_worker,
-)
+from chainring.iterators._worker_main import IGNORED_SIGNALS, BatchDataset, SharedStatus, Task, WorkerResult, init_worker
 from chainring.iterators.serial import Segment
 
 _GRACE = 1.0  # seconds that all workers together have to end by themselves
@@ -77,7 +70,6 @@ class WorkerPool:
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=n_workers,
-                collate_fn=_identity,
                 prefetch_factor=depth,
                 persistent_workers=True,
                 multiprocessing_context=self._context,
@@ -177,10 +169,6 @@ def _close_pools() -> None:
     """Close the pools before multiprocessing waits, at exit, for processes that ignore its signal."""
     for pool in list(_pools):
         pool.close()
-
-
-def _identity(result: Any) -> Any:
-    return result
 
 
 def _are_equal(ours: list[Segment], theirs: list[Segment]) -> bool:
@@ -315,9 +303,8 @@ class _Context(multiprocessing.context.BaseContext):
 
     def __init__(self, start_method: str, monitor: _Monitor) -> None:
         self._base, self._monitor = multiprocessing.get_context(start_method), monitor
-        self._worker_class: type[_Worker] = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}[
-            start_method
-        ]
+        classes = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
+        self._worker_class: type[_Worker] = classes[start_method]
         self.queues: list[_Queue] = []
 
     def Process(self, **settings: Any) -> _Worker:  # noqa: N802

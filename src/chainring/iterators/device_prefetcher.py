@@ -62,8 +62,7 @@ class DevicePrefetcher(Iterator):
         self.device = as_device(device)
         self.batch_size, self.repeat, self.step = getattr(source, "batch_size", 1), source.repeat, source.step
         self.rank, self.size = source.rank, source.size
-        is_cuda = self.device is not None and self.device.type == "cuda"
-        self._copier = _StreamCopier(self.device) if is_cuda else _Copier(self.device)
+        self._copier = _Copier(self.device)
         self._ready: deque[_Fetched] = deque()
         self._unsent: _Fetched | None = None  # fetched, but neither converted nor copied
         self._error: Exception | None = None
@@ -82,8 +81,7 @@ class DevicePrefetcher(Iterator):
     @property
     def initial_seed(self) -> int | None:
         """The number from which a seed of ``None`` is derived."""
-        seed: int | None = self.iterator.initial_seed
-        return seed
+        return self.iterator.initial_seed  # type: ignore[no-any-return]
 
     @initial_seed.setter
     def initial_seed(self, seed: int | None) -> None:
@@ -91,8 +89,7 @@ class DevicePrefetcher(Iterator):
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
-        progress: tuple[int, int, int | None] | None = self._returned.counts[-1]
-        return progress
+        return self._returned.counts[-1]  # type: ignore[no-any-return]
 
     @property
     def seed(self) -> int:
@@ -162,16 +159,12 @@ class DevicePrefetcher(Iterator):
         if self._is_ahead() and self._returned.mark is not None:
             self.iterator.return_to(self._returned.mark)
         elif self._is_ahead():
-            self._go_back()
+            self.iterator.load_state_dict(self._returned.saved)
         self.iterator.reset()
         self._start()
 
     def _is_ahead(self) -> bool:
         return bool(self._ready) or self._unsent is not None
-
-    def _go_back(self) -> None:
-        """Move the iterator back to its saved state. A loader without one fetches its batches again, and warns."""
-        self.iterator.load_state_dict(self._returned.saved)
 
     def rewind(self) -> None:
         self.iterator.rewind()
@@ -180,7 +173,7 @@ class DevicePrefetcher(Iterator):
     def share(self, rank: int, size: int) -> None:
         self.iterator.share(rank, size)
         if (rank, size) != (self.rank, self.size) and self._is_ahead():  # the batches ahead are another rank's
-            self._go_back()
+            self.iterator.load_state_dict(self._returned.saved)  # a loader without a state warns that it fetches again
             self._start()
         self.rank, self.size = rank, size
 
@@ -227,20 +220,7 @@ def _counts(iterator: Iterator) -> tuple[Any, ...]:
 
 
 class _Copier:
-    """Copies as `to_device` does."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
-
-    def copy(self, x: Any) -> Any:
-        return to_device(self._device, x)
-
-    def wait(self) -> None:
-        """Return when the copies can be used: there is nothing to wait for."""
-
-
-class _StreamCopier(_Copier):
-    """Copies from pinned memory, on a separate CUDA stream.
+    """Copies as `to_device` does; to CUDA from pinned memory, on a separate stream.
 
     The memory of a copy belongs to that stream. So that it is not written to again while a kernel still reads it, each
     copy waits for the kernels that the caller has launched so far, of the step before the one beside which it runs. This
@@ -249,19 +229,24 @@ class _StreamCopier(_Copier):
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        super().__init__(self._stream.device)  # with its index
+        self._device, self._stream = device, None
+        if device is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._device = self._stream.device  # with its index
 
     def copy(self, x: Any) -> Any:
         """Begin to copy. torch does not reuse pinned memory before the copies from it are over."""
+        if self._stream is None:
+            return to_device(self._device, x)
         pinned = tree_map_only(Tensor, _pin, to_device(None, x))
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            return super().copy(pinned)
+            return to_device(self._device, pinned)
 
     def wait(self) -> None:
         """Make the current stream wait for all copies."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _pin(tensor: Tensor) -> Tensor:

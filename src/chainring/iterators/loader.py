@@ -77,12 +77,11 @@ class LoaderIterator(Iterator):
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
         self._pass: PythonIterator[Any] | None = None
         self._workers: _WorkerGuard | None = None
-        self._position = self._returned = LoaderPosition(
-            0, 0, self._initial_generators
-        )  # of the last batch fetched, returned
+        self._position = self._returned = LoaderPosition(0, 0, self._initial_generators)  # of the batch fetched, returned
         self._pending: list[tuple[Any, LoaderPosition]] = []  # batches that were fetched and are not returned yet
         self._since_mark: list[tuple[Any, LoaderPosition]] | None = None  # batches returned since the last `mark`
         self._has_ended = False  # there is no other pass
+        self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
         self._is_spent = False  # a loader of a single pass was begun
 
     @property
@@ -179,12 +178,12 @@ class LoaderIterator(Iterator):
             self._pass = iter(self.loader() if is_function else self.loader)
         self._set_generators(self._resumed_generators)
         self._resumed_generators = {}
-        self._is_spent = _is_single_pass(self.loader)
+        self._is_spent = self._is_single_pass
         self._position = LoaderPosition(epoch + 1, 0, generators)
 
     def _end_pass(self) -> None:
         self.finalize()
-        self._has_ended = not self.repeat or _is_single_pass(self.loader)
+        self._has_ended = not self.repeat or self._is_single_pass
         self._position = LoaderPosition(self._position.passes, 0, self._get_generators())
 
     def finalize(self) -> None:
@@ -266,9 +265,8 @@ class LoaderIterator(Iterator):
         passes, taken, generators = self._returned if self._pending else self._position
         if self._pass is None and taken == 0 and not self._pending:
             generators = self._get_generators()
-        position = LoaderPosition(
-            serializer("passes", passes), serializer("taken", taken), serializer("generators", generators)
-        )
+        saved = serializer("passes", passes), serializer("taken", taken), serializer("generators", generators)
+        position = LoaderPosition(*saved)
         loader_state = serializer("loader", self._get_loader_state() if saving else None)
         current_generators = serializer("generators_now", self._get_generators())  # after the loader's, which may draw
         if not saving:
@@ -294,9 +292,8 @@ class LoaderIterator(Iterator):
         current = self._sizes()
         for key, remedy, applies in rules:
             if applies and saved[key] != current[key]:
-                raise ValueError(
-                    f"iterator {self.name!r} has {key} = {current[key]}, the saved run had {saved[key]}; {remedy}"
-                )
+                sizes = f"{key} = {current[key]}, the saved run had {saved[key]}"
+                raise ValueError(f"iterator {self.name!r} has {sizes}; {remedy}")
 
     def _resume(self, position: LoaderPosition, loader_state: Any, current_generators: dict[str, Any]) -> None:
         passes, taken, generators = position
@@ -365,16 +362,11 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
     return LoaderIterator(source, repeat=repeat)
 
 
-# --- questions about loaders ---
-
-
 def _check(loader: Any, epoch_length: int | None) -> None:
     iterates = isinstance(loader, Iterable) or callable(loader) or hasattr(loader, "__getitem__")
     if isinstance(loader, (str, bytes, dict)) or not iterates:
         raise TypeError(f"a loader is an iterable of batches, or a function that returns one; got {type(loader).__name__}")
-    if epoch_length is None:
-        return
-    if not is_integer(epoch_length) or epoch_length < 1:
+    if epoch_length is not None and (not is_integer(epoch_length) or epoch_length < 1):
         raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
 
 
@@ -386,11 +378,6 @@ def _is_dataset(source: Any) -> bool:
     if is_known or hasattr(source, "get_example") or hasattr(source, "__getitems__"):  # which torch's DataLoader calls
         return True
     return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
-
-
-def _is_single_pass(loader: Any) -> bool:
-    """Return whether the loader is itself an iterator, such as a generator, and cannot be iterated again."""
-    return hasattr(loader, "__next__")
 
 
 def _length(loader: Any) -> int | None:
@@ -473,9 +460,7 @@ class _WorkerGuard:
     def __init__(self, context: Any, init_fn: Callable[[int], Any] | None) -> None:
         self._released = context.Event()
         self._init_fn = init_fn
-        atexit.register(
-            self.release
-        )  # before multiprocessing, whose handler was registered earlier, waits for its processes
+        atexit.register(self.release)  # before multiprocessing's handler, registered earlier, waits for its processes
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

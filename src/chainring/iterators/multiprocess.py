@@ -74,7 +74,9 @@ class MultiprocessIterator(IndexedIterator):
         converter: Callable[..., Any] | None = concat_examples,
         start_method: str | None = None,
     ) -> None:
-        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler, example_rng)
+        super().__init__(
+            dataset, batch_size, repeat, shuffle, seed=seed, order_sampler=order_sampler, example_rng=example_rng
+        )
         if not is_number(dataset_timeout) or not dataset_timeout > 0:
             raise ValueError(f"dataset_timeout is a positive number of seconds (math.inf waits), got {dataset_timeout!r}")
         if converter is not None and not callable(converter):
@@ -82,7 +84,8 @@ class MultiprocessIterator(IndexedIterator):
         methods = multiprocessing.get_all_start_methods()
         if start_method is not None and start_method not in methods:
             raise ValueError(f"start_method is None or one of {methods} on this system, got {start_method!r}")
-        self.n_processes = require_integer("n_processes", _count_cpus() if n_processes is None else n_processes, 1)
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.n_processes = require_integer("n_processes", cpus if n_processes is None else n_processes, 1)
         self.n_prefetch = require_integer("n_prefetch", n_prefetch, 0)
         self.dataset_timeout = dataset_timeout
         self._converter = converter
@@ -91,24 +94,21 @@ class MultiprocessIterator(IndexedIterator):
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         if self._pool is None or not self._pool.is_open:
-            self._pool = self._make_pool(segments[0][0])
+            self._pool = WorkerPool(
+                functools.partial(BatchDataset, self.dataset, self._seeds_examples, self._converter),
+                self.name,
+                self.n_processes,
+                self.n_prefetch + 1,
+                self.dataset_timeout,
+                self._start_method,
+                stable_hash("workers", *segments[0][0], self.current_position),
+            )
         # A copy makes the plan: one that held this iterator, which holds the pool, would keep the workers alive.
         result = self._pool.take(segments, lambda: copy.copy(self).iterate_segments())
         if result.failure is not None:
             raise self._make_error(result.failure)
         length = sum(len(indices) for _, indices in segments)
         return Batch(result.examples) if result.examples is not None else Batch(columns=result.columns, length=length)
-
-    def _make_pool(self, order_key: tuple[int, int]) -> WorkerPool:
-        return WorkerPool(
-            functools.partial(BatchDataset, self.dataset, self._seeds_examples, self._converter),
-            self.name,
-            self.n_processes,
-            self.n_prefetch + 1,
-            self.dataset_timeout,
-            self._start_method,
-            stable_hash("workers", *order_key, self.current_position),
-        )
 
     def _make_error(self, failure: Failure) -> BaseException:
         """Return the worker's exception, with its traceback and its origin as notes."""
@@ -133,7 +133,3 @@ class MultiprocessIterator(IndexedIterator):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._gather = make_gather(self.dataset)
-
-
-def _count_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,8 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from chainring._random import Indices, epoch_order, stable_hash
 from chainring.iterators.serial import require_integer
 
-__all__ = ["BucketOrderSampler", "NoRepeatOrderSampler", "WeightedOrderSampler"]
-
 
 class BucketOrderSampler:
     """An order sampler whose batches have examples of similar length, so that little of a padded batch is padding.

@@ -42,11 +42,12 @@ class IndexedIterator(Iterator):
         self,
         dataset: Any,
         batch_size: int,
-        repeat: bool,
-        shuffle: bool,
-        seed: int | None,
-        order_sampler: OrderSampler | None,
-        example_rng: bool,
+        repeat: bool = True,
+        shuffle: bool = True,
+        *,
+        seed: int | None = None,
+        order_sampler: OrderSampler | None = None,
+        example_rng: bool = True,
     ) -> None:
         _check(dataset, batch_size, seed, order_sampler)
         self.dataset = dataset
@@ -189,8 +190,8 @@ class IndexedIterator(Iterator):
         if size != self._orders.size:
             raise ValueError(
                 f"the dataset of iterator {self.name!r} has {self._orders.size} examples an epoch, "
-                f"the saved run had {size}. "
-                "A position in one means nothing in the other: resume with the same dataset, or start a new run"
+                f"the saved run had {size}. A position in one means nothing in the other: "
+                "resume with the same dataset, or start a new run"
             )
         visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         seed = serializer("seed", self._get_seed() if saving else self._seed)
@@ -247,26 +248,10 @@ class SerialIterator(IndexedIterator):
         x, t = concat_examples(iterator.next())
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        repeat: bool = True,
-        shuffle: bool = True,
-        *,
-        seed: int | None = None,
-        order_sampler: OrderSampler | None = None,
-        example_rng: bool = True,
-    ) -> None:
-        super().__init__(dataset, batch_size, repeat, shuffle, seed, order_sampler, example_rng)
-
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
-        return Batch(self._examples(segments))
-
-    def _examples(self, segments: list[Segment]) -> list[Any]:
         dataset = self.dataset
         if not self._seeds_examples:
-            return [dataset[index] for _, indices in segments for index in indices.tolist()]
+            return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
         examples = []
         with preserve_host_rng():
             for order_key, indices in segments:
@@ -278,16 +263,14 @@ class SerialIterator(IndexedIterator):
                     except Exception as error:
                         error.add_note(f"raised by dataset[{index}], asked by iterator {self.name!r}")
                         raise
-        return examples
+        return Batch(examples)
 
 
 class _EpochOrders:
     """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last block is kept."""
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
-        self._dataset_size = dataset_size
-        self._shuffle = shuffle
-        self._sampler = sampler
+        self._dataset_size, self._shuffle, self._sampler = dataset_size, shuffle, sampler
         self._block_range: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, first and last position of _block
         self._block: Indices = np.empty(0, np.int64)
         self.size = dataset_size if sampler is None else len(self._sample(sampler, 0, 0))
@@ -310,7 +293,7 @@ class _EpochOrders:
             block = self._sample(self._sampler, seed, epoch)
             if len(block) != self.size:
                 raise ValueError(
-                    f"an order sampler must return as many indices for every epoch; "
+                    "an order sampler must return as many indices for every epoch; "
                     f"it gave {self.size} for the first and {len(block)} for epoch {epoch}"
                 )
         self._block, self._block_range = block, (seed, epoch, first, last)
@@ -319,16 +302,12 @@ class _EpochOrders:
     def _sample(self, sampler: OrderSampler, seed: int, epoch: int) -> Indices:
         order = np.asarray(sampler(seed, epoch, self._dataset_size))
         if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
-            raise ValueError(
-                "an order sampler returns one dimension of integer indices, "
-                f"got an array of shape {order.shape} and dtype {order.dtype}"
-            )
+            got = f"an array of shape {order.shape} and dtype {order.dtype}"
+            raise ValueError(f"an order sampler returns one dimension of integer indices, got {got}")
         order = order.astype(np.int64)
         if len(order) and not 0 <= order.min() <= order.max() < self._dataset_size:
-            raise ValueError(
-                f"an order sampler returns indices from 0 to {self._dataset_size - 1}, "
-                f"got some from {order.min()} to {order.max()}"
-            )
+            got = f"some from {order.min()} to {order.max()}"
+            raise ValueError(f"an order sampler returns indices from 0 to {self._dataset_size - 1}, got {got}")
         return order
 
 
