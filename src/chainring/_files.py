@@ -37,12 +37,8 @@ def atomic_write(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` by one rename when the block ends.
 
     When anything fails, the new file is removed and ``path`` stays as it was. The new file has a name that nobody can guess
-    and is created exclusively, so no link is followed; where ``path`` is a link, the link itself is replaced. Its mode is
-    that of any new file, as the umask says.
-
-    Args:
-        path: the file; its directory exists.
-        durable: whether the file and its name are flushed to the disk, so that they survive a loss of power.
+    and is created exclusively, so no link is followed; where ``path`` is a link, the link itself is replaced. With
+    ``durable`` the file and its name are flushed to the disk, so that they survive a loss of power.
 
     Raises:
         OSError: it could not be written; the error names ``path`` and the free space.
@@ -127,7 +123,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)  # one of `_WORDS`
     return value
 
 
@@ -144,8 +140,7 @@ def parse_strict(text: bytes) -> Any:
     """Return the value of a JSON document in UTF-8 that may come from anywhere.
 
     Raises:
-        ValueError: it is not JSON, it is nested too deep to be read, a key occurs twice in an object (readers would differ
-            on which counts), or a number is not finite.
+        ValueError: it is not JSON, nested too deep, a key occurs twice in an object, or a number is not finite.
     """
     try:
         decoded = text.decode("utf-8")  # json.loads would take bytes for UTF-16 where they look like it
@@ -173,9 +168,6 @@ class DirectoryLock:
     POSIX grants it again to the same process, so the directories that this process has locked are remembered. The file
     ``.lock`` is never removed.
 
-    Args:
-        directory: the directory; it exists.
-
     Raises:
         BlockingIOError: another run holds the lock; the error names its process and host.
         OSError: the file cannot be opened, or is a link.
@@ -186,7 +178,7 @@ class DirectoryLock:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = os.path.realpath(directory)
         if self._directory in DirectoryLock._descriptors:
-            raise BlockingIOError(self._refusal(os.getpid(), socket.gethostname()))
+            raise _refusal(self._directory, os.getpid(), socket.gethostname())
         path = os.path.join(self._directory, ".lock")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
@@ -194,7 +186,7 @@ class DirectoryLock:
         except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
             holder = _read_holder(descriptor)
             os.close(descriptor)
-            raise BlockingIOError(self._refusal(holder.get("pid"), holder.get("host"))) from None
+            raise _refusal(self._directory, holder.get("pid"), holder.get("host")) from None
         except OSError:
             os.close(descriptor)
             raise
@@ -202,17 +194,18 @@ class DirectoryLock:
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         DirectoryLock._descriptors[self._directory] = descriptor
 
-    def _refusal(self, pid: Any, host: Any) -> str:
-        return (
-            f"{self._directory} is being written by another run: process {pid} on {host}. "
-            "Wait for it to end, or choose another out"
-        )
-
     def release(self) -> None:
         """Release the lock. Calling it again does nothing."""
         descriptor = DirectoryLock._descriptors.pop(self._directory, None)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:
+    writer = f"process {pid} on {host}"
+    return BlockingIOError(
+        f"{directory} is being written by another run: {writer}. Wait for it to end, or choose another out"
+    )
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:

@@ -179,14 +179,11 @@ class ProcessGroupCommunicator(Communicator):
         return failure
 
     def _leave(self) -> None:
-        """End the exchange for those that wait for this rank, by closing this end of it.
-
-        Those of DDP and FSDP end with the process; a snapshot under way, which goes through a group of its own, is finished.
-        """
+        """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
         self._is_open = False
-        for group in (self._tensors, self._objects):
-            dist.destroy_process_group(group)
-        del self._tensors, self._objects, group  # its connection is closed with the last reference
+        dist.destroy_process_group(self._tensors)
+        dist.destroy_process_group(self._objects)
+        del self._tensors, self._objects  # a connection is closed with the last reference
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -233,7 +230,6 @@ class FailureBroadcast:
                 time.sleep(_POLL_PERIOD / 10)
 
     def close(self) -> None:
-        """End the polling."""
         self._closed.set()
         self._thread.join()
 

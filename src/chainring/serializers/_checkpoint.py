@@ -130,11 +130,7 @@ def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateC
 class Checkpoint:
     """A state ready to be written: its tensors in one file of each rank, everything else as typed JSON.
 
-    Attributes:
-        tensors: the tensors that this rank writes by name, not copied. Where they will change before `commit`, put copies
-            here.
-        is_sharded: True if the state has tensors of which each rank holds a part.
-        about: what the manifest says beside the files.
+    ``tensors`` are those that this rank writes, not copied. Where they will change before `commit`, put copies there.
 
     Raises:
         TypeError: a value cannot be restored; the error names its path.
@@ -320,11 +316,9 @@ def model_prefix(state: Mapping[str, Any], source: Path) -> str:
         ValueError: there are several, and none is the main one.
     """
     names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
-    if not names:
-        return ""
     if len(names) > 1 and "main" not in names:
         raise ValueError(f"{source} has the models {names}; name one by path_in_snapshot, such as {_MODEL + names[0]!r}")
-    return f"{_MODEL}{'main' if 'main' in names else names[0]}/"
+    return f"{_MODEL}{'main' if 'main' in names else names[0]}/" if names else ""
 
 
 def module_tensors(module: Any) -> dict[str, Tensor]:
@@ -337,12 +331,11 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
     """
     clean = name_cleaner(module)
     tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in module.state_dict().items()}
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"a model's file holds tensors, and {name!r} of {type(module).__name__} is {type(value).__name__}; "
-                "register it as a buffer, or save the trainer, whose snapshot holds plain values too"
-            )
+    if others := {name: type(value).__name__ for name, value in tensors.items() if not isinstance(value, Tensor)}:
+        raise TypeError(
+            f"a model's file holds tensors, and {type(module).__name__} has {others}; "
+            "register a buffer instead, or save the trainer, whose snapshot holds plain values too"
+        )
     return tensors
 
 
@@ -353,34 +346,24 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class StagingBuffers:
-    """Memory of the host for a copy of tensors, kept from one copy to the next.
-
-    Fresh memory costs a page fault every 4 kB, which takes longer than the copy itself. Where there is an accelerator the
-    memory is pinned, and the copies from there overlap.
-    """
+    """Memory of the host for a copy of tensors, kept from one copy to the next; pinned where there is an accelerator."""
 
     # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, "stop for a snapshot" in benchmarks/growth.py
+    # Fresh memory costs a page fault every 4 kB, which takes longer than the copy itself.
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
-        copies: dict[str, Tensor] = {}
         aliases = find_aliases(tensors)
-        devices = set()
-        for name, tensor in tensors.items():
-            first = aliases[name]
-            if first == name:
-                copies[name] = self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True)
-                devices.add(tensor.device)
-            else:
-                copies[name] = copies[first]
-        for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        self._buffers = {name: copies[name] for name in set(aliases.values())}
-        return copies
+        originals = {name: tensor for name, tensor in tensors.items() if aliases[name] == name}
+        self._buffers = {
+            name: self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True) for name, tensor in originals.items()
+        }
+        for device in {tensor.device for tensor in originals.values() if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        return {name: self._buffers[first] for name, first in aliases.items()}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
@@ -426,11 +409,7 @@ class BackgroundWriter:
         futures.wait(_running(others))
 
     def wait(self) -> None:
-        """Wait until nothing is running.
-
-        Raises:
-            Exception: what the last call has raised; once.
-        """
+        """Wait until nothing is running; raise once what the last call has raised."""
         running = self._running
         if running is not None:
             try:
@@ -440,11 +419,7 @@ class BackgroundWriter:
                     self._running = None
 
     def close(self) -> None:
-        """Wait, and end the thread.
-
-        Raises:
-            Exception: what the last call has raised.
-        """
+        """Wait as `wait` does, and end the thread."""
         thread, self._thread = self._thread, None
         try:
             self.wait()

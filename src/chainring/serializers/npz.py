@@ -52,7 +52,7 @@ _DAMAGED = (
 )
 
 
-def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
+def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bool = True) -> None:
     """Save a model or any object that has state as one npz file, which is complete or absent.
 
     It is written by one rename after a flush, so a file that is there already is replaced whole or stays.
@@ -75,7 +75,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
     serializer = DictionarySerializer()
     serializer.visit("", unwrap(obj))
     arrays = _to_arrays(serializer.target)
-    if hasattr(file, "write"):
+    if not isinstance(file, (str, os.PathLike)):
         _write(file, arrays, compression)
         return
     path = Path(os.path.realpath(file))  # what a link points to is replaced, not the link
@@ -87,7 +87,7 @@ def save_npz(file: Any, obj: Any, compression: bool = True) -> None:
         _write(stream, arrays, compression)
 
 
-def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
+def load_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, path: str = "", strict: bool = True) -> None:
     """Load what `save_npz` or Chainer saved into an object of the same kind. Nothing is ever unpickled.
 
     Args:
@@ -109,7 +109,7 @@ def load_npz(file: Any, obj: Any, path: str = "", strict: bool = True) -> None:
         state = _read(archive, names, prefix, label)
         if start and not state:
             raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
-        if strict:
+        if strict and serialize_method(obj) is None and hasattr(obj, "named_parameters") and has_state(obj):
             _require_some(state, names, obj, prefix, label)
     DictionaryDeserializer(state, strict).visit(start, obj)
 
@@ -154,9 +154,9 @@ def _write(stream: IO[bytes], arrays: Mapping[str, Array], compression: bool) ->
 
 
 @contextlib.contextmanager
-def _opened(file: Any) -> Iterator[tuple[IO[bytes], str]]:
+def _opened(file: str | os.PathLike[str] | IO[bytes]) -> Iterator[tuple[IO[bytes], str]]:
     """Open a file, and say how an error names it."""
-    if hasattr(file, "read"):
+    if not isinstance(file, (str, os.PathLike)):
         yield file, repr(getattr(file, "name", "the open file"))
         return
     label = repr(os.fspath(file))
@@ -275,11 +275,9 @@ def _damaged(label: str, what: str, error: BaseException) -> ValueError:
     return ValueError(f"npz file {label} is truncated or damaged: {what} ({error}). Copy it again, or load an earlier one")
 
 
-def _require_some(state: Mapping[str, Any], names: Sequence[str], obj: Any, start: str, label: str) -> None:
+def _require_some(state: Mapping[str, Any], names: Sequence[str], model: Any, start: str, label: str) -> None:
     """Raise an error that says where in the file a model is, if it is elsewhere; PyTorch would list every name."""
-    if serialize_method(obj) is not None or not (hasattr(obj, "named_parameters") and has_state(obj)):
-        return
-    paths = [name.replace(".", "/") for name in obj.state_dict()]
+    paths = [name.replace(".", "/") for name in model.state_dict()]
     if paths and not any(start + path in state for path in paths):
         found = sorted({name.removesuffix(paths[0]) for name in names if name.endswith(f"/{paths[0]}")})
         if found:
