@@ -11,7 +11,7 @@ import random
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,67 +26,46 @@ from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-    from chainring.training.updaters.callbacks import UpdateContext
 
 Fingerprint = dict[str, dict[str, str]]
 """By category (``"parameters"``), the text of each value by its path."""
 
 _COUNTERS = ("progress", "epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
-_SHORT = 4  # elements up to which a tensor is written out
+_MAX_WRITTEN = 4  # elements up to which a tensor is written out
 
 
-class BatchRecorder:
-    """The descriptions of the batches that an updater converted: a callback for ``batch_on_finish``."""
-
-    def __init__(self) -> None:
-        self._batches: list[dict[str, str]] = []
-
-    def __call__(self, context: UpdateContext) -> None:
-        self._batches.append({path: describe(leaf) for path, leaf in leaves("", context.batch)})
-
-    def pop(self) -> dict[str, str]:
-        """Return the batches since the last call, and forget them."""
-        batches, self._batches = self._batches, []
-        return {f"batch {index}{path}": text for index, batch in enumerate(batches) for path, text in batch.items()}
-
-
-def fingerprint(trainer: Trainer, batches: BatchRecorder | None) -> Fingerprint:
-    """Return the fingerprint of a trainer's present state, observation and batches."""
-    found: Fingerprint = {"iterator": {}, "batch": {} if batches is None else batches.pop(), "observation": {}}
+def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> Fingerprint:
+    """Return the fingerprint of a trainer's present state and observation, and of described batches."""
+    generators, observation = _random.get_rng_state(), trainer.observation
+    found: Fingerprint = {
+        "iterator": {},
+        "batch": {path: text for batch in batches for path, text in batch.items()},
+        "observation": {f"observation/{k}": describe(float(v)) for k, v in observation.items() if is_scalar(v)},
+        "generators": {f"generators/{trainer.comm.rank}/{name}": checksum(state) for name, state in generators.items()},
+        "parameters": {},
+        "buffers": {},
+        "optimizer": {},
+    }
     for name, iterator in trainer.updater.get_all_iterators().items():
         for counter in _COUNTERS:
             found["iterator"][f"updater/iterator:{name}/{counter}"] = repr(getattr(iterator, counter, None))
-    for key, value in trainer.observation.items():
-        if is_scalar(value):
-            found["observation"][f"observation/{key}"] = describe(float(value))
-    prefix = f"generators/{trainer.comm.rank}"
-    found["generators"] = {f"{prefix}/{name}": checksum(state) for name, state in _random.get_rng_state().items()}
-    return found | _of_models(trainer) | {"optimizer": dict(_of_optimizers(trainer))}
-
-
-def _of_models(trainer: Trainer) -> Fingerprint:
-    found: Fingerprint = {"parameters": {}, "buffers": {}}
-    for name, model in trainer.updater.get_all_models().items():
+    models = trainer.updater.get_all_models()
+    for name, model in models.items():
         module = unwrap(model)
         parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
         for path, value in module.state_dict().items():
             category = "parameters" if path in parameters else "buffers"
-            for leaf_path, leaf in leaves(f"updater/model:{name}/{path.replace('.', '/')}", value):
-                found[category][leaf_path] = describe(leaf)
-    return found
-
-
-def _of_optimizers(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    names = parameter_names(trainer.updater.get_all_models())
+            found[category] |= describe_leaves(f"updater/model:{name}/{path.replace('.', '/')}", value)
+    names = parameter_names(models)
     for name, optimizer in trainer.updater.get_all_optimizers().items():
         prefix = f"updater/optimizer:{name}"
         for parameter, state in optimizer.state.items():
-            for path, leaf in leaves(f"{prefix}/state/{names.get(id(parameter), 'parameter')}", state):
-                yield path, describe(leaf)
+            path = f"{prefix}/state/{names.get(id(parameter), 'parameter')}"
+            found["optimizer"] |= describe_leaves(path, state)
         for index, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for path, leaf in leaves(f"{prefix}/param_groups/{index}", settings):
-                yield path, describe(leaf)
+            found["optimizer"] |= describe_leaves(f"{prefix}/param_groups/{index}", settings)
+    return found
 
 
 def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -103,6 +82,11 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def describe_leaves(path: str, value: Any) -> dict[str, str]:
+    """Return the descriptions of all values in nested containers by path."""
+    return {leaf_path: describe(leaf) for leaf_path, leaf in leaves(path, value)}
+
+
 def describe(value: Any) -> str:
     """Return a plain value as Python writes it, a large array as dtype, shape and CRC-32, anything else as its class."""
     value = _as_tensor(value)
@@ -112,7 +96,7 @@ def describe(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         if value.is_meta:
             return f"{dtype} {tuple(value.shape)} without data"
-        if value.numel() <= _SHORT and not value.is_complex():
+        if value.numel() <= _MAX_WRITTEN and not value.is_complex():
             return f"{dtype} {value.tolist()}"
         return f"{dtype} {tuple(value.shape)} of CRC {zlib.crc32(_bytes_of(value).numpy().data):08x}"
     if isinstance(value, (bool, int, float, complex, str, bytes, list, type(None), np.generic)):
@@ -122,7 +106,7 @@ def describe(value: Any) -> str:
 
 def checksum(value: Any) -> str:
     """Return one CRC-32 of everything in nested containers."""
-    return f"{zlib.crc32(repr([(path, describe(leaf)) for path, leaf in leaves('', value)]).encode()):08x}"
+    return f"{zlib.crc32(repr(describe_leaves('', value)).encode()):08x}"
 
 
 def difference(one: Any, other: Any) -> str | None:
@@ -166,9 +150,16 @@ def _in_double(tensor: Tensor) -> Tensor:
 # --- unsaved state ---
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_ARRAYS = (Tensor, np.ndarray)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_LIBRARIES = ("chainring", "torch.nn", "torch.utils.data")  # their own attributes are saved or are settings
+_NOT_WALKED = (type, ModuleType, BuiltinMethodType, torch.optim.Optimizer)
+_COMMON = frozenset({*sys.stdlib_module_names, "chainring", "torch", "numpy"})
+_LIBRARIES = ("chainring.", "torch.nn.", "torch.utils.data.")  # their own attributes are saved or are settings
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_ELEMENTS = 8, 20_000, 100, 2**22
+
+_References = Iterator[tuple[str, Any, bool]]
+"""The objects that one refers to: the path, the object, and whether the reference belongs to a library."""
 
 
 def unsaved_state(trainer: Trainer, stop_trigger: Any) -> dict[str, str]:
@@ -179,14 +170,14 @@ def unsaved_state(trainer: Trainer, stop_trigger: Any) -> dict[str, str]:
     """
     walk = _Walk()
     for name, model in trainer.updater.get_all_models().items():
-        walk.visit(f"model {name!r}", unwrap(model), 0)
+        walk.visit(f"model {name!r}", unwrap(model))
     for name, iterator in trainer.updater.get_all_iterators().items():
-        walk.visit(f"iterator {name!r}", iterator, 0)
-    walk.visit("updater", trainer.updater, 0)
+        walk.visit(f"iterator {name!r}", iterator)
+    walk.visit("updater", trainer.updater)
     for entry in trainer.entries:
-        walk.visit(f"extension {entry.name!r}", entry.extension, 0)
-        walk.visit(f"trigger of {entry.name!r}", entry.trigger, 0)
-    walk.visit("stop trigger", stop_trigger, 0)
+        walk.visit(f"extension {entry.name!r}", entry.extension)
+        walk.visit(f"trigger of {entry.name!r}", entry.trigger)
+    walk.visit("stop trigger", stop_trigger)
     return walk.found
 
 
@@ -197,10 +188,10 @@ class _Walk:
         self.found: dict[str, str] = {}
         self._visited: dict[int, Any] = {}  # kept alive, so that no id is given out twice
 
-    def visit(self, path: str, value: Any, depth: int, is_library: bool = False) -> None:
+    def visit(self, path: str, value: Any, depth: int = 0, is_library: bool = False) -> None:
         """Record a value and whatever it refers to; of a library's own attribute only user objects inside it."""
-        if isinstance(value, (*_PLAIN, Tensor, np.ndarray)):
-            is_large = isinstance(value, (Tensor, np.ndarray)) and np.prod(value.shape) > _MAX_ELEMENTS
+        if isinstance(value, _PLAIN + _ARRAYS):
+            is_large = isinstance(value, _ARRAYS) and np.prod(value.shape) > _MAX_ELEMENTS
             if not (is_library or is_large):
                 self.found[path] = describe(value)
             return
@@ -209,96 +200,82 @@ class _Walk:
         self._visited[id(value)] = value
         if isinstance(value, _GENERATORS):
             self.found[path] = f"a {type(value).__name__} in state {checksum(_state_of(value))}"
-        elif isinstance(value, dict):
-            self._visit_items(path, list(value.items()), depth, is_library)
-        elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            self._visit_items(path, list(enumerate(value)), depth, is_library)
-        elif not isinstance(value, (type, ModuleType, torch.optim.Optimizer)):
-            self._visit_object(path, value, depth)
+            return
+        if isinstance(value, _CONTAINERS) and not is_library:
+            self.found[f"{path}, length"] = str(len(value))
+        for child_path, child, is_library_reference in self._references(path, value, is_library):
+            self.visit(child_path, child, depth + 1, is_library_reference)
 
-    def _visit_items(self, path: str, items: list[tuple[Any, Any]], depth: int, is_library: bool) -> None:
-        if not is_library:
-            self.found[f"{path}, length"] = str(len(items))
-        for key, item in items[:_MAX_ITEMS]:
-            self.visit(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path, item, depth + 1, is_library)
-
-    def _visit_object(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, FunctionType):
-            self._visit_function(path, value, depth)
+    def _references(self, path: str, value: Any, is_library: bool) -> _References:
+        if isinstance(value, _CONTAINERS):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in [*items][:_MAX_ITEMS]:
+                yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, is_library
+        elif isinstance(value, FunctionType):
+            yield from _of_function(path, value)
         elif isinstance(value, MethodType):
-            self.visit(path, value.__self__, depth + 1)
-            self._visit_function(path, value.__func__, depth)
+            yield path, value.__self__, False
+            yield from _of_function(path, value.__func__)
         elif isinstance(value, functools.partial):
-            self._visit_items(path, [(0, value.func), (1, value.args), (2, value.keywords)], depth, True)
-        elif not isinstance(value, BuiltinMethodType):
-            self._visit_attributes(path, value, depth)
+            for index, item in enumerate((value.func, value.args, value.keywords)):
+                yield f"{path}[{index}]", item, True
+        elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
+            yield from _of_attributes(path, value)
+            if not _is_of_library(type(value)):
+                yield from self._of_class(path, type(value))
 
-    def _visit_function(self, path: str, function: Any, depth: int) -> None:
-        if function.__module__ is None or _is_of_library(function.__module__):
-            return
-        for name, value in _variables_of(function):
-            self.visit(f"{path}, variable {name!r}", value, depth + 1)
-        for name, value in vars(function).items():
-            self.visit(f"{path}.{name}", value, depth + 1)
-
-    def _visit_attributes(self, path: str, value: Any, depth: int) -> None:
-        cls = type(value)
-        if cls.__module__.partition(".")[0] in sys.stdlib_module_names:
-            return
-        is_module = isinstance(value, nn.Module)
-        saved = {"_parameters", "_buffers", "_modules"} if is_module else set()
-        library_names = _library_attributes(cls)
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            if name not in saved:
-                self.visit(f"{path}.{name}", item, depth + 1, name in library_names or _is_library_class(cls))
-        if is_module:
-            for name in sorted(value._non_persistent_buffers_set):
-                self.visit(f"{path}.{name} (a buffer with persistent=False)", value._buffers[name], depth + 1)
-            for name, child in value._modules.items():
-                self.visit(f"{path}.{name}", child, depth + 1)
-        if not _is_library_class(cls):
-            self._visit_class(path, cls, depth)
-
-    def _visit_class(self, path: str, cls: type, depth: int) -> None:
-        """Record the variables that the methods of a user's class use, and its class attributes."""
+    def _of_class(self, path: str, cls: type) -> _References:
+        """Yield the variables that the methods of a user's class use, and its class attributes."""
         for base in cls.__mro__:
-            if _is_of_library(base.__module__) or id(base) in self._visited:
+            if _package(base) in _COMMON or id(base) in self._visited:
                 continue
             self._visited[id(base)] = base
             for name, item in vars(base).items():
                 if isinstance(item, FunctionType):
-                    self._visit_function(path, item, depth)
-                elif not name.startswith("__") and isinstance(item, (*_PLAIN, *_GENERATORS)):
-                    self.visit(f"{path}, class attribute {base.__name__}.{name}", item, depth + 1)
+                    yield from _of_function(path, item)
+                elif not name.startswith("__") and isinstance(item, _PLAIN + _GENERATORS):
+                    yield f"{path}, class attribute {base.__name__}.{name}", item, False
 
 
-def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of an enclosing function and of the module that a function uses."""
+def _of_function(path: str, function: Any) -> _References:
+    """Yield the attributes of a user's function, and the variables of its enclosing function and module that it uses."""
+    if function.__module__ is None or _package(function) in _COMMON:
+        return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if hasattr(cell, "cell_contents"):
-            yield name, cell.cell_contents
+            yield f"{path}, variable {name!r}", cell.cell_contents, False
     for name in function.__code__.co_names:
         if name in function.__globals__:
-            yield name, function.__globals__[name]
+            yield f"{path}, variable {name!r}", function.__globals__[name], False
+    for name, value in vars(function).items():
+        yield f"{path}.{name}", value, False
 
 
-def _is_of_library(module: str) -> bool:
-    return module.partition(".")[0] in {*sys.stdlib_module_names, "chainring", "torch", "numpy"}
+def _of_attributes(path: str, value: Any) -> _References:
+    cls = type(value)
+    library_methods = [item for base in cls.__mro__ if _is_of_library(base) for item in vars(base).values()]
+    # The names that methods of library classes mention are the attributes that it has from there.
+    library_names = {name for item in library_methods if isinstance(item, FunctionType) for name in item.__code__.co_names}
+    is_module = isinstance(value, nn.Module)
+    for name, item in [*getattr(value, "__dict__", {}).items()]:
+        if not (is_module and name in ("_parameters", "_buffers", "_modules")):
+            yield f"{path}.{name}", item, name in library_names or _is_of_library(cls)
+    if is_module:
+        for name in sorted(value._non_persistent_buffers_set):
+            yield f"{path}.{name} (a buffer with persistent=False)", value._buffers[name], False
+        for name, child in value._modules.items():
+            yield f"{path}.{name}", child, False
 
 
-def _is_library_class(cls: type) -> bool:
-    return any(f"{cls.__module__}.".startswith(f"{name}.") for name in _LIBRARIES)
+def _package(definition: Any) -> str:
+    return str(definition.__module__.partition(".")[0])
 
 
-def _library_attributes(cls: type) -> set[str]:
-    """Return the names that the methods of a class's library bases mention: the attributes that it has from there."""
-    methods = [method for base in cls.__mro__ if _is_library_class(base) for method in vars(base).values()]
-    return {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
+def _is_of_library(cls: type) -> bool:
+    return f"{cls.__module__}.".startswith(_LIBRARIES)
 
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()

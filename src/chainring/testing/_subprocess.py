@@ -25,7 +25,7 @@ import torch
 
 from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
-from chainring.testing._fingerprint import BatchRecorder, fingerprint, unsaved_state
+from chainring.testing._fingerprint import describe_leaves, fingerprint, unsaved_state
 from chainring.testing._harness import call_factory
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
@@ -47,19 +47,12 @@ class Run(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Task:
-    """One of the runs, in a directory that they share.
-
-    Attributes:
-        run: which of them.
-        directory: for the records of all.
-        iterations: the length of the uninterrupted run.
-        kill_after: iterations of the killed run.
-    """
+    """One of the runs, in a directory that they share."""
 
     run: str
     directory: str
-    iterations: int
-    kill_after: int
+    iterations: int  # of the uninterrupted run
+    kill_after: int  # iterations of the killed run
 
     def path(self, suffix: str) -> Path:
         """Return the path of a file of this run."""
@@ -149,7 +142,6 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
-    """Run the trainer by ``original`` as the task says."""
     observer = _Observer(trainer, task)
     trainer.stop_trigger = observer
     trainer.out = task.out
@@ -160,10 +152,7 @@ def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> N
 
 
 class _Observer:
-    """A stop trigger around the trainer's own, asked before each iteration, when everything of the last one is done.
-
-    It records a fingerprint of every iteration, and kills the process of the killed run.
-    """
+    """A stop trigger around the trainer's own that records a fingerprint of every iteration, and kills the killed run."""
 
     predictable = False
 
@@ -172,11 +161,14 @@ class _Observer:
         self._task = task
         self._kill_at = trainer.updater.iteration + task.kill_after
         self._last = trainer.updater.iteration + task.iterations
-        self._batches: BatchRecorder | None = None
+        batches: list[dict[str, str]] = []
+        self._batches = batches  # of the present iteration
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
-            self._batches = BatchRecorder()
-            callbacks.add("batch_on_finish", self._batches)
+            callbacks.add(
+                "batch_on_finish",
+                lambda context: batches.append(describe_leaves(f"batch {len(batches)}", context.batch)),
+            )
         if self._stop_trigger is never:  # then the end of the data is expected
             warnings.filterwarnings("ignore", "the training iterator ended after")
 
@@ -186,32 +178,28 @@ class _Observer:
         return getattr(self._stop_trigger, name)
 
     def initialize(self, trainer: Trainer) -> None:
-        """Initialize the trainer's own trigger."""
         trainer.initialize_trigger(self._stop_trigger)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save or load the trainer's own trigger."""
         visit_if_stateful(serializer, "inner", self._stop_trigger)
 
     def __call__(self, trainer: Trainer) -> bool:
         iteration = trainer.updater.iteration
         with open(self._task.path("jsonl"), "a") as file:
             file.write(json.dumps({"iteration": iteration, "fingerprint": fingerprint(trainer, self._batches)}) + "\n")
-        dies = self._task.run == Run.KILLED and iteration == self._kill_at
-        if dies or (self._task.run == Run.RESUMED and not self._task.path("memory").exists()):
+        self._batches.clear()
+        is_killed = self._task.run == Run.KILLED and iteration == self._kill_at
+        if is_killed or (self._task.run == Run.RESUMED and not self._task.path("memory").exists()):
             self._task.path("memory").write_text(json.dumps(unsaved_state(trainer, self._stop_trigger)))
-        if dies:
-            self._save_and_die(trainer)
+        if is_killed:
+            for log in _logs_of(trainer):
+                shutil.copy(Path(trainer.out) / log, self._task.rows_path(log))
+            serializers.save(Path(trainer.out) / SNAPSHOT, trainer)
+            os.kill(os.getpid(), signal.SIGKILL)
         stops = iteration >= self._last or bool(self._stop_trigger(trainer))
         if stops:
             self.save(trainer)
         return stops
-
-    def _save_and_die(self, trainer: Trainer) -> None:
-        for log in _logs_of(trainer):
-            shutil.copy(Path(trainer.out) / log, self._task.rows_path(log))
-        serializers.save(Path(trainer.out) / SNAPSHOT, trainer)
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def save(self, trainer: Trainer) -> None:
         """Save the state at the end, and facts that explain a difference; once."""

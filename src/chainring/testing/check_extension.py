@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from chainring.testing._fingerprint import describe, leaves
+from chainring.testing._fingerprint import describe_leaves
 from chainring.testing._harness import (
-    FailurePoint,
-    ResumeScenario,
+    Observations,
     call_factory,
     fingerprint_with_state,
     require,
     require_finalized,
     require_no_error,
     require_resumable,
+    run_resumed,
     uneven_values,
 )
 from chainring.testing.fakes import FakeUpdater
@@ -68,24 +68,22 @@ def check_extension(
 
     def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
         is_called = str(trainer.updater.iteration in calls[-1:])
-        results = {path: describe(leaf) for path, leaf in leaves("result", result(extension))}
+        results = describe_leaves("result", result(extension))
         return fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
 
-    def scenario(resume_points: Iterable[int]) -> ResumeScenario:
+    def run(resume_points: list[int]) -> Observations:
         calls.clear()
-        return ResumeScenario(build, iterations, observe, 1.0, resume_points)
+        return run_resumed(build, iterations, observe, 1.0, resume_points)
 
-    require_resumable(scenario, _SAVE, "An extension")
+    require_resumable(run, iterations, _SAVE, "An extension")
     found = f"not in {iterations} iterations"
     remedy = "Give trigger= or iterations= with which it is"
     require(bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy)
-    require_finalized(build, FailurePoint.BEFORE_INITIALIZE, _FINALIZE)
-    require_finalized(build, FailurePoint.FOURTH_ITERATION, _FINALIZE)
+    for failure in (0, 4):
+        require_finalized(build, failure, _FINALIZE)
 
 
 def _recording(extension: Callable[[Trainer], Any], calls: list[int]) -> Callable[[Trainer], Any]:
-    """Return the extension as a function that also records the iterations of its calls."""
-
     def call(trainer: Trainer) -> Any:
         calls.append(trainer.updater.iteration)
         return extension(trainer)

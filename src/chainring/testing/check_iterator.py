@@ -14,7 +14,7 @@ import torch
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
-from chainring.testing._fingerprint import checksum, describe, leaves
+from chainring.testing._fingerprint import checksum, describe_leaves
 from chainring.testing._harness import require, require_equal, require_no_error
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
@@ -119,8 +119,7 @@ def _examples(batch: Any) -> list[Any]:
 
 
 def _record(iterator: Any, examples: list[Any]) -> Record:
-    record = {path: describe(leaf) for path, leaf in leaves("batch", examples)}
-    return record | {"examples": str(len(examples))} | _counters(iterator)
+    return describe_leaves("batch", examples) | {"examples": str(len(examples))} | _counters(iterator)
 
 
 def _counters(iterator: Any) -> Record:

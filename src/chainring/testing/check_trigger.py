@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from chainring._checks import is_integer
-from chainring.testing._harness import ResumeScenario, require, resume_points_of, uneven_values
+from chainring.testing._harness import accepts, require, resume_points_of, run_resumed, uneven_values
 from chainring.testing.fakes import FakeUpdater, Values
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger
@@ -116,21 +115,10 @@ def _trigger_factory(trigger: Any) -> tuple[Callable[[], Any], bool]:
     A class, or a function that can be called without arguments and not with one, is called; any other callable is the
     trigger itself.
     """
-    if isinstance(trigger, type) or (callable(trigger) and _takes(trigger, 0) and not _takes(trigger, 1)):
+    if isinstance(trigger, type) or (callable(trigger) and accepts(trigger, 0) and not accepts(trigger, 1)):
         return lambda: get_trigger(trigger()), True
     get_trigger(trigger)  # refuses other forms
     return lambda: get_trigger(trigger), not callable(trigger)
-
-
-def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except ValueError:
-        return count == 1  # some callables of C have no signature
-    except TypeError:
-        return False
-    return True
 
 
 def _call_iterations(
@@ -155,7 +143,7 @@ def _call_iterations(
             trainer.extend(_recorder(record), name="recorder", trigger=trigger)
         return trainer, trigger
 
-    ResumeScenario(build, iterations, lambda *_: {}, seconds, resume_points, strict).run()
+    run_resumed(build, iterations, lambda *_: {}, seconds, resume_points, strict)
     return calls
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from chainring.testing._harness import (
-    FailurePoint,
-    ResumeScenario,
+    Observations,
     fingerprint_with_state,
     require,
     require_finalized,
     require_no_error,
     require_resumable,
+    run_resumed,
 )
 from chainring.training.trainer import Trainer
 
@@ -51,19 +51,18 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
             _require_epochs(updater, epochs)
         return fingerprint_with_state(trainer, updater)
 
-    def scenario(resume_points: Iterable[int]) -> ResumeScenario:
-        points = [*resume_points]
+    def run(resume_points: list[int]) -> Observations:
         epochs.clear()
-        if not points:  # a resumed run is compared with this one
+        if not resume_points:  # a resumed run is compared with this one
             epochs[0] = (0.0, 0)
-        return ResumeScenario(build, iterations, observe, resume_points=points)
+        return run_resumed(build, iterations, observe, resume_points=resume_points)
 
-    observations = require_resumable(scenario, _SAVE, "An updater")
+    observations = require_resumable(run, iterations, _SAVE, "An updater")
     found = f"they end after {len(observations)} updates"
     remedy = "Give data that are repeated, or fewer iterations="
     require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
-    for point in FailurePoint:
-        require_finalized(build, point, _FINALIZE)
+    for failure in (0, 4, None):
+        require_finalized(build, failure, _FINALIZE)
 
 
 def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
