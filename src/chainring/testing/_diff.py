@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from chainring._files import from_json
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._fingerprint import Fingerprint, difference, leaves
-from chainring.testing._subprocess import Run, Task
+from chainring.testing._subprocess import Task
 
 _Fingerprints = dict[int, Fingerprint]
 
@@ -43,7 +43,7 @@ class Findings:
     first: list[Difference] = field(default_factory=list)  # in that iteration, causes first
     last: list[Difference] = field(default_factory=list)  # in the state at the end and in the rows of the logs
     count: int = 0  # values compared at the end
-    unsaved: dict[str, tuple[str, str]] = field(default_factory=dict)  # by path, of the killed and of the resumed run
+    unsaved: list[str] = field(default_factory=list)  # lines with the values of the killed and of the resumed run
 
     @property
     def differs(self) -> bool:
@@ -54,9 +54,8 @@ class Findings:
 # --- comparing ---
 
 
-def compare(task: Task) -> Findings:
-    """Compare the three runs of the task's directory."""
-    whole, killed, resumed = (Task(run, task.directory, task.iterations, task.kill_after) for run in Run)
+def compare(whole: Task, killed: Task, resumed: Task) -> Findings:
+    """Compare the three runs."""
     seen_whole, seen_killed, seen_resumed = map(read_fingerprints, (whole, killed, resumed))
     found = Findings(
         left_out=_unrepeatable_keys(seen_whole, seen_killed),
@@ -67,7 +66,7 @@ def compare(task: Task) -> Findings:
     stages = list(_first_differences(seen_whole, seen_killed, seen_resumed, found.left_out))
     if stages:
         found.when, found.iteration, found.first = stages[0]
-    found.unsaved = dict(_unsaved_differences(*(json.loads(run.path("memory").read_text()) for run in (killed, resumed))))
+    found.unsaved = _unsaved_differences(*(json.loads(run.path("memory").read_text()) for run in (killed, resumed)))
     logs = found.facts[0]["logs"]
     if found.when != "before the kill":
         for log in logs:
@@ -83,15 +82,11 @@ def compare(task: Task) -> Findings:
 
 def read_fingerprints(task: Task) -> _Fingerprints:
     """Return the fingerprints of a run by iteration."""
-    path = task.path("jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {line["iteration"]: line["fingerprint"] for line in map(json.loads, lines)}
+    return {line["iteration"]: line["fingerprint"] for line in map(json.loads, task.lines("jsonl"))}
 
 
 def _warnings_of(task: Task) -> list[str]:
-    output = task.path("output")
-    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
-    return [line.partition("Warning: ")[2] for line in lines if "Warning: " in line]
+    return [line.partition("Warning: ")[2] for line in task.lines("output") if "Warning: " in line]
 
 
 def _rows(task: Task, log: str) -> list[dict[str, Any]]:
@@ -177,11 +172,11 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Differe
             yield Difference(category, path, text)
 
 
-def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield generators first, then attributes, then the items of containers."""
+def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> list[str]:
+    """Return one line for each: generators first, then attributes, then the items of containers."""
     paths = [path for path in killed if killed[path] != resumed.get(path)]
-    for path in sorted(paths, key=lambda path: ("[" in path, "in state" not in killed[path])):
-        yield path, (killed[path], resumed.get(path, "nothing"))
+    paths.sort(key=lambda path: ("[" in path, "in state" not in killed[path]))
+    return [f"  {path}: {killed[path]} -> {resumed.get(path, 'nothing')}" for path in paths]
 
 
 # --- reporting ---
@@ -235,19 +230,24 @@ _UNREPEATABLE = (
 )
 
 
-def format_report(found: Findings, task: Task) -> str:
+def format_report(found: Findings, kill_after: int) -> str:
     """Return the report of a comparison."""
-    opening = f"Killed after {task.kill_after} iterations and resumed, the run is "
+    opening = f"Killed after {kill_after} iterations and resumed, the run is "
     if found.differs:
         lines = [
             f"{opening}not the uninterrupted one.",
             "Where two values are given, they are: uninterrupted -> resumed",
             *_first_lines(found),
-            *_last_lines(found),
-            "Why it might:",
-            *(f"- {cause}" for cause in _causes(found)),
-            *_unsaved_lines(found),
         ]
+        if found.last and found.when != "before the kill":
+            first = {item.path for item in found.first}
+            ordered = sorted(found.last, key=lambda item: item.path not in first)
+            lines.append(f"At the end {len(ordered)} of {found.count} values differ:")
+            lines += _shortened([f"  {item.path}: {item.text}" for item in ordered])
+        lines += ["Why it might:", *(f"- {cause}" for cause in _causes(found))]
+        if found.unsaved and found.when != "before the kill":
+            lines.append("Unsaved state that differs, of the killed run when it was saved -> of the resumed run:")
+            lines += _shortened(found.unsaved)
         if found.warnings:
             lines += ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_MAX_LINES])]
     else:
@@ -278,22 +278,6 @@ def _first_lines(found: Findings) -> Iterator[str]:
     if others:
         counts = ", ".join(f"{count} of {category}" for category, count in others.items())
         yield f"  then also, in the same iteration: {counts}"
-
-
-def _last_lines(found: Findings) -> list[str]:
-    if not found.last or found.when == "before the kill":
-        return []
-    first = {item.path for item in found.first}
-    ordered = sorted(found.last, key=lambda item: item.path not in first)
-    lines = [f"  {item.path}: {item.text}" for item in ordered]
-    return [f"At the end {len(lines)} of {found.count} values differ:", *_shortened(lines)]
-
-
-def _unsaved_lines(found: Findings) -> list[str]:
-    if not found.unsaved or found.when == "before the kill":
-        return []
-    lines = [f"  {path}: {killed} -> {resumed}" for path, (killed, resumed) in found.unsaved.items()]
-    return ["Unsaved state that differs, of the killed run when it was saved -> of the resumed run:", *_shortened(lines)]
 
 
 def _shortened(lines: list[str]) -> list[str]:

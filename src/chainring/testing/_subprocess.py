@@ -58,6 +58,11 @@ class Task:
         """Return the path of a file of this run."""
         return Path(self.directory) / f"{self.run}.{suffix}"
 
+    def lines(self, suffix: str) -> list[str]:
+        """Return the lines of a file of this run, none where it has not written it."""
+        path = self.path(suffix)
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
     def rows_path(self, log: str) -> Path:
         """Return the path of a log's rows; of the killed run a copy of then, since its ``out`` is continued."""
         return self.path(log.replace("/", "-")) if self.run == Run.KILLED else Path(self.out) / log

@@ -137,8 +137,8 @@ def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | o
             raise NotTried(_failure(killed, code, "the run that was to be killed ended before"))
         if (code := launch(resumed)) != 0 or not (resumed.path("state") / STATE).exists():
             raise ResumeDiffers(_failure(resumed, code, "the killed run cannot be resumed"))
-        findings = compare(whole)
-        report = format_report(findings, whole)
+        findings = compare(whole, killed, resumed)
+        report = format_report(findings, kill_after)
         if findings.differs:
             raise ResumeDiffers(report)
         return report
@@ -151,8 +151,7 @@ def _failure(task: Task, code: int, summary: str) -> str:
     """Return the reason that a process has given for its failure, or the end of its output."""
     if task.path("refusal").exists():
         return task.path("refusal").read_text()
-    output = task.path("output").read_text(errors="replace") if task.path("output").exists() else ""
-    shown = "\n".join(output.splitlines()[-_MAX_LINES:])
+    shown = "\n".join(task.lines("output")[-_MAX_LINES:])
     if not shown and code != 0:
         shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
     return f"{summary}; its process ended with {code}:\n{shown}".rstrip(":\n")
