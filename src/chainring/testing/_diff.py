@@ -16,10 +16,8 @@ from chainring.testing._subprocess import Task
 _Fingerprints = dict[int, Fingerprint]
 
 _TIME = "elapsed_time"
-_CATEGORIES = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")
-"""The categories of a fingerprint, a cause before its effect."""
-_SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")
-"""Those that loading must restore."""
+_CATEGORIES = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
+_SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")  # those that loading must restore
 
 
 class Difference(NamedTuple):
@@ -49,9 +47,6 @@ class Findings:
     def differs(self) -> bool:
         """True if the runs are not the same."""
         return bool(self.first or self.last or self.iterations[0] != self.iterations[1])
-
-
-# --- comparing ---
 
 
 def compare(whole: Task, killed: Task, resumed: Task) -> Findings:
@@ -178,8 +173,6 @@ def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> lis
     paths.sort(key=lambda path: ("[" in path, "in state" not in killed[path]))
     return [f"  {path}: {killed[path]} -> {resumed.get(path, 'nothing')}" for path in paths]
 
-
-# --- reporting ---
 
 _MAX_LINES = 8
 

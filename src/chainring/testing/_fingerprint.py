@@ -122,7 +122,8 @@ def difference(one: Any, other: Any) -> str | None:
         return None
     if one.numel() == 1:
         return texts
-    distances = (_in_double(one) - _in_double(other)).abs()
+    dtype = torch.complex128 if one.is_complex() else torch.float64
+    distances = (one.detach().cpu().to(dtype) - other.detach().cpu().to(dtype)).abs()
     largest = distances.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
     if largest == 0:
         return "the same numbers in other bits, such as -0.0 for 0.0"
@@ -140,14 +141,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     return dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
-
-def _in_double(tensor: Tensor) -> Tensor:
-    """Return the elements in double precision, real or complex, in one dimension."""
-    dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    return tensor.detach().cpu().to(dtype).reshape(-1)
-
-
-# --- unsaved state ---
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _ARRAYS = (Tensor, np.ndarray)

@@ -199,11 +199,7 @@ def uneven_values(iteration: int) -> dict[str, float]:
     return {"main/loss": loss, "main/accuracy": 1 - loss / 2}
 
 
-_FAILURES = {
-    0: "that fails before it is initialized",
-    4: "that fails in its fourth iteration",
-    None: "that does not fail",
-}
+_FAILURES = {0: "that fails before it is initialized", 4: "that fails in its fourth iteration", None: "that does not fail"}
 
 
 class _PlannedError(RuntimeError):
@@ -242,16 +238,12 @@ def require_finalized(build: Build, iteration: int | None, remedy: str) -> None:
 
 def _run_until_planned_error(trainer: Trainer) -> list[str]:
     """Run the trainer without its log of the planned error, and return the errors that came after it."""
-
-    def drop(record: logging.LogRecord) -> bool:
-        return False
-
     logger = logging.getLogger("chainring")
-    logger.addFilter(drop)
+    logger.addFilter(hide := lambda record: False)
     try:
         trainer.run()
     except _PlannedError as error:
         return [note for note in getattr(error, "__notes__", []) if note.startswith("afterwards")]
     finally:
-        logger.removeFilter(drop)
+        logger.removeFilter(hide)
     return []

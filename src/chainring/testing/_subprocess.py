@@ -14,7 +14,6 @@ import runpy
 import shutil
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-SNAPSHOT = "verify_resume"
-"""The name of the snapshot at which the run is killed."""
+SNAPSHOT = "verify_resume"  # the name of the one at which the run is killed
 
 
 class Run(enum.StrEnum):
@@ -132,18 +130,11 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
     with open(task.path("output"), "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    try:
-        takes_out = "out" in inspect.signature(make_trainer).parameters
-        trainer = make_trainer(out=task.out) if takes_out else call_factory(make_trainer, task.out)
-        if not isinstance(trainer, Trainer):
-            task.exit_with_reason(
-                f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}"
-            )
-        _run(trainer, task, type(trainer).run)
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        sys.exit(1)
+    takes_out = "out" in inspect.signature(make_trainer).parameters
+    trainer = make_trainer(out=task.out) if takes_out else call_factory(make_trainer, task.out)
+    if not isinstance(trainer, Trainer):
+        task.exit_with_reason(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
+    _run(trainer, task, type(trainer).run)
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
@@ -170,10 +161,8 @@ class _Observer:
         self._batches = batches  # of the present iteration
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
-            callbacks.add(
-                "batch_on_finish",
-                lambda context: batches.append(describe_leaves(f"batch {len(batches)}", context.batch)),
-            )
+            add = batches.append
+            callbacks.add("batch_on_finish", lambda context: add(describe_leaves(f"batch {len(batches)}", context.batch)))
         if self._stop_trigger is never:  # then the end of the data is expected
             warnings.filterwarnings("ignore", "the training iterator ended after")
 

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from chainring.testing import _harness
 from chainring.testing._fingerprint import describe_leaves
-from chainring.testing._harness import (
-    Observations,
-    call_factory,
-    fingerprint_with_state,
-    require,
-    require_finalized,
-    require_no_error,
-    require_resumable,
-    run_resumed,
-    uneven_values,
-)
 from chainring.testing.fakes import FakeUpdater
 from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import never
@@ -56,10 +46,10 @@ def check_extension(
 
     def build(out: str) -> tuple[Trainer, Any]:
         nonlocal never_called
-        own_updater = FakeUpdater(3, uneven_values) if updater is None else updater()
-        extension = call_factory(make, own_updater)
+        own_updater = FakeUpdater(3, _harness.uneven_values) if updater is None else updater()
+        extension = _harness.call_factory(make, own_updater)
         trainer = Trainer(own_updater, out=out)
-        with require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
+        with _harness.require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
             trainer.extend(extension, trigger=trigger)
         (entry,) = trainer.entries
         never_called = entry.trigger is never  # it works beside the loop, as a profiler does
@@ -69,18 +59,18 @@ def check_extension(
     def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
         is_called = str(trainer.updater.iteration in calls[-1:])
         results = describe_leaves("result", result(extension))
-        return fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
+        return _harness.fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
 
-    def run(resume_points: list[int]) -> Observations:
+    def run(resume_points: list[int]) -> _harness.Observations:
         calls.clear()
-        return run_resumed(build, iterations, observe, 1.0, resume_points)
+        return _harness.run_resumed(build, iterations, observe, 1.0, resume_points)
 
-    require_resumable(run, iterations, _SAVE, "An extension")
+    _harness.require_resumable(run, iterations, _SAVE, "An extension")
     found = f"not in {iterations} iterations"
     remedy = "Give trigger= or iterations= with which it is"
-    require(bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy)
+    _harness.require(bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy)
     for failure in (0, 4):
-        require_finalized(build, failure, _FINALIZE)
+        _harness.require_finalized(build, failure, _FINALIZE)
 
 
 def _recording(extension: Callable[[Trainer], Any], calls: list[int]) -> Callable[[Trainer], Any]:

@@ -24,8 +24,7 @@ _STATE = "Save in serialize(serializer) the position of the batch last returned,
 _COUNT = "Set epoch, epoch_detail, previous_epoch_detail and is_new_epoch in __next__ and in reset"
 _FINALIZE = "Let finalize() do nothing where nothing is to be released"
 
-Record = dict[str, str]
-"""The examples of a batch and the counters of its iterator, by path."""
+Record = dict[str, str]  # the examples of a batch and the counters of its iterator, by path
 
 
 def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
@@ -87,14 +86,13 @@ class _Trial:
 
     def take_all(self) -> list[Record]:
         """Return the batches of two epochs, or of one where it does not repeat."""
-        records = []
+        records: list[Record] = []
         with self.new_iterator() as iterator:
             _require_start(iterator, "before its first batch an iterator counts 0, 0.0, None, False")
             while iterator.epoch < 2 and not self.has_ended:
-                try:
-                    records.append(_record(iterator, _examples(next(iterator))))
-                except StopIteration:
-                    self.has_ended = True
+                found = _take(iterator, 1)
+                records += found
+                self.has_ended = not found
                 remedy = "Count the epochs, or give fewer examples or batches="
                 require(len(records) < self._limit, f"two epochs have fewer than {self._limit} batches", "more", remedy)
         require(bool(records), "an iterator that is tried has a batch", "StopIteration at once", "Give it some examples")
