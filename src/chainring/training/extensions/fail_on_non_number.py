@@ -87,7 +87,6 @@ class FailOnNonNumber(Extension):
         self._before, self._batches = None, []
 
     def _is_checked_at_once(self, trainer: Trainer) -> bool:
-        """Return True if the check of this update is read before its step."""
         return self.policy == "skip" or trainer.updater.iteration + 1 in self._bad_iterations
 
     def _record_batch(self, trainer: Trainer, context: UpdateContext) -> None:

@@ -4,8 +4,13 @@ from chainring.training.triggers._get_trigger import TriggerLike as TriggerLike
 from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger
 from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
-from chainring.training.triggers.interval import IntervalTrigger, ManualScheduleTrigger, OnceTrigger, ReachedTrigger
-from chainring.training.triggers.time_trigger import TimeTrigger
+from chainring.training.triggers.interval import (
+    IntervalTrigger,
+    ManualScheduleTrigger,
+    OnceTrigger,
+    ReachedTrigger,
+    TimeTrigger,
+)
 
 __all__ = [
     "BestValueTrigger",

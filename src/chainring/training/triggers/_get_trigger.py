@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from chainring._checks import find_call_error
 from chainring.training.triggers.base import never
-from chainring.training.triggers.interval import IntervalTrigger, ReachedTrigger
-from chainring.training.triggers.time_trigger import TimeTrigger
+from chainring.training.triggers.interval import IntervalTrigger, ReachedTrigger, TimeTrigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
