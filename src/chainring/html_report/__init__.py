@@ -31,15 +31,8 @@ class Page:
 def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> Page:
     """Write the page of a run, which may still be going on; an earlier page is replaced by one rename.
 
-    Args:
-        directory: the trainer's ``out``.
-        file: the page; ``report.html`` in the directory by default.
-        verify: whether every byte of the snapshots is compared with its checksum.
-
-    Raises:
-        FileNotFoundError: there is no run.
-        FileExistsError: something that is not such a page is in the way.
-        OSError: the page cannot be written.
+    By default it is ``report.html`` in the directory of the run. With ``verify``, every byte of the snapshots is compared
+    with its checksum. Where there is no run, or where something else has the name of the page, an `OSError` is raised.
     """
     run = read_run(directory, verify=verify)
     text = page_of(run, datetime.datetime.now().astimezone()).encode()

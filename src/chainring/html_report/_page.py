@@ -33,10 +33,8 @@ def page_of(run: Run, made: datetime.datetime) -> str:
     from jinja2 import Environment
     from markupsafe import Markup
 
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else _text(value)
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.finalize = lambda value: value if isinstance(value, Markup) else _text(value)
     environment.filters |= {"count": "{:,}".format, "duration": _duration, "value": _value}
     full = [log for log in run.logs if log.rows]
     charts = [charts_of(log, MAX_POINTS // len(full)) for log in full]

@@ -113,8 +113,7 @@ class Run:
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
-        state = _newest_state(trainer, trainer.entries)
-        if state is None:
+        if (state := _newest_state(trainer, trainer.entries)) is None:
             raise reason
         iteration, load = state
         info(f"{reason}; the run goes back to iteration {iteration}")

@@ -139,9 +139,8 @@ class RunDirectory:
 def compile_template(template: str) -> re.Pattern[str]:
     """Return the pattern of the names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
 
-    Fields that count, iterations and epochs, stand for digits, so that ``snapshot_iter_old`` of another program does not
-    match; the first iteration is the group of that name. Any other field stands for any text, unless the template consists
-    of it alone, which would then match every name.
+    Fields that count, iterations and epochs, stand for digits; the first iteration is the group of that name. Any other
+    field stands for any text, unless the template consists of it alone, which would then match every name.
     """
     fields = list(Formatter().parse(template))
     any_text = ".+" if any(literal for literal, *_ in fields) else r"(?!)"

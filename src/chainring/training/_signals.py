@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from chainring._distributed.communicator import Communicator
@@ -63,9 +63,7 @@ class Interruption:
                     signal.signal(signum, self._receive)
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         self._handlers = {}

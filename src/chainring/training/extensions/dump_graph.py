@@ -114,7 +114,8 @@ class DumpGraph(Extension):
 
     def _write(self, graph: _Graph, path: Path) -> None:
         replace_file(path, graph.to_dot())
-        replace_file(path.with_suffix(".json"), graph.to_json())
+        content = {"nodes": graph.nodes, "edges": graph.edges, "is_truncated": graph.is_truncated}
+        replace_file(path.with_suffix(".json"), json.dumps(content) + "\n")
         if (program := shutil.which("dot")) is None:
             return
         try:
@@ -162,9 +163,6 @@ class _Graph:
         self.is_truncated = bool(queue)
         self.nodes: list[dict[str, Any]] = [{"kind": "root", "label": root_name, "shape": list(root.shape)}]
         self.nodes += [_node(function, leaf_names) for function in indices]
-
-    def to_json(self) -> str:
-        return json.dumps({"nodes": self.nodes, "edges": self.edges, "is_truncated": self.is_truncated}) + "\n"
 
     def to_dot(self) -> str:
         styles = {"root": "shape=box, style=filled, fillcolor=lightgrey", "operation": "shape=ellipse"}

@@ -206,9 +206,8 @@ def _checked_writers(writers: Iterable[RecordWriter]) -> list[RecordWriter]:
 class LogFile(Writer):
     """Appends each row to ``<filename>.jsonl`` at once, and keeps all rows in ``<filename>`` as a JSON array.
 
-    Both files are valid whenever they are opened: the array is replaced by a rename, after each row while it is small, and
-    every 30 seconds beyond that. The values of a record are the whole row and are written as they are, because the
-    ``postprocess`` of a `LogReport` may have moved or removed the counters.
+    The array is replaced by a rename, after each row while it is small, and every 30 seconds beyond that. The values of a
+    record are the whole row, because the ``postprocess`` of a `LogReport` may have moved or removed the counters.
     """
 
     def __init__(self, filename: str) -> None:
