@@ -27,20 +27,15 @@ class CompiledUpdate:
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
     has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
 
-    ``eagerly`` computes an update from a converted batch and returns its weight; ``forward`` is the model or a loss function
-    of it.
+    ``eagerly`` computes an update from a converted batch and returns its weight; ``forward`` is called with the inputs.
     """
 
     def __init__(
-        self,
-        eagerly: Callable[[Any], Any],
-        forward: Callable[..., Any],
-        precision: Precision,
-        optimizers: Sequence[Optimizer],
+        self, eagerly: Callable[[Any], Any], forward: Callable[..., Any], precision: Precision, optimizers: list[Optimizer]
     ) -> None:
         self._eagerly = eagerly
         self._is_eager = False
-        self._optimizers = list(optimizers)
+        self._optimizers = optimizers
         self._parameters = list_parameters(self._optimizers)
         self._learning_rates: list[_LearningRate] = []
         self._device = self._parameters[0].device
@@ -112,7 +107,6 @@ class CompiledUpdate:
 
 
 def warn_not_compiled(reason: str) -> None:
-    """Warn that updates run without compilation."""
     warnings.warn(
         f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
         stacklevel=2,

@@ -19,11 +19,6 @@ def list_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
-def list_trained(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the parameters of some optimizers that have a gradient, each once."""
-    return [parameter for parameter in list_parameters(optimizers) if parameter.grad is not None]
-
-
 def clear_gradients(optimizer: Optimizer) -> None:
     """Set the gradients of an optimizer's parameters to ``None``."""
     # hot path: "no extension" of benchmarks/overhead.py. zero_grad() takes 5.6 us, mostly for a record of the profiler.
@@ -37,10 +32,10 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 def stash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
     """Move the gradients of an optimizer's parameters into ``stashed``, added to what is there."""
-    for parameter in list_trained([optimizer]):
-        assert parameter.grad is not None
-        stashed[parameter] = stashed[parameter] + parameter.grad if parameter in stashed else parameter.grad
-        parameter.grad = None
+    for parameter in list_parameters([optimizer]):
+        if parameter.grad is not None:
+            stashed[parameter] = stashed[parameter] + parameter.grad if parameter in stashed else parameter.grad
+            parameter.grad = None
 
 
 def unstash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
@@ -61,9 +56,9 @@ def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[i
     factor = reference / total
     if not isinstance(factor, Tensor) and factor == 1 and not exchanged:
         return
-    for parameter in list_trained([optimizer]):
-        assert parameter.grad is not None
-        to_local(parameter.grad).mul_(factor * world_size if id(parameter) in exchanged else factor)
+    for parameter in list_parameters([optimizer]):
+        if parameter.grad is not None:
+            to_local(parameter.grad).mul_(factor * world_size if id(parameter) in exchanged else factor)
 
 
 def sum_over_ranks(

@@ -56,10 +56,10 @@ class _Surrogate(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.training = model.training
-        self._trained = [[parameter for parameter in model.parameters() if parameter.requires_grad]]  # not registered
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def forward(self) -> Tensor:
-        return torch.stack([parameter.sum() * 0 for parameter in self._trained[0]]).sum()
+        return torch.stack([parameter.sum() * 0 for parameter in self._trained]).sum()
 
 
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:

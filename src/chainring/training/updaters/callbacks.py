@@ -12,7 +12,7 @@ import torch
 from chainring._checks import is_number
 from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import report
-from chainring.training.updaters._gradients import list_trained
+from chainring.training.updaters._gradients import list_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,9 +107,8 @@ class UpdateCallbacks:
             ValueError: there is no such stage.
             TypeError: ``callback`` cannot be called.
         """
-        self._check_stage(stage)
+        before = self._list_callbacks(stage)
         (callback,) = _as_tuple(stage, [callback])
-        before = getattr(self, stage)
         setattr(self, stage, (callback, *before) if first else (*before, callback))
         self._note_stages()
 
@@ -119,31 +118,27 @@ class UpdateCallbacks:
         Raises:
             ValueError: there is no such stage.
         """
-        self._check_stage(stage)
-        setattr(self, stage, tuple(other for other in getattr(self, stage) if other != callback))
+        setattr(self, stage, tuple(other for other in self._list_callbacks(stage) if other != callback))
         self._note_stages()
 
     def __bool__(self) -> bool:
         """Return True if there is any callback."""
         return self.needs_stages or bool(self.batch_on_finish)
 
-    def _check_stage(self, stage: str) -> None:
+    def _list_callbacks(self, stage: str) -> tuple[Callback, ...]:
         if stage not in self._stages:
             raise ValueError(f"a stage is one of {', '.join(self._stages)}; got {stage!r}")
+        return tuple(getattr(self, stage))
 
     def _note_stages(self) -> None:
         self.needs_stages = any(getattr(self, stage) for stage in self._stages if stage != "batch_on_finish")
 
 
 def _as_tuple(name: str, given: Callbacks) -> tuple[Callback, ...]:
-    if callable(given):
-        return (given,)
-    if not isinstance(given, Iterable):
-        raise TypeError(f"{name} is a callable of one context, or an iterable of them; got {given!r}")
-    callbacks = tuple(given)
+    callbacks: tuple[Any, ...] = (given,) if callable(given) or not isinstance(given, Iterable) else tuple(given)
     for callback in callbacks:
         if not callable(callback):
-            raise TypeError(f"{name} holds {callback!r}, which cannot be called; each is a callable of one context")
+            raise TypeError(f"{name} is a callable of one context, or an iterable of them; got {callback!r}")
     return callbacks
 
 
@@ -177,7 +172,7 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateC
     _require_positive("norm_type", norm_type)
 
     def clip(context: UpdateContext) -> None:
-        parameters = list_trained(context.updater.get_all_optimizers().values())
+        parameters = list_parameters(context.updater.get_all_optimizers().values())
         norm = to_full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
         if max_norm != math.inf:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -205,7 +200,7 @@ def clip_grad_value(max_value: float) -> Callable[[UpdateContext], None]:
     _require_positive("max_value", max_value)
 
     def clip(context: UpdateContext) -> None:
-        torch.nn.utils.clip_grad_value_(list_trained(context.updater.get_all_optimizers().values()), max_value)
+        torch.nn.utils.clip_grad_value_(list_parameters(context.updater.get_all_optimizers().values()), max_value)
 
     return clip
 

@@ -84,8 +84,7 @@ class ParallelUpdater(StandardUpdater):
             count_examples(share) if weight is None else to_device(device, weight)
             for weight, share in zip(weights, shares, strict=True)
         )
-        outer = current_observation()
-        if outer is not None:
+        if (outer := current_observation()) is not None:
             outer.update(merge_observations(observations, weights, device))
         weighted = [(loss.to(device), weight) for loss, weight in zip(losses, weights, strict=True)]
         self.backward(*(weighted[0] if len(weighted) == 1 else weighted_mean(weighted)))
@@ -94,9 +93,7 @@ class ParallelUpdater(StandardUpdater):
         for name in self._optimizers:
             self.step(name)
 
-    def _forward_replicas(
-        self, replicas: Sequence[_Replica], inputs: Sequence[Any]
-    ) -> list[tuple[Tensor, Any, dict[str, Any]]]:
+    def _forward_replicas(self, replicas: list[_Replica], inputs: list[Any]) -> list[tuple[Tensor, Any, dict[str, Any]]]:
         """Return for each replica its loss, the weight that came with the loss, and the values reported beside it."""
         self._add_observers()
         main, *others = replicas
@@ -171,11 +168,9 @@ def _make_replicas(
 
 def _copy(model: nn.Module) -> nn.Module:
     # Buffers without a shape yet are the one thing in a lazy module that copy does not know.
-    memo: dict[int, Any] = {
-        id(buffer): UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
-        for buffer in model.buffers()
-        if is_lazy(buffer)
-    }
+    memo: dict[int, Any] = {}
+    for buffer in filter(is_lazy, model.buffers()):
+        memo[id(buffer)] = UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
