@@ -105,8 +105,7 @@ def checksum(path: Path) -> int:
 def make_numbered_directory(parent: Path) -> Path:
     """Make the next of the directories ``parent/1``, ``parent/2``, ... and return it."""
     parent.mkdir(exist_ok=True)
-    used = [int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()]
-    directory = parent / str(max(used, default=0) + 1)
+    directory = parent / str(1 + max((int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()), default=0))
     directory.mkdir()
     return directory
 

@@ -340,7 +340,6 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
 
 
 def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the file of a model in the place of what is there."""
     with atomic_write(target, durable=True) as file:
         _safetensors.write_with_checksum(file, tensors)
 
@@ -387,11 +386,7 @@ class BackgroundWriter:
         self._running: Future[None] | None = None
 
     def start(self, call: Callable[[], None], after: Iterable[BackgroundWriter] = ()) -> None:
-        """Wait for the call before, and start this one, which begins when those under way in ``after`` have ended.
-
-        Raises:
-            Exception: what the call before has raised.
-        """
+        """Do as `wait` does, and start a call, which begins when those under way in ``after`` have ended."""
         self.wait()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
@@ -409,9 +404,12 @@ class BackgroundWriter:
         futures.wait(_running(others))
 
     def wait(self) -> None:
-        """Wait until nothing is running; raise once what the last call has raised."""
-        running = self._running
-        if running is not None:
+        """Wait until nothing is running.
+
+        Raises:
+            Exception: what the last call has raised; once.
+        """
+        if (running := self._running) is not None:
             try:
                 running.result()
             finally:

@@ -235,8 +235,6 @@ def _contents(tensor: torch.Tensor) -> Iterator[Any]:
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield one-dimensional tensors of at most `CHUNK` bytes, which are ``tensor`` in row-major order."""
     size = tensor.numel() * tensor.itemsize
-    if size == 0:
-        return
     if size <= CHUNK:
         yield tensor.contiguous().reshape(-1)
     elif tensor.is_contiguous():

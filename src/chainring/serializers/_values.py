@@ -57,13 +57,7 @@ def encode(state: Mapping[str, Any]) -> tuple[bytes, dict[str, Tensor]]:
 
 
 def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of ``state`` as JSON types, and the tensors to which they refer, by name.
-
-    With ``native_arrays``, arrays of NumPy are handed over as they are, beside the tensors, and not as tensors.
-
-    Raises:
-        TypeError: as for `encode`.
-    """
+    """Do as `encode` does, with values as JSON types; ``native_arrays`` keeps arrays of NumPy beside the tensors."""
     encoder = _Encoder(state, native_arrays)
     return {path: encoder.value(path, value, 0) for path, value in state.items()}, encoder.tensors
 
