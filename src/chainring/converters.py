@@ -167,12 +167,9 @@ def _collate_numbers(values: Sequence[Any], path: str) -> Tensor:
     """Stack values of which the first is a Python number, as a dtype that holds all: float32, else int64, else bool."""
     _require_all(values, lambda value: isinstance(value, (float, int, np.number, np.bool_)), "a number", path)
     if any(isinstance(value, (float, np.floating)) for value in values):
-        dtype = torch.float32
-    elif all(isinstance(value, (bool, np.bool_)) for value in values):
-        dtype = torch.bool
-    else:
-        dtype = torch.int64
-    return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=torch.float32)
+    is_bool = all(isinstance(value, (bool, np.bool_)) for value in values)
+    return torch.tensor(values, dtype=torch.bool if is_bool else torch.int64)
 
 
 def _collate_padded(arrays: list[Any], padding: Padding, path: str) -> Tensor:

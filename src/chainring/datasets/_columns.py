@@ -31,8 +31,7 @@ class Batch(Sequence[Any]):
     __slots__ = ("_examples", "_length", "columns", "weight")
 
     def __init__(self, examples: Sequence[Any] | None = None, *, columns: Any = None, length: int | None = None) -> None:
-        self._examples = examples
-        self.columns = columns
+        self._examples, self.columns = examples, columns
         self._length: int = len(examples) if length is None else length  # type: ignore[arg-type]
         self.weight: int = self._length
 
@@ -59,8 +58,7 @@ class Batch(Sequence[Any]):
         return f"Batch of {self._length} examples"
 
 
-Gather = Callable[[Indices], Any]
-"""From the indices of examples to their columns."""
+Gather = Callable[[Indices], Any]  # from the indices of examples to their columns
 
 
 def make_gather(dataset: Any) -> Gather | None:

@@ -42,9 +42,7 @@ class SubDataset(DatasetMixin):
                 raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        self.dataset = dataset
-        self.start = start
-        self.finish = finish
+        self.dataset, self.start, self.finish = dataset, start, finish
         self.order = None if order is None else _check_order(order, size)
 
     def __len__(self) -> int:
@@ -149,11 +147,9 @@ def get_cross_validation_datasets(
         raise ValueError(f"n_folds is from 2 to {size}, the number of examples, got {n_folds}")
     indices = np.arange(size) if order is None else _check_order(order, size)
     bounds = [size * fold // n_folds for fold in range(n_folds + 1)]
-    splits = []
-    for start, end in reversed(list(pairwise(bounds))):
-        rotated: Any = np.concatenate([indices[end:], indices[:end]])  # ends with the test set
-        splits.append(split_dataset(dataset, size - (end - start), rotated))
-    return splits
+    # Rotated by its end, the order ends with the test set.
+    folds: list[tuple[int, Any]] = [(size - (end - start), np.roll(indices, -end)) for start, end in pairwise(bounds)]
+    return [split_dataset(dataset, n_train, rotated) for n_train, rotated in reversed(folds)]
 
 
 def get_cross_validation_datasets_random(
@@ -164,5 +160,4 @@ def get_cross_validation_datasets_random(
 
 
 def _random_order(dataset: Any, seed: int | None) -> Any:
-    seed = stable_hash("split", torch.initial_seed()) if seed is None else seed
-    return epoch_order(seed, 0, len(dataset))
+    return epoch_order(stable_hash("split", torch.initial_seed()) if seed is None else seed, 0, len(dataset))

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -54,10 +55,7 @@ class BatchDataset(Dataset[Any]):
     def __init__(
         self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
     ) -> None:
-        self._dataset = dataset
-        self._seeds_examples = seeds_examples
-        self._converter = converter
-        self._status = status
+        self._dataset, self._seeds_examples, self._converter, self._status = dataset, seeds_examples, converter, status
 
     def __getitem__(self, task: Task) -> _PickledResult:
         generation, segments = task
@@ -136,14 +134,10 @@ class Failure(NamedTuple):
 
 def _make_failure(error: Exception, example: int | None, order: int) -> Failure:
     text = "".join(traceback.format_exception(error))
-    error = error.with_traceback(None)
-    pickled: bytes | None
-    try:
-        pickled = pickle.dumps(error)
-        if type(pickle.loads(pickled)) is not type(error):
-            pickled = None
-    except Exception:  # exceptions with their own constructor or attributes often cannot be pickled
-        pickled = None
+    pickled: bytes | None = None
+    with suppress(Exception):  # exceptions with their own constructor or attributes often cannot be pickled
+        content = pickle.dumps(error.with_traceback(None))
+        pickled = content if type(pickle.loads(content)) is type(error) else None
     return Failure(pickled, f"{type(error).__name__}: {error}", text, example, order, os.getpid())
 
 

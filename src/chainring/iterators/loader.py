@@ -53,11 +53,7 @@ class LoaderIterator(Iterator):
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any] | Callable[[], Iterable[Any]],
-        *,
-        epoch_length: int | None = None,
-        repeat: bool = True,
+        self, loader: Iterable[Any] | Callable[[], Iterable[Any]], *, epoch_length: int | None = None, repeat: bool = True
     ) -> None:
         _check(loader, epoch_length)
         self.loader: Any = loader

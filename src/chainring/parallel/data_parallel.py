@@ -18,8 +18,7 @@ from chainring.parallel.scatter import as_devices, join, map_structure, split_ro
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import is_scalar, merge_observations
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments and keywords."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and keywords
 
 
 class DataParallel(nn.Module):
@@ -69,10 +68,16 @@ class DataParallel(nn.Module):
             ValueError: arguments disagree in their number of rows.
             RuntimeError: the module is no longer on the first device.
         """
-        self._check_device()
+        first = self.devices[0]
+        for tensor in self._tensors():
+            if tensor.device != first:
+                raise RuntimeError(
+                    f"the module of a DataParallel stays on the first of its devices, {first}, and a parameter or buffer is "
+                    f"on {tensor.device}; give the updater device={str(first)!r}, or move it by .to({str(first)!r})"
+                )
         inputs: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         chunks, sizes = split_rows(inputs, self.devices, self.dim)
-        calls = [_call(chunk, len(args)) for chunk in chunks]
+        calls = [(tuple([chunk[i] for i in range(len(args))]), {key: chunk[key] for key in kwargs}) for chunk in chunks]
         if sizes is None or len(calls) == 1:
             positional, keywords = calls[0]
             return map_structure(self._to_output_device, [self.module(*positional, **keywords)], "outputs")
@@ -100,7 +105,7 @@ class DataParallel(nn.Module):
     def _replicas(self, count: int) -> Iterator[Callable[[Any, Any], Any]]:
         """Yield the module itself, then the module with parameters and buffers of the other devices."""
         copies: Iterable[dict[str, Tensor]] = map(self._copy_state, self.devices[1:count])
-        if not any(map(is_lazy, _tensors(self.module))):  # a lazy one has its shapes only after the first chunk
+        if not any(map(is_lazy, self._tensors())):  # a lazy one has its shapes only after the first chunk
             copies = list(copies)  # before the first chunk changes a buffer
         yield lambda args, kwargs: self.module(*args, **kwargs)
         for state in copies:
@@ -121,14 +126,8 @@ class DataParallel(nn.Module):
     def _to_output_device(self, leaves: Sequence[Any], path: str) -> Any:
         return leaves[0].to(self.output_device) if isinstance(leaves[0], Tensor) else leaves[0]
 
-    def _check_device(self) -> None:
-        first = self.devices[0]
-        for tensor in _tensors(self.module):
-            if tensor.device != first:
-                raise RuntimeError(
-                    f"the module of a DataParallel stays on the first of its devices, {first}, and a parameter or buffer is "
-                    f"on {tensor.device}; give the updater device={str(first)!r}, or move it by .to({str(first)!r})"
-                )
+    def _tensors(self) -> Iterator[Tensor]:
+        return itertools.chain(self.module.parameters(), self.module.buffers())
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -163,15 +162,6 @@ class DataParallel(nn.Module):
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _call(chunk: Mapping[Any, Any], positional: int) -> _Call:
-    items = list(chunk.items())
-    return tuple([value for _, value in items[:positional]]), dict(items[positional:])
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _is_mean(value: Any) -> bool:

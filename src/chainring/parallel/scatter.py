@@ -199,10 +199,8 @@ def _members(value: Any, path: str) -> dict[Any, Any] | None:
 
 def _has_fields(value: Any) -> bool:
     """Return True for a named tuple, or a dataclass that is neither a mapping nor a tensor nor a module."""
-    if isinstance(value, tuple):
-        return hasattr(value, "_fields")
-    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_data and not isinstance(value, (Mapping, Tensor, torch.nn.Module))
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping, Tensor, torch.nn.Module))
+    return hasattr(value, "_fields") if isinstance(value, tuple) else is_data
 
 
 def _rebuild(old: Any, members: dict[Any, Any]) -> Any:
