@@ -105,12 +105,7 @@ def listed(names: list[str], parent: Path | None = None) -> str:
 
 
 def snapshots(directory: str) -> list[Path]:
-    """Return the snapshot itself, or all in the directory of a run, the newest first.
-
-    Raises:
-        FileNotFoundError: there is neither; the error names the contents and the path to give.
-        CorruptError: it is a snapshot that has lost its manifest.
-    """
+    """Return the snapshot itself, or all in the directory of a run, the newest first."""
     path = Path(directory)
     if directory and (path / MANIFEST).exists():
         return [path]

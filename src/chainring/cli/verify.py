@@ -34,12 +34,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Verify each snapshot and print the result.
-
-    Raises:
-        CorruptError: one of them is damaged; those after it have been read too.
-        NewerFormat: none is damaged, and one has a newer format.
-    """
+    """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
     path = Path(options.path)
     results = (
         [_verify_file(path)] if path.is_file() else [_verify_snapshot(directory) for directory in snapshots(options.path)]

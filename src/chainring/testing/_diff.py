@@ -45,7 +45,6 @@ class Findings:
 
     @property
     def differs(self) -> bool:
-        """True if the runs are not the same."""
         return bool(self.first or self.last or self.iterations[0] != self.iterations[1])
 
 

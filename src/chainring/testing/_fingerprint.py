@@ -116,11 +116,10 @@ def difference(one: Any, other: Any) -> str | None:
     one, other = _as_tensor(one), _as_tensor(other)
     if not (same_class and isinstance(one, Tensor)):
         return None if same_class and describe(one) == describe(other) else texts
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return texts
-    if torch.equal(_bytes_of(one), _bytes_of(other)):
+    is_comparable = (one.dtype, one.shape) == (other.dtype, other.shape)
+    if is_comparable and torch.equal(_bytes_of(one), _bytes_of(other)):
         return None
-    if one.numel() == 1:
+    if not is_comparable or one.numel() == 1:
         return texts
     dtype = torch.complex128 if one.is_complex() else torch.float64
     distances = (one.detach().cpu().to(dtype) - other.detach().cpu().to(dtype)).abs()
@@ -156,11 +155,7 @@ _References = Iterator[tuple[str, Any, bool]]
 
 
 def unsaved_state(trainer: Trainer, stop_trigger: Any) -> dict[str, str]:
-    """Return the attributes and variables of a program, saved or not, by a path such as ``model 'main'.calls``.
-
-    Those of the killed run beside those of the resumed one name what was not restored. They only explain a difference and
-    decide nothing: a cache may well be empty after a resume.
-    """
+    """Return the attributes and variables of a program, saved or not, which only explain a difference, by path."""
     walk = _Walk()
     for name, model in trainer.updater.get_all_models().items():
         walk.visit(f"model {name!r}", unwrap(model))

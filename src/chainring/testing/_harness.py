@@ -59,23 +59,14 @@ Observations = dict[int, dict[str, str]]
 
 
 def run_resumed(
-    build: Build,
+    build: Build,  # called for each segment of the run, with the random generators where they were at first
     iterations: int,
     observe: Observe,
-    seconds: float | None = None,
+    seconds: float | None = None,  # the duration of an iteration on a manual clock; None where time is the real one
     resume_points: Iterable[int] = (),
-    strict: bool = True,
+    strict: bool = True,  # loading must restore the saved state exactly, and an error in the run is the subject's fault
 ) -> Observations:
-    """Run a trainer that is saved at each resume point and continued by a new one, and return the observations.
-
-    Args:
-        build: makes the trainer of each segment of the run, with the random generators where they were at first.
-        iterations: the length of the run.
-        observe: returns the texts that are recorded after each iteration.
-        seconds: the duration of an iteration on a manual clock; ``None`` where time is the real one.
-        resume_points: the iterations after which it is saved.
-        strict: True if loading must restore the very state that was saved, and an error in the run is the subject's fault.
-    """
+    """Run a trainer that is saved after each resume point and continued by a new one, and return the observations."""
     observations: Observations = {}
     state: dict[str, str] = {}
     generators = _random.get_rng_state()
@@ -128,17 +119,7 @@ def _observer(observe: Observe, subject: Any, observations: Observations) -> Cal
 
 
 def require_resumable(run: Callable[[list[int]], Observations], iterations: int, remedy: str, subject: str) -> Observations:
-    """Require two runs to be alike, and one that is saved and continued after any iteration, and after every one.
-
-    Args:
-        run: runs a new trainer with those resume points.
-        iterations: the length of its runs.
-        remedy: for a run that is not the same once it was continued.
-        subject: the name of the subject, as a sentence begins with it: ``"An extension"``.
-
-    Returns:
-        The observations of the uninterrupted run.
-    """
+    """Require a run to be the same again, and resumed after any or every iteration, and return its observations."""
     expected = run([])
     shared = "Nothing is kept in the class, the module, or what make() shares"
     _require_equal_runs(expected, run([]), f"{subject} made anew behaves alike", shared)

@@ -159,8 +159,7 @@ def _require_epochs(records: list[Record]) -> None:
 def _grows_by(details: list[float], steps: list[int]) -> bool:
     """Return whether the details are the running sum of the steps over a constant, to the accuracy of floats."""
     total = sum(steps)
-    sums = np.cumsum(steps)
-    return all(abs(detail * total - done * details[-1]) <= 1e-9 * total for detail, done in zip(details, sums, strict=True))
+    return np.allclose(np.multiply(details, total), np.cumsum(steps) * details[-1], rtol=0, atol=1e-9 * total)
 
 
 def _require_own_generators(trial: _Trial, expected: list[Record]) -> None:

@@ -52,12 +52,8 @@ def fired(
         ValueError: an argument is out of range.
         AssertionError: the state of the trigger cannot be saved and loaded.
     """
-    make, makes_new = _trigger_factory(trigger)
     resume_points = list(resumed_after)
-    if resume_points and not makes_new:
-        raise TypeError(
-            f"a resumed run has a new trigger, and {trigger!r} is one object; give a function that makes it: lambda: ..."
-        )
+    make = _trigger_factory(trigger, is_resumed=bool(resume_points))
     outside = [point for point in resume_points if not 0 <= point <= iterations]
     if outside:
         raise ValueError(f"a run of {iterations} iterations is resumed after 0 to {iterations} of them, got {outside}")
@@ -90,9 +86,7 @@ def check_trigger(
         AssertionError: a rule does not hold, or the trigger never fires, so that nothing is shown.
         TypeError: ``make`` does not make a trigger, or always the same object.
     """
-    factory, makes_new = _trigger_factory(make)
-    if not makes_new:
-        raise TypeError(f"a resumed run has a new trigger, and {make!r} is one object; give lambda: ..., which makes it")
+    factory = _trigger_factory(make, is_resumed=True)
     settings = (iterations, epoch_length, values, seconds)
     (alone,) = _call_iterations(factory, 1, *settings)
     remedy = "Give iterations=, epoch_length=, values= or seconds= with which it does"
@@ -109,16 +103,14 @@ def check_trigger(
             require(calls == alone, rule, f"it fires at {calls} instead of {alone}", _SAVE)
 
 
-def _trigger_factory(trigger: Any) -> tuple[Callable[[], Any], bool]:
-    """Return a function that makes a trigger, and whether it makes a new one at each call.
-
-    A class, or a function that can be called without arguments and not with one, is called; any other callable is the
-    trigger itself.
-    """
+def _trigger_factory(trigger: Any, is_resumed: bool) -> Callable[[], Any]:
+    """Return a function that calls a class, or a function without arguments; any other callable is the trigger itself."""
     if isinstance(trigger, type) or (callable(trigger) and accepts(trigger, 0) and not accepts(trigger, 1)):
-        return lambda: get_trigger(trigger()), True
+        return lambda: get_trigger(trigger())
     get_trigger(trigger)  # refuses other forms
-    return lambda: get_trigger(trigger), not callable(trigger)
+    if is_resumed and callable(trigger):
+        raise TypeError(f"a resumed run has a new trigger, and {trigger!r} is one object; give lambda: ..., which makes it")
+    return lambda: get_trigger(trigger)
 
 
 def _call_iterations(
