@@ -239,13 +239,13 @@ def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = 
         TypeError: the target has no state, or the file name has the wrong type.
     """
     _check_target(target)
-    cls = _ModelSnapshot if is_module(target) else Snapshot
+    cls = ModelFile if is_module(target) else Snapshot
     extension = cls(filename, target=target, asynchronous=asynchronous)
     extension.default_name = "snapshot_object"
     return extension
 
 
-class _ModelSnapshot(Snapshot):
+class ModelFile(Snapshot):  # snapshots record this name as the class of the extension
     """Saves a model as `serializers.save` does, in one safetensors file that replaces an earlier one of that name."""
 
     @property
