@@ -121,7 +121,10 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
-        self.rank, self.size, self.local_rank, self.device = dist.get_rank(), dist.get_world_size(), local_rank, device
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.local_rank = local_rank
+        self.device = device
         self._failures = None if store is None else FailureBroadcast(store, self.rank, self.size)
         self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open = True
@@ -202,7 +205,9 @@ class FailureBroadcast:
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._first: str | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()

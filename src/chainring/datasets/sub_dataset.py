@@ -42,7 +42,9 @@ class SubDataset(DatasetMixin):
                 raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        self.dataset, self.start, self.finish = dataset, start, finish
+        self.dataset = dataset
+        self.start = start
+        self.finish = finish
         self.order = None if order is None else _check_order(order, size)
 
     def __len__(self) -> int:

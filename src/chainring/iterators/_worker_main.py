@@ -55,7 +55,10 @@ class BatchDataset(Dataset[Any]):
     def __init__(
         self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
     ) -> None:
-        self._dataset, self._seeds_examples, self._converter, self._status = dataset, seeds_examples, converter, status
+        self._dataset = dataset
+        self._seeds_examples = seeds_examples
+        self._converter = converter
+        self._status = status
 
     def __getitem__(self, task: Task) -> _PickledResult:
         generation, segments = task

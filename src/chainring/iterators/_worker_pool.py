@@ -238,14 +238,18 @@ class _Monitor:
         self.pid = os.getpid()
         self.processes: list[_Worker] = []
         self.failure: Exception | None = None
-        self._name, self._timeout, self._status = name, timeout, status
+        self._name = name
+        self._timeout = timeout
+        self._status = status
         self._expected_workers: list[int] = []
         self._segments: list[Segment] = []
         self._start = 0.0
 
     def expect(self, workers: Iterable[int], segments: list[Segment]) -> None:
         """Expect the batch of these segments from one of these workers, from now on."""
-        self._expected_workers, self._segments, self._start = list(workers), segments, time.monotonic()
+        self._expected_workers = list(workers)
+        self._segments = segments
+        self._start = time.monotonic()
 
     def wait_for(self, reader: Any) -> None:
         """Return when there is something to read, or raise if a worker has died or no expected one has reported."""

@@ -60,7 +60,9 @@ class DevicePrefetcher(Iterator):
         self._refetches = isinstance(source, LoaderIterator) and not has_state(source.loader)
         self.converter = converter
         self.device = as_device(device)
-        self.batch_size, self.repeat, self.step = getattr(source, "batch_size", 1), source.repeat, source.step
+        self.batch_size = getattr(source, "batch_size", 1)
+        self.repeat = source.repeat
+        self.step = source.step
         self.rank, self.size = source.rank, source.size
         self._copier = _Copier(self.device)
         self._ready: deque[_Fetched] = deque()

@@ -220,8 +220,14 @@ class LoaderIterator(Iterator):
             )
         self.finalize()
         self._position = self._returned = LoaderPosition(passes, 0, self._get_generators())
-        self._epoch_position, self._pending, self._since_mark, self._has_ended = 0, [], None, False
-        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = 0, 0.0, None, False
+        self._epoch_position = 0
+        self._pending = []
+        self._since_mark = None
+        self._has_ended = False
+        self.epoch = 0
+        self.epoch_detail = 0.0
+        self.previous_epoch_detail = None
+        self.is_new_epoch = False
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""

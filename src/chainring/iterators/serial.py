@@ -213,7 +213,9 @@ class IndexedIterator(Iterator):
         if given is None or given == seed:
             return
         current_seed, order = self._order_key(self.epoch)
-        self._seed, self._earlier_seed, self._switch = given, current_seed, order + (self.current_position > 0)
+        self._seed = given
+        self._earlier_seed = current_seed
+        self._switch = order + (self.current_position > 0)
         holds = "the current epoch keeps its order, the next has that of the new seed"
         announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
 
@@ -270,7 +272,9 @@ class _EpochOrders:
     """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last block is kept."""
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
-        self._dataset_size, self._shuffle, self._sampler = dataset_size, shuffle, sampler
+        self._dataset_size = dataset_size
+        self._shuffle = shuffle
+        self._sampler = sampler
         self._block_range: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, first and last position of _block
         self._block: Indices = np.empty(0, np.int64)
         self.size = dataset_size if sampler is None else len(self._sample(sampler, 0, 0))

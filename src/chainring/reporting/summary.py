@@ -220,7 +220,10 @@ class DictSummary(Stateful):
             source = self if serializer.comm.size == 1 else self._gather(serializer.comm)
         keys: list[str] = serializer("names", list(source._collect()))
         if not is_saving:
-            self._rows, self._weights, self._tables, self._metrics = [], [], {}, {}
+            self._rows = []
+            self._weights = []
+            self._tables = {}
+            self._metrics = {}
             self._summaries = defaultdict(Summary)
         for index, key in enumerate(keys):  # by index: a key may hold slashes
             source._summaries[key]._visit(serializer[str(index)])

@@ -242,7 +242,9 @@ def _parse(body: bytes) -> Manifest:
     if type(version) is not int or version < FORMAT:
         raise ValueError(f"it has format {version!r:.40}, and this version reads {FORMAT}")
     if version > FORMAT:
-        raise NewerFormat(f"is of a newer Chainring, of format {version!r:.40}; this one reads {FORMAT}: update it")
+        raise NewerFormat(
+            f"is of a newer Chainring, which writes format {version!r:.40}; this one reads {FORMAT}: update it"
+        )
     iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
     if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
         raise ValueError('"iteration" is an integer, "files" and "about" are objects')

@@ -43,8 +43,12 @@ class LoadedState:
 
     def begin(self, source: Deserializer, class_names: dict[str, list[str]], generators: Any, entries: list[Entry]) -> None:
         """Take over a saved run, whose extensions had these names and classes, and restore those that are registered."""
-        self.exists, self.generators, self.directory = True, generators, source.directory
-        self._source, self._saved, self._new = source, dict(class_names), []
+        self.exists = True
+        self.generators = generators
+        self.directory = source.directory
+        self._source = source
+        self._saved = dict(class_names)
+        self._new = []
         for entry in entries:
             self.restore(entry)
 
@@ -71,7 +75,9 @@ class LoadedState:
                 f"{self._new}. The state of those only there is dropped; those only here start from now",
                 stacklevel=2,
             )
-        self._source, self._saved, self._new = None, {}, []
+        self._source = None
+        self._saved = {}
+        self._new = []
 
 
 class Run:
