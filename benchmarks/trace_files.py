@@ -3,8 +3,8 @@
     python benchmarks/trace_files.py          # the table
     python benchmarks/trace_files.py --list   # and the files, each with its functions
 
-A file counts when one of its functions runs during the event. The run is that of the README's first script on one process:
-a model of two layers, `LogReport` and, where it says so, `snapshot`, both once an epoch.
+A file counts when one of its functions runs during the event, in a process that has trained before. The run is that of the
+README's first script on one process, a model of two layers with `LogReport` and, where named, `snapshot`, once an epoch.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def main() -> int:
             event(Path(out) / "result", calls)
         limit = LIMITS.get(name)
         failed |= limit is not None and len(calls) > limit
-        print(f"{name:24}{len(calls):6}{sum(map(len, calls.values())):11}{'' if limit is None else limit:>7}")
+        row = f"{name:24}{len(calls):6}{sum(map(len, calls.values())):11}{'' if limit is None else limit:>7}"
+        print(row.rstrip())
         for file in sorted(calls) if options.list else ():
             print(f"    {file}: {', '.join(sorted(calls[file]))}")
     return int(failed)

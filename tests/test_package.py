@@ -1,6 +1,8 @@
 """What comes with the code: metadata, the files of the forge, and that they name what is there."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import yaml
 
 import chainring
+from test_architecture import ROWS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -74,3 +77,17 @@ def test_every_extra_is_installed_for_the_tests():
     installed = {name.match(line).group() for extra in ("dev", "examples") for line in extras[extra]}
     wanted = {name.match(line).group() for extra, lines in extras.items() if extra != "bench" for line in lines}
     assert wanted <= installed
+
+
+def test_the_map_for_contributors_shows_every_room():
+    """The packages and modules of the nine rows, from top to bottom."""
+    picture = (ROOT / "docs" / "house.svg").read_text()
+    shown = [name.removesuffix("/").replace("/", ".") for name in re.findall(r'font-weight="600">([^<]+)<', picture)]
+    assert shown == [name for row in ROWS for name in row.split() if name != "_version"]
+
+
+def test_contributors_read_how_many_files_an_event_goes_through():
+    """As it is counted now: within its limits, and the very table that the page has."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "trace_files.py")]
+    counted = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert counted in (ROOT / "CONTRIBUTING.md").read_text()

@@ -1,10 +1,13 @@
 """What users import: one public path for each name, sorted, documented."""
 
+import ast
 import importlib
 import inspect
+import itertools
 import pkgutil
 import subprocess
 import sys
+import textwrap
 
 import chainring
 
@@ -45,6 +48,19 @@ def test_everything_public_is_documented():
                         members[f"{package}.{name}.{method}"] = getattr(thing, method)
             undocumented += [path for path, member in members.items() if not inspect.getdoc(member)]
     assert not undocumented
+
+
+def test_every_public_class_has_an_example():
+    """After the heading ``Example::`` of its docstring, in lines that Python can parse."""
+    without = []
+    for package in PACKAGES:
+        for name, thing in public_names(package):
+            if inspect.isclass(thing):
+                lines = (inspect.getdoc(thing) or "").partition("Example::\n\n")[2].splitlines()
+                code = textwrap.dedent("\n".join(itertools.takewhile(lambda line: not line or line[0] == " ", lines)))
+                if not (code and ast.parse(code)):
+                    without.append(f"{package}.{name}")
+    assert not without
 
 
 def test_importing_a_module_has_no_effect_on_the_world():

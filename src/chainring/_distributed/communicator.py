@@ -96,4 +96,12 @@ def as_communicator(comm: Any) -> Communicator:
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
-    """Another rank has failed, and this one stops with it; the text is that rank's traceback."""
+    """Another rank has failed, and this one stops with it; the text is that rank's traceback.
+
+    Example::
+
+        try:
+            trainer.run()
+        except RankFailed as error:
+            print(f"rank {comm.rank} stops, because another has failed: {error}")
+    """

@@ -1,4 +1,4 @@
-"""Where batches come from."""
+"""Iterators: batches of examples, in an order that follows from the seed, or from a loader."""
 
 from chainring._random import epoch_order
 from chainring.iterators.base import Batch, Iterator

@@ -1,4 +1,4 @@
-"""How reported values become means, over intervals, micro-batches and ranks.
+"""Means of reported values, over intervals, micro-batches and ranks.
 
 The values themselves are kept, not running sums: a mean is the correctly rounded sum (`math.fsum`) of the products
 value x weight in float64 over the summed weight. So it does not depend on where a snapshot fell or on how values were

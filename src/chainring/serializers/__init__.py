@@ -1,4 +1,4 @@
-"""How state is declared, saved and put back."""
+"""State: declared once by an object, saved to memory, npz files and snapshots, and loaded from them."""
 
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers._store import CorruptError

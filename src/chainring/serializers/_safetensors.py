@@ -54,7 +54,7 @@ _NUMPY = {
 
 Metadata = dict[str, dict[str, Any]]
 ShardOffsets = tuple[Sequence[int], Sequence[int]]
-"""Where a shard of a tensor begins in each dimension, and the shape of the whole tensor."""
+"""The offset of a shard in each dimension, and the shape of the whole tensor."""
 
 
 def write(

@@ -29,7 +29,15 @@ WriteFile = Callable[[Path], tuple[int, int]]
 
 
 class CorruptError(ValueError):
-    """A snapshot is not what was written."""
+    """A snapshot is not as it was written: a file is missing, longer, shorter, or has other bytes.
+
+    Example::
+
+        try:
+            serializers.load("result/snapshot_iter_1000", trainer)
+        except CorruptError:
+            serializers.load("result/snapshot_iter_900", trainer)
+    """
 
 
 class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
@@ -38,7 +46,7 @@ class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a snapshot says about itself."""
+    """The description of a snapshot: its iteration, its files with their checksums, and facts about it."""
 
     iteration: int
     files: Mapping[str, tuple[int, int]]  # size in bytes and CRC-32 by name

@@ -79,7 +79,15 @@ class AbstractSerializer:
 
 
 class Serializer(AbstractSerializer):
-    """The direction of saving. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes."""
+    """The direction of saving. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes.
+
+    Example::
+
+        def serialize(self, serializer):
+            lines = serializer("lines", len(self.lines))
+            if not isinstance(serializer, Serializer):
+                self.lines = read_lines(self.path, lines)
+    """
 
     def refer(self, path: Path) -> None:
         """Note that the state refers to this file: it is flushed to the disk before the snapshot is published."""
@@ -94,7 +102,15 @@ class Serializer(AbstractSerializer):
 
 
 class Deserializer(AbstractSerializer):
-    """The direction of loading. With ``strict`` a key that was not saved is an error, else the value at hand is kept."""
+    """The direction of loading. With ``strict`` a key that was not saved is an error, else the value at hand is kept.
+
+    Example::
+
+        def serialize(self, serializer):
+            if isinstance(serializer, Deserializer) and "momentum" not in set(serializer.paths()):
+                return  # saved by a version without momentum
+            self.momentum = serializer("momentum", self.momentum)
+    """
 
     strict: bool = True
 
@@ -207,6 +223,12 @@ class DictionaryDeserializer(_ByPath, Deserializer):
 
     Raises:
         KeyError: with ``strict``, a key is asked for that ``source`` lacks.
+
+    Example::
+
+        saved = DictionarySerializer()
+        saved.visit("trigger", trigger)
+        DictionaryDeserializer(saved.target).visit("trigger", other_trigger)
     """
 
     def __init__(self, source: Mapping[str, Any], strict: bool = True) -> None:

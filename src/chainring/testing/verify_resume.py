@@ -25,11 +25,23 @@ Launch = Callable[[Task], int]
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
-    """The resumed run is not the uninterrupted one; the text names the first difference and its possible causes."""
+    """The resumed run is not the uninterrupted one; the text names the first difference and its possible causes.
+
+    Example::
+
+        with pytest.raises(ResumeDiffers):
+            verify_resume(make_trainer_that_draws_outside_of_the_state)
+    """
 
 
 class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
-    """The program could not be compared; the text says why, with the traceback where it has failed."""
+    """The program could not be compared; the text says why, with the traceback where it has failed.
+
+    Example::
+
+        with pytest.raises(NotTried):
+            verify_resume(make_trainer_of_three_iterations, iterations=20)
+    """
 
 
 def verify_resume(

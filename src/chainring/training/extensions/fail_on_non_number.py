@@ -208,7 +208,15 @@ class FailOnNonNumber(Extension):
 
 
 class NonNumberError(RuntimeError):
-    """A loss, a gradient or a parameter is NaN or infinite."""
+    """A loss, a gradient or a parameter is NaN or infinite.
+
+    Example::
+
+        try:
+            trainer.run()  # with trainer.extend(extensions.FailOnNonNumber())
+        except NonNumberError as error:
+            print(error)  # names the value, the iteration, and the bundle that replays the batch
+    """
 
 
 class _RollBack(RollBack, NonNumberError):  # noqa: N818 - see RollBack

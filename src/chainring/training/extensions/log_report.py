@@ -31,7 +31,7 @@ _SECONDS = 30.0  # between two replacements of a larger array
 
 
 class RecordWriter(Protocol):
-    """What the rows are given to: a `Writer`, or any object with its two methods."""
+    """A receiver of rows: a `Writer`, or any object with its two methods."""
 
     def write(self, record: Record, /) -> None: ...
 

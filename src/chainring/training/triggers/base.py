@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class Trigger(Stateful):
     """A trigger that repeats its answer if it is asked again in the same iteration, so it can serve several extensions.
 
-    Any callable of a trainer is a trigger; this class adds the memory. A subclass defines `ask`::
+    Any callable of a trainer is a trigger; this class adds the memory. A subclass defines `ask`.
+
+    Example::
 
         class EveryPowerOfTwo(Trigger):
             def ask(self, trainer):

@@ -32,6 +32,10 @@ class UpdateContext:
             `ParallelUpdater`, a list with the share of each replica.
         loss: its loss, once the forward has run.
         examples: the number of its examples; one repeated to fill a rank's share does not count.
+
+    Example::
+
+        UpdateCallbacks(backward_on_start=lambda context: print(context.micro_step, float(context.loss)))
     """
 
     updater: Updater
