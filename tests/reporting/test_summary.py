@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chainring import DictSummary, Summary
+from chainring.reporting.summary import DictMeans
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
 
 
@@ -360,3 +361,66 @@ def test_a_metric_that_gives_no_single_number_is_passed_over():
     summary = DictSummary()
     summary.add({"confusion": Confusion()})
     assert summary.compute_mean() == {}
+
+
+def number_of_values(state):
+    return {key: value.numel() for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("kind", [DictSummary, DictMeans])
+def test_the_state_of_an_open_interval_does_not_grow_with_it(kind):
+    """As many numbers for ten values a key as for seven thousand, however they alternate."""
+    sizes = []
+    for count in (10, 7000):
+        summary = kind()
+        for number in range(count):
+            turn = number if number % 2 else torch.tensor(number)
+            summary.add({"a": torch.tensor(number / 3), "b": number / 7, "c": turn})
+        sizes.append(number_of_values(summary.state_dict()))
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("kind", [DictSummary, DictMeans])
+@pytest.mark.parametrize("stops", [(), (1, 3000), range(0, 5000, 700)])
+def test_the_mean_of_a_long_interval_is_that_of_the_exact_sum(kind, stops):
+    """To the last bit, for values of any size and both signs, whatever was folded and saved on the way."""
+    draws = np.random.default_rng(7)
+    values = (draws.normal(size=5000) * 10.0 ** draws.integers(-300, 300, 5000)).tolist()
+    values += [0.0, -0.0, 5e-324]
+    weights = draws.integers(1, 9, len(values)).tolist()
+    summary = kind()
+    for number, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        summary.add({"a": value}, weight)
+        if number in stops:
+            summary = saved_and_loaded(summary)
+    products = [value * weight for value, weight in zip(values, weights, strict=True)]
+    assert summary.compute_mean() == {"a": math.fsum(products) / math.fsum(weights)}
+
+
+@pytest.mark.parametrize(
+    "special", [[math.nan], [math.inf], [-math.inf], [math.inf, -math.inf], [1e308] * 3, [1e308, 1e308, -1e308, -1e308]]
+)
+def test_what_is_not_finite_comes_out_the_same_after_it_was_saved(special):
+    """Before, between and after it; and a sum that was past the largest float on the way can come back."""
+    whole, cut = summary_of([1.0, *special, 2.0]), Summary()
+    for value in [1.0, *special, 2.0]:
+        cut.add(value)
+        cut = saved_and_loaded(cut)
+    assert cut.compute_mean() == pytest.approx(whole.compute_mean(), rel=0, nan_ok=True)
+    assert cut.make_statistics() == pytest.approx(whole.make_statistics(), rel=0, nan_ok=True)
+
+
+def test_state_of_earlier_versions_which_saved_each_value_is_loaded():
+    """And goes on to the same mean."""
+    values, weights = torch.tensor([0.1, 0.7], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64)
+    summary = DictSummary()
+    summary.load_state_dict({"names": ["a"], "0/values": values, "0/weights": weights})
+    summary.add({"a": 0.3}, 2)
+    assert summary.compute_mean() == {"a": math.fsum([0.1 * 3, 0.7, 0.3 * 2]) / 6}
+
+
+def test_sums_of_another_length_are_refused():
+    """The file is not one that was written so."""
+    summary = Summary()
+    with pytest.raises(ValueError, match="the sums of an interval are"):
+        summary.load_state_dict({"folded": torch.zeros(3, dtype=torch.int64)})

@@ -1,9 +1,10 @@
 """Means of reported values, over intervals, micro-batches and ranks.
 
-The values themselves are kept, not running sums: a mean is the correctly rounded sum (`math.fsum`) of the products
-value x weight in float64 over the summed weight. So it does not depend on where a snapshot fell or on how values were
-grouped. They stay on their device, stacked in chunks, because a thousand live scalars slow every iteration; reading them
-waits for the device, and happens only when a mean is asked for.
+A mean is the correctly rounded sum (`math.fsum`) of the products value x weight in float64 over the summed weight. So it
+does not depend on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in chunks,
+because a thousand live scalars slow every iteration. They are read, which waits for the device, when a mean is asked for or
+the state is saved; a long interval is also read every few thousand values, into sums without rounding, so that neither
+memory nor a snapshot grows with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, groupby
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +25,15 @@ from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
 from chainring.converters import to_device
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, has_state, serialize_method
+from chainring.reporting._exact import ExactSum, Moments
+from chainring.serializers.base import (
+    AbstractSerializer,
+    Serializer,
+    Stateful,
+    has_state,
+    serialize_method,
+    visit_optional,
+)
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -33,23 +42,28 @@ _CHUNK_SIZE = 256
 """The number of scalars stacked at once: the fixed cost of stacking is then small, and few objects are alive."""
 _MAX_CHUNKS = 64
 """The number of chunks that are merged into one."""
+_MAX_ROWS = 2048
+"""The number of rows from which merged chunks are folded into sums: many, since a fold has a fixed cost for each key."""
 _Chunk = tuple[Tensor, Tensor]
 """Values (n,) or (n, keys), and their weights (n,)."""
 _EMPTY: _Chunk = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
 
 
-class Summary(Stateful):
-    """The weighted mean and standard deviation of one series of numbers.
+class MeanSummary(Stateful):
+    """The weighted mean of one series of numbers.
 
     Example::
 
-        summary = Summary()
+        summary = MeanSummary()
         summary.add(0.5, weight=3)
-        mean, deviation = summary.make_statistics()
+        mean = summary.compute_mean()
     """
+
+    _has_deviation = False
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
+        self._moments: Moments | None = None  # of what has been folded
 
     def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Add one number that counts ``weight`` times. Both may be tensors without dimensions, which are not read.
@@ -61,57 +75,112 @@ class Summary(Stateful):
         if not is_scalar(value):
             raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        _append(self._chunks, (_as_vector(value), _as_vector(weight)))
+        self._append((_as_vector(value), _as_vector(weight)))
+
+    def _append(self, chunk: _Chunk) -> None:
+        if _append(self._chunks, chunk):
+            self._fold()
 
     def _on_host(self) -> _Chunk:
         self._chunks = [_to_host(self._chunks)] if self._chunks else []
         return self._chunks[0] if self._chunks else _EMPTY
 
+    def _fold(self) -> Moments:
+        """Add all values to the moments and return these."""
+        values, weights = self._on_host()
+        self._chunks = []
+        return self._fold_column(values, weights, _total(weights))
+
+    def _fold_column(self, values: Tensor, weights: Tensor, total: ExactSum) -> Moments:
+        if self._moments is None:
+            self._moments = Moments(self._has_deviation)
+        if len(values):
+            self._moments.add(values, weights, total)
+        return self._moments
+
     def compute_mean(self) -> float:
         """Return the weighted mean; NaN if nothing has been added."""
-        return _mean_of(*self._on_host())
+        if self._moments is None:  # hot path: "keys in the log"
+            return _mean_of(*self._on_host())
+        moments = self._fold()
+        return _quotient(moments.products.value(), moments.weights.value(), moments.least, moments.largest)
 
-    def make_statistics(self) -> tuple[float, float]:
-        """Return the weighted mean and the weighted population standard deviation, by two passes over the values."""
-        values, weights = self._on_host()
-        mean = _mean_of(values, weights)
-        variance = _mean_of((values - mean) * (values - mean), weights)
-        return mean, math.sqrt(variance) if variance == variance else variance
+    def compute_sum(self) -> float | None:
+        """Return the weighted sum; ``None`` if nothing has been added."""
+        moments = self._fold()
+        return None if moments.is_empty else moments.products.value()
 
-    def over_ranks(self, comm: Communicator) -> Summary:
+    def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks."""
-        merged = Summary()
-        merged._chunks = comm.gather_object(self._on_host())
+        merged = type(self)()
+        for part in comm.gather_object(self._parts()):
+            merged._merge_parts(part)
         return merged
 
+    def _parts(self) -> tuple[Moments | None, _Chunk]:
+        return self._moments, self._on_host()
+
+    def _merge_parts(self, parts: tuple[Moments | None, _Chunk]) -> None:
+        moments, chunk = parts
+        self._chunks.append(chunk)
+        if moments is not None:
+            if self._moments is None:
+                self._moments = Moments(self._has_deviation)
+            self._moments.merge(moments)
+
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the numbers of all ranks, or load them into rank 0: a mean does not depend on which rank has them."""
+        """Save the sums over all ranks, or load them into rank 0: a mean does not depend on which rank has them."""
         is_shared = isinstance(serializer, Serializer) and serializer.comm.size > 1
         (self.over_ranks(serializer.comm) if is_shared else self)._visit(serializer)
 
     def _visit(self, serializer: AbstractSerializer) -> None:
-        is_saving = isinstance(serializer, Serializer)
-        values, weights = _sort_by_bits(*self._on_host()) if is_saving else _EMPTY
-        values, weights = serializer("values", values), serializer("weights", weights)
-        if not is_saving:
-            self._chunks = [(values, weights)] if len(values) and serializer.comm.rank == 0 else []
+        if isinstance(serializer, Serializer):
+            serializer("folded", self._fold().to_tensor())
+            return
+        folded = visit_optional(serializer, "folded", None)
+        values, weights = _EMPTY
+        if folded is None:  # earlier versions saved each value
+            values, weights = serializer("values", values), serializer("weights", weights)
+        is_here = serializer.comm.rank == 0
+        self._moments = Moments.from_tensor(folded, self._has_deviation) if folded is not None and is_here else None
+        self._chunks = [(values, weights)] if len(values) and is_here else []
 
 
-class DictSummary(Stateful):
-    """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+class Summary(MeanSummary):
+    """The weighted mean and standard deviation of one series of numbers.
 
     Example::
 
-        summary = DictSummary()
+        summary = Summary()
+        summary.add(0.5, weight=3)
+        mean, deviation = summary.make_statistics()
+    """
+
+    _has_deviation = True
+
+    def make_statistics(self) -> tuple[float, float]:
+        """Return the weighted mean and the weighted population standard deviation, from sums without rounding."""
+        deviation = self._fold().deviation()
+        return self.compute_mean(), deviation
+
+
+class DictMeans(Stateful):
+    """The mean of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+
+    Example::
+
+        summary = DictMeans()
         summary.add({"loss": loss, "accuracy": accuracy}, weight=len(batch))
         summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
     """
+
+    _summary: type[MeanSummary] = MeanSummary
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._weights: list[Any] = []
         self._tables: dict[tuple[str, ...], list[_Chunk]] = {}
-        self._summaries: defaultdict[str, Summary] = defaultdict(Summary)
+        self._summaries: defaultdict[str, MeanSummary] = defaultdict(self._summary)
         self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
@@ -154,8 +223,15 @@ class DictSummary(Stateful):
             return False
         for key in keys:
             self._summaries[key]  # created, because means come in the order in which keys were first added
-        _append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights))
+        if _append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights)):
+            self._fold_table(keys)
         return True
+
+    def _fold_table(self, keys: tuple[str, ...]) -> None:
+        values, weights = _to_host(self._tables.pop(keys))
+        total = _total(weights)
+        for key, column in zip(keys, values.unbind(1), strict=True):
+            self._summaries[key]._fold_column(column, weights, total)
 
     def _add_column(self, key: str, column: list[Any], weights: list[Any]) -> None:
         for value, weight in zip(column, weights, strict=True):
@@ -166,17 +242,17 @@ class DictSummary(Stateful):
             elif is_metric(value):
                 self._metrics[key] = value
 
-    def _collect(self) -> dict[str, Summary]:
+    def _collect(self) -> dict[str, MeanSummary]:
         """Return the summary of each key, with all of its values but those of metrics."""
         self._stack_rows()
         tables, self._tables = self._tables, {}
         for keys, chunks in tables.items():
             values, weights = _to_host(chunks)
             for key, column in zip(keys, values.unbind(1), strict=True):
-                _append(self._summaries[key]._chunks, (column.contiguous(), weights))
+                self._summaries[key]._append((column.contiguous(), weights))
         return self._summaries
 
-    def _end_interval(self) -> dict[str, Summary]:
+    def _end_interval(self) -> dict[str, MeanSummary]:
         """Return the summary of each key, those of metrics included, which are computed and reset."""
         summaries, metrics, self._metrics = self._collect(), self._metrics, {}
         for key, metric in metrics.items():
@@ -192,23 +268,16 @@ class DictSummary(Stateful):
         """Return the weighted mean of each key, in the order in which the keys were first added."""
         return {key: summary.compute_mean() for key, summary in self._end_interval().items()}
 
-    def make_statistics(self) -> dict[str, float]:
-        """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
-        statistics: dict[str, float] = {}
-        for key, summary in self._end_interval().items():
-            statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
-        return statistics
-
-    def over_ranks(self, comm: Communicator) -> DictSummary:
+    def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset."""
         self._end_interval()
         return self if comm.size == 1 else self._gather(comm)
 
-    def _gather(self, comm: Communicator) -> DictSummary:
-        merged = DictSummary()
-        for chunks in comm.gather_object({key: summary._on_host() for key, summary in self._collect().items()}):
-            for key, chunk in chunks.items():
-                merged._summaries[key]._chunks.append(chunk)
+    def _gather(self, comm: Communicator) -> Self:
+        merged = type(self)()
+        for parts in comm.gather_object({key: summary._parts() for key, summary in self._collect().items()}):
+            for key, part in parts.items():
+                merged._summaries[key]._merge_parts(part)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -224,9 +293,30 @@ class DictSummary(Stateful):
             self._weights = []
             self._tables = {}
             self._metrics = {}
-            self._summaries = defaultdict(Summary)
+            self._summaries = defaultdict(self._summary)
         for index, key in enumerate(keys):  # by index: a key may hold slashes
             source._summaries[key]._visit(serializer[str(index)])
+
+
+class DictSummary(DictMeans):
+    """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+
+    Example::
+
+        summary = DictSummary()
+        summary.add({"loss": loss, "accuracy": accuracy}, weight=len(batch))
+        summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
+    """
+
+    _summary = Summary
+
+    def make_statistics(self) -> dict[str, float]:
+        """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
+        statistics: dict[str, float] = {}
+        for key, summary in self._end_interval().items():
+            assert isinstance(summary, Summary)
+            statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
+        return statistics
 
 
 class IntervalMeans:
@@ -242,15 +332,24 @@ class IntervalMeans:
 
     def reset(self) -> None:
         """Begin a new interval."""
-        self._summary = DictSummary()
+        self._summary = DictMeans()
 
-    def observe(self, trainer: Trainer) -> None:
-        """Add what has been reported so far in this iteration."""
+    def observe(self, trainer: Trainer, weight: Any = None) -> None:
+        """Add what has been reported so far in this iteration, by default with the weight of the update."""
         values = trainer.observation
         if self._keys is not None:
             values = {key: values[key] for key in self._keys if key in values}
         if values:
-            self._summary.add(values, getattr(trainer.updater, "weight", 1))
+            self._summary.add(values, getattr(trainer.updater, "weight", 1) if weight is None else weight)
+
+    def take(self, trainer: Trainer) -> dict[str, float]:
+        """Return the means of this iteration alone, each report counting once, beside the open interval."""
+        interval, self._summary = self._summary, DictMeans()
+        try:
+            self.observe(trainer, weight=1)
+            return self._summary.over_ranks(trainer.comm).compute_mean()
+        finally:
+            self._summary = interval
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
@@ -404,11 +503,13 @@ def _stack(scalars: list[Any]) -> Tensor | None:
         return None
 
 
-def _append(chunks: list[_Chunk], chunk: _Chunk) -> None:
-    """Add a chunk, and merge many into one, so that an interval of any length stays few objects."""
+def _append(chunks: list[_Chunk], chunk: _Chunk) -> bool:
+    """Add a chunk, and merge many into one; return whether there are so many rows or chunks that they should be folded."""
     chunks.append(chunk)
-    if len(chunks) >= _MAX_CHUNKS:
-        chunks[:] = _merge(chunks)
+    if len(chunks) < _MAX_CHUNKS:
+        return False
+    chunks[:] = _merge(chunks)
+    return len(chunks) > _MAX_CHUNKS // 2 or sum(len(weights) for _, weights in chunks) >= _MAX_ROWS
 
 
 def _merge(chunks: list[_Chunk]) -> list[_Chunk]:
@@ -429,20 +530,27 @@ def _to_host(chunks: list[_Chunk]) -> _Chunk:
     return _concatenate([(v.cpu().to(torch.float64), w.cpu().to(torch.float64)) for v, w in _merge(chunks)])
 
 
-def _sort_by_bits(values: Tensor, weights: Tensor) -> _Chunk:
-    """Sort numbers on the host, so that what is saved does not depend on which were stacked together."""
-    order = torch.from_numpy(np.lexsort([tensor.numpy().view(np.int64) for tensor in (weights, values)]))
-    return values[order], weights[order]
+def _total(weights: Tensor) -> ExactSum:
+    total = ExactSum()
+    total.add(weights.tolist())
+    return total
 
 
 def _mean_of(values: Tensor, weights: Tensor) -> float:
     """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
-    total = exact_sum(weights.tolist())
-    if not total:
+    if not len(values):
         return math.nan
-    mean = exact_sum((values * weights).tolist()) / total
+    products = exact_sum((values * weights).tolist())
+    return _quotient(products, exact_sum(weights.tolist()), values.min().item(), values.max().item())
+
+
+def _quotient(products: float, weights: float, least: float, largest: float) -> float:
+    """Return a mean from its two sums, and within the values of which it is the mean; NaN without weight."""
+    if not weights:
+        return math.nan
+    mean = products / weights
     # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
-    return min(max(mean, values.min().item()), values.max().item()) if math.isfinite(mean) else mean
+    return min(max(mean, least), largest) if math.isfinite(mean) else mean
 
 
 def exact_sum(numbers: list[float]) -> float:

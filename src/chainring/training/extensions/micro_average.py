@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring._messages import OneTimeWarning
 from chainring.reporting.reporter import report
-from chainring.reporting.summary import Summary, exact_sum, is_scalar
+from chainring.reporting.summary import MeanSummary, is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import TriggerLike, get_trigger
@@ -49,7 +49,7 @@ class MicroAverage(Extension):
         self.keys = numerator_key, denominator_key
         self.result_key = result_key
         self.trigger = get_trigger(trigger)
-        self._sums = Summary(), Summary()
+        self._sums = MeanSummary(), MeanSummary()
         self._warning = OneTimeWarning()
 
     def observe(self, trainer: Trainer) -> None:
@@ -59,10 +59,9 @@ class MicroAverage(Extension):
                 summary.add(value)
 
     def __call__(self, trainer: Trainer) -> None:
-        values = [summary.over_ranks(trainer.comm).state_dict()["values"].tolist() for summary in self._sums]
-        self._sums = Summary(), Summary()
-        if values[0]:
-            numerator, denominator = map(exact_sum, values)
+        numerator, denominator = (summary.over_ranks(trainer.comm).compute_sum() for summary in self._sums)
+        self._sums = MeanSummary(), MeanSummary()
+        if numerator is not None:
             report({self.result_key: numerator / denominator if denominator else math.nan})
             return
         self._warning.give(
@@ -78,4 +77,4 @@ class MicroAverage(Extension):
         for name, summary in zip(("numerator", "denominator"), self._sums, strict=True):
             summary.serialize(serializer[name])
         if not isinstance(serializer, Serializer) and list(saved_keys) != list(self.keys):
-            self._sums = Summary(), Summary()  # settings are never state: sums of other values say nothing
+            self._sums = MeanSummary(), MeanSummary()  # settings are never state: sums of other values say nothing

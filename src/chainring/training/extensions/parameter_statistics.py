@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from chainring._distributed.sharding import to_full
 from chainring._naming import name_cleaner
 from chainring.reporting.reporter import report
-from chainring.reporting.summary import DictSummary
+from chainring.reporting.summary import DictMeans
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import TriggerLike, get_trigger
@@ -90,7 +90,7 @@ class ParameterStatistics(Extension):
         self._statistics: dict[str, Statistic] = {}
         self._attributes = ["data"] * report_params + ["grad"] * report_grads
         self._prefix = "" if prefix is None else f"{prefix}/"
-        self._summary = DictSummary()
+        self._summary = DictMeans()
         for name, function in (self.default_statistics if statistics is None else statistics).items():
             self.register_statistics(name, function)
 
@@ -130,7 +130,7 @@ class ParameterStatistics(Extension):
                 yield f"{path}/{name}", value
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.compute_mean(), DictSummary()
+        means, self._summary = self._summary.compute_mean(), DictMeans()
         report(means)
 
     def serialize(self, serializer: AbstractSerializer) -> None:

@@ -18,13 +18,13 @@ from chainring.serializers._checkpoint import (
     Checkpoint,
     StagingBuffers,
     capture,
-    is_module,
+    is_saved_as_file,
     load,
     module_tensors,
     save_tensors,
 )
 from chainring.serializers._store import Manifest, Store, find_newest, read_manifest
-from chainring.serializers.base import StateCollector, has_state, serialize_method
+from chainring.serializers.base import StateCollector, has_state, is_module, serialize_method
 from chainring.training._run_directory import compile_template
 from chainring.training.extension import Extension
 
@@ -135,7 +135,7 @@ class Snapshot(Extension):
         if self._series.is_fixed and os.path.lexists(link) and not link.is_symlink():
             raise FileExistsError(f"{link} is in the way of the snapshots of that name; move it, or give another filename")
         if trainer.comm.rank == 0:
-            self._series.repair_link(Store(trainer.out))
+            self._series.begin(Store(trainer.out))
 
     def __call__(self, trainer: Trainer) -> None:
         if self._condition is not None and not trainer.comm.broadcast_object(bool(self._condition())):
@@ -220,7 +220,7 @@ snapshot = Snapshot
 
 
 def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = True) -> Snapshot:
-    """Save one object when its trigger fires: a model as one file, anything else as a directory, see `serializers.save`.
+    """Save one object when its trigger fires: a model as one file or a directory, see `serializers.save`.
 
     Example::
 
@@ -239,7 +239,7 @@ def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = 
         TypeError: the target has no state, or the file name has the wrong type.
     """
     _check_target(target)
-    cls = ModelFile if is_module(target) else Snapshot
+    cls = ModelFile if is_saved_as_file(target) else Snapshot
     extension = cls(filename, target=target, asynchronous=asynchronous)
     extension.default_name = "snapshot_object"
     return extension
@@ -306,6 +306,8 @@ class _Series:
         self.is_fixed = not fields and not callable(filename)
         self._has_links = not any(field.endswith(".iteration") for field in fields)
         self._n_retains = 1 if self.is_fixed and n_retains == -1 else n_retains
+        # Since the run began: a commit that read every manifest would cost the more, the more are kept.
+        self._known: dict[str, Manifest] | None = None
 
     @property
     def templates(self) -> Sequence[str]:
@@ -331,6 +333,8 @@ class _Series:
         is_linked = not (is_final and self.is_fixed)
         about = {_SERIES: self.label} if is_linked else {_SERIES: self.label, _FINAL: True}
         checkpoint.commit(store, directory, iteration, about, comm)
+        if self._known is not None:
+            self._known[directory] = Manifest(iteration, {}, about)
         if not is_linked:
             return
         replaced = None
@@ -339,8 +343,9 @@ class _Series:
             store.link(name, directory)
         self._retain(store, directory, None if self.is_fixed else replaced)
 
-    def repair_link(self, store: Store) -> None:
-        """Link a fixed name to its newest snapshot, after a kill between the two, or if the link has been moved."""
+    def begin(self, store: Store) -> None:
+        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that."""
+        self._known = dict(self._readable(store))
         if self.is_fixed:
             linked = (name for name, manifest in self._readable(store) if _FINAL not in manifest.about)
             newest = next(linked, None)
@@ -349,7 +354,9 @@ class _Series:
 
     def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
         """Remove those older than the ``n_retains`` newest and those that lost their link, never the one just committed."""
-        others = self._readable(store, without=newest)
+        present = set(os.listdir(store.root))  # others may have removed some
+        known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
+        others = [(name, manifest) for name, manifest in known if name in present and name != newest]
         linked = [name for name, manifest in others if _FINAL not in manifest.about]
         old = linked[self._n_retains - 1 :] if self._n_retains > 0 else []
         for name, _ in others:
@@ -358,6 +365,8 @@ class _Series:
                 if self._has_links and store.link_target(link) == name:
                     os.unlink(store.root / link)
                 store.remove(name)
+                if self._known is not None:
+                    del self._known[name]
 
     def listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
@@ -371,6 +380,11 @@ class _Series:
 
     def _readable(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest]]:
         return [(name, manifest) for name, manifest in self.listing(store, without) if manifest is not None]
+
+
+def _newest_first(item: tuple[str, Manifest]) -> tuple[int, str]:
+    name, manifest = item
+    return -manifest.iteration, name
 
 
 def _fields_of(filename: str) -> list[str]:
