@@ -259,3 +259,20 @@ def test_an_observer_that_is_registered_again_has_its_new_name():
     with reporter.scope(observation):
         report({"a": 1}, model)
     assert observation == {"new/a": 1}
+
+
+@pytest.mark.parametrize("function", [lambda: 1.0, print, "text".upper], ids=["lambda", "builtin", "method"])
+def test_a_function_is_not_a_value(function):
+    """It is refused where it is reported, instead of missing from the log; objects that can be called are values."""
+
+    class Metric:
+        def __call__(self):
+            return 1.0
+
+    metric = Metric()
+    reporter, observation = Reporter(), {}
+    with reporter.scope(observation):
+        report({"metric": metric})
+        with pytest.raises(TypeError, match="is a function, which is not called later; report what it returns"):
+            report({"x": function})
+    assert observation == {"metric": metric}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,7 +66,7 @@ class Reporter:
 
         Raises:
             KeyError: the observer is not registered.
-            TypeError: ``values`` is not a mapping.
+            TypeError: ``values`` is not a mapping, or a value is a function.
         """
         prefix = ""
         if observer is not None:
@@ -127,6 +128,10 @@ def _snapshot(value: Any) -> Any:
         if value.requires_grad:
             value = detach()
         return value.clone() if value.ndim == 0 else value
+    if inspect.isroutine(value):
+        raise TypeError(
+            f"values are reported, and {value!r} is a function, which is not called later; report what it returns"
+        )
     return value.copy() if getattr(value, "ndim", None) == 0 else value
 
 

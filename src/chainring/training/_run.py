@@ -232,11 +232,15 @@ def _call_before_training(trainer: Trainer) -> None:
     with trainer.reporter.scope(trainer.observation):
         for entry in trainer.entries:
             skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
-            if entry.invoke_before_training and not skipped:
+            if entry.invoke_before_training and entry.observe_start is None and not skipped:
                 if entry.observe is not None:
                     entry.observe(trainer)
                 trainer.extension_name = entry.name
                 entry.extension(trainer)
+        if trainer.observation and not trainer.is_resumed:
+            for entry in filter(lambda entry: entry.observe_start is not None, trainer.entries):
+                trainer.extension_name = entry.name
+                entry.extension.observe_start(trainer)
     trainer.extension_name = None
     if trainer.is_resumed:
         trainer.observation = observation

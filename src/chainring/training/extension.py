@@ -99,6 +99,13 @@ class Extension(Stateful):
     def observe(self, trainer: Trainer) -> None:
         """Look at the observation of an iteration; called in each, in order of priority, before the trigger is asked."""
 
+    def observe_start(self, trainer: Trainer) -> None:
+        """Look at what was reported before training, by extensions with ``invoke_before_training``.
+
+        Called once before the first update, in order of priority, if anything was reported; not in a resumed run. An
+        extension that defines it is not called before training besides.
+        """
+
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """React to the failure of the run; called before anything is finalized."""
 
@@ -172,7 +179,7 @@ class Entry:
     Attributes:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
-        observe, before_snapshot: methods of the extension, or ``None`` if it does not define them.
+        observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
         call: calls the extension. A profiler replaces it by a call that it times.
     """
@@ -208,6 +215,7 @@ class Entry:
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
         self.class_names = [type(extension).__name__, type(self.trigger).__name__]
         self.observe = self._defined("observe")
+        self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
 
     def _defined(self, name: str) -> Callable[[Trainer], None] | None:

@@ -1,6 +1,7 @@
 """The Evaluator: what it reports, and that it leaves everything as it was."""
 
 import random
+import tempfile
 
 import numpy as np
 import pytest
@@ -297,3 +298,146 @@ def test_finalize_finalizes_the_iterator(tmp_path):
 
     reported(tmp_path, Evaluator(Ending(values(1), 1, repeat=False, shuffle=False), Mean()))
     assert ended
+
+
+class Dtype(nn.Module):
+    """Reports the size in bytes of what its layer computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x):
+        y = self.layer(x[:, None])
+        report({"bytes": y.element_size()}, self)
+        return y.float().square().mean()
+
+
+def evaluated(model, evaluator, **settings):
+    """The keys and values of one evaluation beside the training of a model."""
+    iterator = iterators.SerialIterator(values(1, 2, 3, 4), 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    updater = training.StandardUpdater(iterator, optimizer, model, **settings)
+    seen = Seen()
+    with tempfile.TemporaryDirectory() as out:
+        trainer = training.Trainer(updater, (1, "iteration"), out=out)
+        trainer.extend(evaluator, trigger=(1, "iteration"))
+        trainer.extend(seen, priority=-1)
+        trainer.rehearse()  # which leaves nothing behind
+        trainer.run()
+    return seen.observations[-1]
+
+
+def test_a_model_is_evaluated_in_the_precision_of_its_training():
+    """bfloat16 has two bytes; the average of a model and any other target stay as they are."""
+    model, other = Dtype(), Dtype()
+    data = values(1, 2)
+    assert evaluated(model, Evaluator(once(data), model), precision="bf16")["validation/main/bytes"] == 2
+    assert evaluated(model, Evaluator(once(data), torch.nn.Sequential(other)), precision="bf16")["main/bytes"] == 2
+    assert evaluated(model, Evaluator(once(data), {"main": other}), precision="bf16")["validation/main/bytes"] == 4
+
+
+def test_the_precision_of_an_evaluation_may_be_another():
+    """A setting of the evaluator takes precedence over that of the updater; an unknown one is refused."""
+    model = Dtype()
+    asked = Evaluator(once(values(1, 2)), model, precision="fp32")
+    assert evaluated(model, asked, precision="bf16")["validation/main/bytes"] == 4
+    asked = Evaluator(once(values(1, 2)), model, precision="bf16")
+    assert evaluated(model, asked)["validation/main/bytes"] == 2
+    with pytest.raises(ValueError, match=r'precision is "fp32", "bf16" or "fp16", got \'half\''):
+        Evaluator(once(values(1, 2)), model, precision="half")
+
+
+def test_a_model_is_evaluated_by_the_loss_function_of_its_training():
+    """And another target is called as it is; an eval_func or a loss_func of the evaluator takes precedence."""
+    model, other = nn.Linear(1, 1), Mean()
+
+    def loss_func(model, x):
+        return {"loss": model(x[:, None]).mean() * 0 + 7.0}
+
+    def key(evaluator):
+        return evaluated(model, evaluator, loss_func=loss_func)["validation/main/loss"]
+
+    data = values(1, 3)
+    assert key(Evaluator(once(data), model)) == 7
+    assert key(Evaluator(once(data), other)) == 2
+    assert key(Evaluator(once(data), model, eval_func=lambda x: {"loss": x.sum()})) == 4
+    assert key(Evaluator(once(data), model, loss_func=lambda model, x: model(x[:, None]).mean() * 0 + 5)) == 5
+    assert key(Evaluator(once(data), other, loss_func=lambda model, x: {"loss": 2 * model(x)})) == 4
+
+
+def test_one_function_is_called_in_an_evaluation():
+    """A loss_func and an eval_func are two; a loss of PyTorch does not take the model."""
+    with pytest.raises(ValueError, match=r"loss_func\(model, \*inputs\) or eval_func\(\*inputs\), and both were given"):
+        Evaluator(once(values(1)), Mean(), eval_func=lambda x: x, loss_func=lambda model, x: x)
+    with pytest.raises(TypeError, match="takes no model"):
+        Evaluator(once(values(1)), Mean(), loss_func=nn.functional.mse_loss)
+
+
+class Largest:
+    """A metric: the largest number that it has seen since its reset."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.seen = []
+
+    def update(self, x):
+        self.seen += x.tolist()
+        return self
+
+    def compute(self):
+        return torch.tensor(max(self.seen))
+
+
+@pytest.mark.parametrize("loss", [{}, {"loss": torch.tensor(1.0)}])
+def test_metrics_and_numbers_in_the_mapping_of_an_eval_func_are_reported(loss):
+    """A metric object is computed at the end of each evaluation, over the whole pass."""
+    largest = Largest()
+    evaluator = Evaluator(
+        once(values(1, 5, 2)), {}, eval_func=lambda x: {**loss, "largest": largest.update(x), "size": len(x)}
+    )
+    for _ in range(2):
+        assert evaluator.evaluate() == {
+            **{f"main/{key}": 1 for key in loss},
+            "main/size": pytest.approx(5 / 3),
+            "main/largest": 5,
+        }
+
+
+class WithoutReset(iterators.Iterator):
+    """Two batches."""
+
+    repeat = False
+    batch_size = 1
+    epoch_detail = 0.0
+
+    def __init__(self):
+        self.batches = iter([values(1), values(2)])
+
+    def __next__(self):
+        return next(self.batches)
+
+
+class Bare:
+    """An iterator that knows nothing of this library, with the attributes of Chainer's."""
+
+    epoch_detail = 0.0
+
+    def __next__(self):
+        raise StopIteration
+
+
+@pytest.mark.parametrize("iterator", [WithoutReset(), Bare()], ids=["of ours", "bare"])
+def test_an_iterator_without_reset_is_refused(iterator):
+    """The second evaluation would have no data."""
+    with pytest.raises(ValueError, match=rf"{type(iterator).__name__}\) has none; define reset\(\)"):
+        Evaluator(iterator, Mean())
+
+
+@pytest.mark.parametrize("source", [iter([values(1)]), (batch for batch in [values(1)])], ids=["list_iterator", "generator"])
+def test_a_source_of_one_pass_is_refused(source):
+    """A generator or the iterator of a list has nothing left for the second evaluation."""
+    with pytest.raises(ValueError, match=rf"a {type(source).__name__}, gives one pass only; give what makes it"):
+        Evaluator(source, Mean())

@@ -1,5 +1,6 @@
 """The LogReport: its rows, its two files, and that both survive a resume."""
 
+import io
 import json
 import math
 import time
@@ -11,7 +12,8 @@ import torch
 from scripted import Counting, StateAt, run, trainer_of
 
 from chainring import training
-from chainring.training.extensions import LogReport
+from chainring.training.extensions import LogReport, PlotReport, PrintReport
+from chainring.writers import Writer
 
 
 def losses(*numbers):
@@ -243,3 +245,62 @@ def test_a_mean_is_that_of_the_values_and_not_of_running_sums(tmp_path):
     """Compared with the correctly rounded sum: 1e16 + 1 - 1e16 is lost in a running sum."""
     values = [1e16, 1.0, -1e16, 1.0]
     assert rows_of(tmp_path, losses(*values), every=4)[0]["loss"] == math.fsum(values) / 4
+
+
+class Kept(Writer):
+    """Keeps the records."""
+
+    def __init__(self):
+        self.records = []
+
+    def write(self, record):
+        self.records.append(record)
+
+
+def test_an_evaluation_before_training_is_a_row_of_iteration_0(tmp_path):
+    """Whether or not the log is asked before training; the value counts once, and is not in the first interval."""
+    written = Kept()
+
+    def evaluate(trainer):
+        if trainer.updater.iteration in (0, 2):
+            trainer.reporter.report({"score": torch.tensor(0.5 + trainer.updater.iteration), "text": "no number"})
+
+    rows = []
+    for settings in ({}, {"invoke_before_training": True}):
+        updater = Counting(losses(1, 3), weights=[1, 1])
+        updater.weight = 0  # as that of a StandardUpdater before its first update
+        trainer = trainer_of(updater, 2, tmp_path)
+        trainer.extend(evaluate, priority=300, invoke_before_training=True)
+        trainer.extend(LogReport(trigger=(2, "iteration"), writers=[written]), **settings)
+        trainer.run()
+        rows.append(timeless(trainer.get_extension("LogReport").log))
+    first = {"score": 0.5, "epoch": 0, "iteration": 0}
+    assert rows[0] == rows[1] == [first, {"loss": 2.0, "score": 2.5, "epoch": 2, "iteration": 2}]
+    assert [dict(record.values) for record in written.records][:2] == [{"score": 0.5}, {"loss": 2.0, "score": 2.5}]
+
+
+def test_nothing_reported_before_training_is_no_row(tmp_path):
+    """Neither without values nor with text alone."""
+    trainer = trainer_of(Counting(losses(1, 3)), 2, tmp_path)
+    trainer.extend(lambda trainer: trainer.reporter.report({"text": "no number"}), name="text", invoke_before_training=True)
+    trainer.extend(LogReport(trigger=(2, "iteration")), invoke_before_training=True)
+    trainer.run()
+    assert [row["iteration"] for row in trainer.get_extension("LogReport").log] == [2]
+
+
+def test_the_row_of_iteration_0_is_printed_and_drawn(tmp_path):
+    """A PrintReport shows it before the first update, a PlotReport begins its curve there."""
+    table, seen = io.StringIO(), []
+    trainer = trainer_of(Counting(losses(1, 3)), 2, tmp_path)
+    trainer.extend(lambda trainer: trainer.reporter.report({"loss": 9.0}), "score", lambda _: False, 300, True)
+    trainer.extend(LogReport(trigger=(2, "iteration")))
+    trainer.extend(PrintReport(["iteration", "loss"], out=table))
+    plot = PlotReport(
+        "loss", trigger=(2, "iteration"), postprocess=lambda _, axes, __: seen.append(axes.lines[0].get_xydata())
+    )
+    trainer.extend(plot)
+    trainer.extend(lambda _: seen.append(table.getvalue().split()), name="look", trigger=(1, "iteration"))
+    trainer.run()
+    assert seen[0].tolist() == [[0, 9]]
+    assert seen[1] == ["iteration", "loss", "0", "9"]
+    assert seen[-2].tolist() == [[0, 9], [2, 2]]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Iterator as PythonIterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
-from chainring._naming import named_submodules
+from chainring._naming import named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting.reporter import Reporter, report
-from chainring.reporting.summary import DictSummary, fresh_metrics
+from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.updaters._forward import arguments, loss_and_weight
+from chainring.training.updaters._forward import arguments, check_loss_func, loss_and_weight
+from chainring.training.updaters._precision import Precision, device_type_of
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -30,7 +32,12 @@ class Evaluator(Extension):
 
     No gradients are computed, and the training flags of all submodules and the random generators are restored.
     Means are weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of
-    the model are computed over this evaluation alone, and restored after it.
+    the model are computed over this evaluation alone, and restored after it; a metric object that the function reports, or
+    returns in its mapping, is computed at the end.
+
+    Where the target is a model of the updater, it is evaluated as it is trained: in the updater's precision, and by the
+    updater's ``loss_func``. Any other target, such as an average of the parameters, is called as it is unless
+    ``precision`` and ``loss_func`` say otherwise.
 
     Example::
 
@@ -45,9 +52,14 @@ class Evaluator(Extension):
         device: of the batches; ``None`` leaves them where they are.
         eval_hook: called with the evaluator before each evaluation.
         eval_func: called with a batch instead of the main target. It returns the same: a loss, or a mapping with ``"loss"``.
+        precision: of the forward, as for `StandardUpdater`; by default that of the updater for a model of its own, else
+            ``"fp32"``, which leaves the dtypes of the model.
+        loss_func: ``loss_func(model, *inputs)`` is called with the main target, as the updater does; by default the
+            updater's for a model of its own, unless there is an ``eval_func``.
 
     Raises:
-        ValueError: the iterator repeats, so an evaluation would never end; or there is nothing to call.
+        ValueError: the iterator repeats, so an evaluation would never end, or gives one pass only; or there is nothing to
+            call, or two things.
         TypeError: an iterator, a model or a function has the wrong type.
     """
 
@@ -64,6 +76,9 @@ class Evaluator(Extension):
         device: Device = None,
         eval_hook: Callable[..., None] | None = None,
         eval_func: Callable[..., Any] | None = None,
+        *,
+        precision: Literal["fp32", "bf16", "fp16"] | None = None,
+        loss_func: Callable[..., Any] | None = None,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
         self._iterators = {name: _one_pass_iterator(name, source) for name, source in iterators.items()}
@@ -77,10 +92,20 @@ class Evaluator(Extension):
                 raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
         if "main" not in self._iterators or (eval_func is None and "main" not in self._targets):
             raise ValueError('an Evaluator needs an iterator "main", and a target "main" or an eval_func')
+        if loss_func is not None:
+            check_loss_func(loss_func)
+            if eval_func is not None:
+                raise ValueError("an evaluation calls loss_func(model, *inputs) or eval_func(*inputs), and both were given")
+        if precision is not None:
+            Precision(precision, "cpu")  # refuses an unknown name
         self.converter = converter
         self.device = as_device(device)
         self.eval_hook = eval_hook
         self.eval_func = eval_func
+        self.precision = precision
+        self.loss_func = loss_func
+        self._precision = precision or "fp32"
+        self._loss_func = loss_func
         self._comm: Communicator = Communicator()
 
     def get_iterator(self, name: str) -> Any:
@@ -101,8 +126,18 @@ class Evaluator(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._comm = trainer.comm
+        self._follow(trainer.updater)
         for source in self._iterators.values():
             share_among_ranks(source, trainer.comm)
+
+    def _follow(self, updater: Any) -> None:
+        """Take the precision and the loss function of the updater for a model of its own, where none is given."""
+        target = unwrap(self._targets.get("main"))
+        is_trained = any(unwrap(model) is target for model in updater.get_all_models().values())
+        if is_trained and self.precision is None:
+            self._precision = getattr(updater, "precision", "fp32")
+        if is_trained and self.loss_func is None and self.eval_func is None:
+            self._loss_func = getattr(updater, "loss_func", None)
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluate, report the means under the name that the extension has in the trainer, and return them so."""
@@ -125,11 +160,12 @@ class Evaluator(Extension):
                 reporter.add_observer(path, module)
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
             self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
-        summary = DictSummary()
+        summary = DictMeans()
+        precision = Precision(self._precision, device_type_of(models))
         with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), _evaluation_mode(models):
             for batch in iterator:
                 observation: dict[str, Any] = {}
-                with reporter.scope(observation):
+                with reporter.scope(observation), precision.autocast():
                     weight = self._evaluate_batch(batch)
                 summary.add(observation, weight)
             return summary.over_ranks(self._comm).compute_mean()
@@ -137,7 +173,11 @@ class Evaluator(Extension):
     def _evaluate_batch(self, batch: Any) -> Any:
         """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
         args, kwargs = arguments(self.converter(batch, self.device))
-        output = (self.eval_func or self._targets["main"])(*args, **kwargs)
+        if self._loss_func is not None:
+            output = self._loss_func(self._targets["main"], *args, **kwargs)
+        else:
+            output = (self.eval_func or self._targets["main"])(*args, **kwargs)
+        _report_mapping(output)
         _, loss_weight = loss_and_weight(output, "main")
         examples = getattr(batch, "weight", None)
         examples = len(batch) if examples is None else examples
@@ -153,7 +193,19 @@ class Evaluator(Extension):
             serializer.visit(f"iterator:{name}", iterator)
 
 
+def _report_mapping(output: Any) -> None:
+    """Report what a mapping has beside or in place of a loss: metric objects, and numbers."""
+    if isinstance(output, Mapping):
+        is_wanted = is_metric if "loss" in output else lambda value: is_metric(value) or is_scalar(value)
+        report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
+
+
 def _one_pass_iterator(name: str, source: Any) -> Any:
+    if isinstance(source, PythonIterator) and not hasattr(source, "epoch_detail"):
+        raise ValueError(
+            f"every evaluation is a pass of its own, and iterator {name!r}, a {type(source).__name__}, gives one pass "
+            "only; give what makes it: the list or DataLoader, or a function that returns a new one"
+        )
     if isinstance(source, LoaderIterator):
         iterator: Any = LoaderIterator(source.loader, epoch_length=source.epoch_length, repeat=False)
     else:
@@ -163,9 +215,21 @@ def _one_pass_iterator(name: str, source: Any) -> Any:
             f"an evaluation is one pass, and iterator {name!r} ({type(iterator).__name__}) repeats for ever; "
             "make it with repeat=False, shuffle=False"
         )
+    if not _can_reset(iterator):
+        raise ValueError(
+            f"every evaluation begins with reset() of the iterator, and iterator {name!r} ({type(iterator).__name__}) "
+            "has none; define reset(), which goes back to the first batch"
+        )
     if isinstance(iterator, Iterator):
         iterator.name = f"validation/{name}"  # from which, with the initial seed, a seed of None is derived
     return iterator
+
+
+def _can_reset(iterator: Any) -> bool:
+    """Return False for an iterator of one's own that does not define ``reset`` or ``rewind``."""
+    if not isinstance(iterator, Iterator):
+        return callable(getattr(iterator, "reset", None))
+    return any(getattr(type(iterator), name) is not getattr(Iterator, name) for name in ("reset", "rewind"))
 
 
 @contextmanager

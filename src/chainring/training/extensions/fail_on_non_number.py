@@ -20,7 +20,13 @@ from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._store import Store
-from chainring.serializers.base import DictionaryDeserializer, StateCollector, copy_value
+from chainring.serializers.base import (
+    DictionaryDeserializer,
+    DictionarySerializer,
+    StateCollector,
+    copy_value,
+    own_states,
+)
 from chainring.training.extension import Extension, RollBack
 from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
@@ -63,7 +69,7 @@ class FailOnNonNumber(Extension):
         self.policy = policy
         self._bad_iterations: set[int] = set()  # not state: they must be remembered when the run goes back
         self._pending: list[tuple[int, Tensor, torch.Event | None]] = []
-        self._before: dict[str, Any] | None = None  # generators and buffers before the forward
+        self._before: dict[str, Any] | None = None  # generators, buffers and own states of modules before the forward
         self._batches: list[Any] = []
         self._removals: list[Callable[[], None]] = []
 
@@ -90,13 +96,17 @@ class FailOnNonNumber(Extension):
         return self.policy == "skip" or trainer.updater.iteration + 1 in self._bad_iterations
 
     def _record_batch(self, trainer: Trainer, context: UpdateContext) -> None:
-        """Keep what the forward depends on: the batch, the generators, and the buffers that it changes."""
+        """Keep what the forward depends on: the batch, the generators, the buffers and a module's own state."""
         if not self._is_checked_at_once(trainer):
             return
         if self._before is None:
             self._before = {"generators": _random.get_rng_state()}
             for name, model in trainer.updater.get_all_models().items():
                 self._before |= {_key(name, path): copy_value(buffer) for path, buffer in unwrap(model).named_buffers()}
+                own = DictionarySerializer()
+                for path, part in own_states(unwrap(model)):
+                    part.serialize(own[path])
+                self._before[f"own state of {name}"] = own.target
         self._batches.append(context.batch)
 
     def _check_step(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
@@ -135,6 +145,9 @@ class FailOnNonNumber(Extension):
         for name, model in trainer.updater.get_all_models().items():
             for path, value in unwrap(model).state_dict().items():
                 state(f"model:{_key(name, path)}", before.get(_key(name, path), value))
+            for path, value in before[f"own state of {name}"].items():
+                if f"model:{_key(name, path)}" not in state.target:  # as a parameter or buffer is
+                    state(f"model:{_key(name, path)}", value)
         store, filename = Store(trainer.out), f"non_number_iter_{iteration}"
         if not store.holds(filename, iteration):
             Checkpoint(state).commit(store, filename, iteration)

@@ -44,7 +44,8 @@ class LogReport(Extension):
     It observes each iteration what has been reported when its turn comes. Means are weighted as the updates are; a key
     that was not reported in an iteration does not count as zero there. A row has the means, then ``epoch``,
     ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
-    JSON array. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
+    JSON array. What was reported before training, such as an evaluation with ``invoke_before_training=True``, is a row of
+    iteration 0. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
 
     Example::
 
@@ -116,9 +117,17 @@ class LogReport(Extension):
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
 
+    def observe_start(self, trainer: Trainer) -> None:
+        """Write a row of iteration 0, apart from the first interval."""
+        if means := self._means.take(trainer):
+            self._write(trainer, means)
+
     def __call__(self, trainer: Trainer) -> None:
+        self._write(trainer, self._means.end(trainer))
+
+    def _write(self, trainer: Trainer, means: dict[str, float]) -> None:
         counters = {"epoch": trainer.updater.epoch, "iteration": trainer.updater.iteration}
-        row: dict[str, Any] = {**self._means.end(trainer), **counters, "elapsed_time": trainer.elapsed_time}
+        row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
         self.log.append(row)

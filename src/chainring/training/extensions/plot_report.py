@@ -83,13 +83,15 @@ class PlotReport(Extension):
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
 
+    def observe_start(self, trainer: Trainer) -> None:
+        """Draw the points of iteration 0, apart from the first interval."""
+        if means := self._means.take(trainer):
+            self._add(trainer, means)
+
     def __call__(self, trainer: Trainer) -> None:
-        updater = trainer.updater
-        x = updater.iteration if self._x_key == "iteration" else updater.epoch_detail
         # A loaded interval may have begun with other keys.
-        means = {key: mean for key, mean in self._means.end(trainer).items() if key in self._points}
-        for key, mean in means.items():
-            self._points[key].append((x, mean))
+        self._add(trainer, {key: mean for key, mean in self._means.end(trainer).items() if key in self._points})
+        updater = trainer.updater
         # A key that is never reported would otherwise go unnoticed.
         if missing := [key for key, points in self._points.items() if not points]:
             self._warning.give(
@@ -98,6 +100,12 @@ class PlotReport(Extension):
                 "This is said once",
                 stacklevel=2,
             )
+
+    def _add(self, trainer: Trainer, means: dict[str, float]) -> None:
+        """Add a point of each key and draw the figure."""
+        x = trainer.updater.iteration if self._x_key == "iteration" else trainer.updater.epoch_detail
+        for key, mean in means.items():
+            self._points[key].append((x, mean))
         if trainer.comm.rank == 0 and any(self._points.values()):
             image = self._draw(means)
             with atomic_write(Path(trainer.out) / self._filename) as file:

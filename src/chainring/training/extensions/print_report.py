@@ -77,6 +77,10 @@ class PrintReport(Extension):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
         return report.log  # type: ignore[no-any-return]
 
+    def observe_start(self, trainer: Trainer) -> None:
+        """Print the row of iteration 0, if the log has one."""
+        self._print_new()
+
     def __call__(self, trainer: Trainer) -> None:
         self._print_new()
 

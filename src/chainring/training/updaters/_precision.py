@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,3 +50,9 @@ class LossScaler(torch.amp.GradScaler):
         if self._stepped:
             super().update(new_scale)
         self._stepped.clear()
+
+
+def device_type_of(models: Iterable[nn.Module]) -> str:
+    """Return the type of the device that the models are on."""
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return next((parameter.device.type for parameter in parameters), "cpu")
