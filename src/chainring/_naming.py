@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 _STATELESS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 """Wrapper classes that have no state of their own, and the attribute that holds the model."""
-_WRAPPERS = {**_STATELESS, "AveragedModel": "module"}
+_WRAPPERS = {**_STATELESS, "AveragedModel": "module", "ActivationWrapper": "_checkpoint_wrapped_module"}
 
 
 def unwrap(model: Any) -> Any:
@@ -18,17 +18,19 @@ def unwrap(model: Any) -> Any:
 
     A wrapper changes how a model runs, not the names of its submodules, so its prefix must not reach a name.
     """
-    while (attribute := _wrapped_attribute(model, _STATELESS)) is not None:
+    while (attribute := _wrapped_attribute(type(model), _STATELESS)) is not None:
         model = getattr(model, attribute)
     return model
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
     """Return a function from the dotted name of a submodule, parameter or buffer to its name without wrappers."""
+    if not any(_wrapped_attribute(cls, _WRAPPERS) for cls in set(map(type, submodules(model)))):
+        return str
     wrapped = [
         (path, attribute)
         for path, module in model.named_modules()
-        if (attribute := _wrapped_attribute(module, _WRAPPERS)) is not None
+        if (attribute := _wrapped_attribute(type(module), _WRAPPERS)) is not None
     ]
     prefixes = [(f"{path}.{attribute}".removeprefix("."), path) for path, attribute in reversed(wrapped)]  # innermost first
 
@@ -48,5 +50,25 @@ def named_submodules(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Modu
         yield f"{name}/{clean(path).replace('.', '/')}".removesuffix("/"), module
 
 
-def _wrapped_attribute(module: object, wrappers: dict[str, str]) -> str | None:
-    return next((wrappers[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in wrappers), None)
+def submodules(model: nn.Module) -> list[nn.Module]:
+    """Return a model and its submodules, each once."""
+    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; modules() takes three times as long
+    if not hasattr(model, "_modules"):  # another class with the methods of a module
+        return [module for _, module in model.named_modules()]
+    found: dict[nn.Module, None] = {}
+    to_visit = [model]
+    while to_visit:
+        module = to_visit.pop()
+        if module not in found:
+            found[module] = None
+            to_visit += [child for child in module._modules.values() if child is not None]
+    return list(found)
+
+
+def has_buffers(model: nn.Module) -> bool:
+    """Return whether a model has buffers, also where they are ``None``."""
+    return any(module._buffers for module in submodules(model))
+
+
+def _wrapped_attribute(cls: type, wrappers: dict[str, str]) -> str | None:
+    return next((wrappers[base.__name__] for base in cls.__mro__ if base.__name__ in wrappers), None)

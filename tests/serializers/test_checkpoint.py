@@ -64,6 +64,13 @@ class TestModels:
         with pytest.raises(FileNotFoundError, match=r"mlp\.model"):
             serializers.load(tmp_path / "mlp.model", a_model())
 
+    def test_two_modules_of_one_path_are_refused_in_a_file_too(self, tmp_path):
+        """A part of the file could not be told from the other by its path."""
+        model = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(1, 1)}), "a/b": nn.Linear(1, 1)})
+        with pytest.raises(ValueError, match=r"'a\.b\.weight' .* 'a/b\.weight' .* 'a/b/weight'"):
+            serializers.save(tmp_path / "mlp.model", model)
+        assert os.listdir(tmp_path) == []
+
     def test_another_model_is_refused_with_the_names(self, tmp_path):
         """PyTorch's own error lists what is missing, unexpected, or of another shape."""
         serializers.save(tmp_path / "mlp.model", nn.Linear(2, 2))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from chainring.cli._common import add_command, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
+from chainring.serializers._store import read_manifest
 
 _MODEL = "updater/model:"
 _HELP = """
@@ -42,7 +43,9 @@ def run(options: argparse.Namespace) -> None:
     directory, file = snapshots(options.directory)[0], Path(options.file)
     if os.path.lexists(file):
         raise FileExistsError(f"{file} exists and is not overwritten; give another name")
-    state = read_state(directory)
+    own = read_manifest(directory).about.get("own state of modules")  # beside parameters and buffers
+    beside = set(map(str, own)) if isinstance(own, list) else set()
+    state = {key: value for key, value in read_state(directory).items() if key not in beside}
     names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
     if options.model is None and len(names) > 1 and "main" not in names:
         raise ValueError(f"{directory} has several models; name one by --model: {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""`save` and `load`, and the checkpoints that snapshots are: a model as one file, anything else as a directory.
+"""`save` and `load`, and the checkpoints that snapshots are: a plain model as one file, anything else as a directory.
 
 Nothing is ever unpickled.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +29,15 @@ from chainring.serializers._store import CorruptError, Store, WriteFile, verify
 from chainring.serializers.base import (
     DictionaryDeserializer,
     StateCollector,
+    buffer_layouts,
+    entry_names,
     find_aliases,
-    has_state,
+    is_module,
+    load_entries,
+    own_states,
+    restore_layouts,
     serialize_method,
+    state_entries,
 )
 
 STATE = "state.json"
@@ -43,7 +50,8 @@ WriteResult = tuple[int, int] | str
 def save(path: str | os.PathLike[str], obj: Any) -> None:
     """Save the state of an object; what is there under that name is complete at every moment.
 
-    A model of which each rank holds a part is saved whole; every rank calls this.
+    A model of which each rank holds a part is saved whole; every rank calls this. Of a model that becomes a directory, the
+    first rank of the process group writes it.
 
     Example::
 
@@ -51,23 +59,33 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         serializers.load("mlp.model", model)
 
     Args:
-        path: of a module the file, in the safetensors format, which replaces one that is there; of anything else a
-            directory that is not there yet.
+        path: of a module the file, in the safetensors format, which replaces one that is there; of a module that has state
+            of its own, in a ``serialize`` of any of its submodules, and of anything else a directory that is not there yet.
         obj: a module, or anything with ``serialize`` or PyTorch's ``state_dict`` and ``load_state_dict``.
 
     Raises:
         TypeError: the object has no state, or a value in it cannot be restored; the error names the value's path.
+        ValueError: two values have one path.
         FileExistsError: the directory is there already.
         OSError: it cannot be written.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if is_module(obj):
+    if is_saved_as_file(obj):
         save_tensors(target, module_tensors(obj))
         return
     state = capture(obj, target.parent)
+    if is_module(obj):
+        state.target |= {name: to_full(value) for name, value in state.target.items() if is_sharded(value)}
     iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
+    if is_module(obj) and _rank() != 0:  # a directory is never written over, not even by the same
+        return
     Checkpoint(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
@@ -107,10 +125,22 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     if path_in_snapshot:
         prefix = f"{path_in_snapshot.strip('/').replace('/', '.')}."
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    entries, clean = obj.state_dict(), name_cleaner(obj)
-    names = {clean(name): name for name in entries}  # the model's own may stand below the prefixes of wrappers
+    _load_entries(obj, tensors, strict)
+    if parts := own_states(unwrap(obj)):
+        paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
+        warnings.warn(
+            f"{source} holds parameters and buffers only: the state that serialize of {paths} declares stays as it is. "
+            "serializers.save(path, model) writes a directory with both",
+            stacklevel=2,
+        )
+
+
+def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:
+    """Load parameters and buffers by their dotted names into a module, whose own may stand below prefixes of wrappers."""
+    entries, clean = state_entries(module), name_cleaner(module)
+    names = {clean(name): name for name in entries}
     found = {names.get(name, name): value for name, value in tensors.items()}
-    obj.load_state_dict({name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict=strict)
+    load_entries(module, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
 
 
 def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
@@ -146,6 +176,8 @@ class Checkpoint:
         self.tensors = {**whole, **{name: shards[name].tensor for name in tensors if name in shards}}
         self._offsets = {name: (shard.offsets, shard.shape) for name, shard in shards.items()}
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
+        if own := state.own_paths():
+            self.about["own state of modules"] = own
         if (reason := _random.nondeterminism_reason()) is not None:
             self.about["not bit-exact"] = reason
 
@@ -249,15 +281,31 @@ def read_state(directory: Path) -> dict[str, Any]:
 def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source: Path) -> None:
     if path or is_module(obj):
         prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
+        if is_module(obj) and prefix.startswith(_MODEL):
+            _restore_layouts(unwrap(obj), state, prefix)
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-        if not state:
+        if prefix and not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
+    if is_module(obj) and state.keys() == {"state_dict"} and isinstance(state["state_dict"], Mapping):
+        # Written so by earlier versions, of a model with a serialize of its own inside a wrapper.
+        entries = {name.replace("_orig_mod.", ""): value for name, value in state["state_dict"].items()}
+        _load_entries(unwrap(obj), entries, strict)
+        return
     if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
         raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
     saved.directory = source.parent
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     saved.visit("", unwrap(obj))
+
+
+def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None:
+    """Give a model, or a part of one, the buffers whose form the saved run has changed."""
+    name, _, below = prefix.removeprefix(_MODEL).partition("/")
+    changed = state.get(f"updater/changed_buffers:{name}", {})
+    recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
+    if recorded:
+        restore_layouts(module, buffer_layouts(module), recorded, lambda path: state.get(prefix + path))
 
 
 def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
@@ -304,9 +352,9 @@ def _join(name: str, shards: list[Shard]) -> Tensor:
     return full
 
 
-def is_module(obj: Any) -> bool:
-    """Return whether an object is a model, which is saved as one file."""
-    return hasattr(obj, "named_parameters") and has_state(obj) and not hasattr(obj, "serialize")
+def is_saved_as_file(obj: Any) -> bool:
+    """Return whether an object is a module that has parameters and buffers alone, which is saved as one file."""
+    return is_module(obj) and not own_states(unwrap(obj))
 
 
 def model_prefix(state: Mapping[str, Any], source: Path) -> str:
@@ -328,9 +376,11 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: one of them is not a tensor.
+        ValueError: two of them have one path.
     """
-    clean = name_cleaner(module)
-    tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in module.state_dict().items()}
+    entries, clean = state_entries(module), name_cleaner(module)
+    entry_names(module, entries)
+    tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in entries.items()}
     if others := {name: type(value).__name__ for name, value in tensors.items() if not isinstance(value, Tensor)}:
         raise TypeError(
             f"a model's file holds tensors, and {type(module).__name__} has {others}; "

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import shard_like
+from chainring._distributed.sharding import is_sharded, shard_like, to_full, to_local
 from chainring._messages import announce_change
-from chainring._naming import name_cleaner
+from chainring._naming import has_buffers, name_cleaner, submodules
 
 
 class AbstractSerializer:
     """The destination or source of state. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
 
     While saving, a serializer hands back the value that it was given; while loading, the value that was saved. So the
-    line reads the same both ways and the two directions cannot drift apart.
+    line reads the same both ways and the two directions cannot drift apart. A tensor or array of the saved shape and dtype
+    is filled with the saved numbers and handed back itself, so that Chainer's form without an assignment works. A number or
+    string comes back in the type of the one given, if that can hold it exactly.
 
     Example::
 
         def serialize(self, serializer):
             self.iteration = serializer("iteration", self.iteration)
+            serializer("order", self.order)  # an array of a fixed shape, which is filled
             serializer.visit("iterator", self.iterator)
 
     Attributes:
@@ -38,6 +48,7 @@ class AbstractSerializer:
 
     directory: Path | None = None
     comm: Communicator = Communicator()
+    _path = ""
 
     def __getitem__(self, key: str) -> AbstractSerializer:
         raise NotImplementedError
@@ -52,27 +63,46 @@ class AbstractSerializer:
     def visit(self, key: str, obj: Any) -> None:
         """Save or load a whole object under ``key``: by its ``serialize``, or its ``state_dict``/``load_state_dict``.
 
-        An empty key means the serializer itself.
-        A module's entries become one key each, with slashes for dots, so that a submodule can be found by its path.
+        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is not meant.
+        The entries of a module's ``state_dict`` become one key each, with slashes for dots, so that a submodule can be
+        found by its path. Beside them, each submodule that has a ``serialize`` saves state of its own under its path; what
+        it saves must not depend on the rank.
 
         Raises:
             TypeError: the object has neither.
+            ValueError: while saving, a key is saved twice.
         """
-        method = serialize_method(obj)
-        if method is not None:
-            method(self[key])
-        elif hasattr(obj, "named_parameters") and has_state(obj):
-            self[key]._visit_module(obj)
+        if is_module(obj):
+            self._enter(key, (obj, _ENTRIES))._visit_module(obj)
+        elif (method := serialize_method(obj)) is not None:
+            method(self._enter(key, (obj, "serialize")))
         elif has_state(obj):
-            self[key]._visit_state(obj)
+            self._enter(key, (obj, "state_dict"))._visit_state(obj)
         else:
+            found = "; the serialize that it has does not take a serializer alone" if hasattr(obj, "serialize") else ""
             raise TypeError(
-                f"{type(obj).__name__} has no state to save or load at {key!r}: "
-                "give it serialize(serializer), or state_dict() and load_state_dict(state)"
+                f"{type(obj).__name__} has no state to save or load at {self._path + key!r}: "
+                f"give it serialize(serializer), or state_dict() and load_state_dict(state){found}"
             )
+
+    def _enter(self, key: str, owner: _Owner) -> AbstractSerializer:
+        """Return the child for an object that is visited."""
+        return self[key]
+
+    def _is_part(self, module: Any) -> bool:
+        """Return whether the module belongs to one that is being visited, which brings its parameters and buffers."""
+        return False
+
+    def _own_states(self, module: Any) -> list[tuple[str, Any]]:
+        """Return what `own_states` does, without those that were called before."""
+        return own_states(module)
 
     def _visit_module(self, module: Any) -> None:
         raise NotImplementedError
+
+    def _visit_own(self, parts: list[tuple[str, Any]]) -> None:
+        for path, part in parts:
+            part.serialize(self._enter(path, (part, "serialize")))
 
     def _visit_state(self, obj: Any) -> None:
         raise NotImplementedError
@@ -93,9 +123,15 @@ class Serializer(AbstractSerializer):
         """Note that the state refers to this file: it is flushed to the disk before the snapshot is published."""
 
     def _visit_module(self, module: Any) -> None:
-        clean = name_cleaner(module)
-        for name, value in module.state_dict().items():
-            self(clean(name).replace(".", "/"), value)
+        is_part, parts = self._is_part(module), self._own_states(module)
+        if not is_part:
+            self._save_entries(module)
+        self._visit_own(parts)
+
+    def _save_entries(self, module: Any) -> None:
+        entries = state_entries(module)
+        for path, name in entry_names(module, entries, self._path).items():
+            self(path, entries[name])
 
     def _visit_state(self, obj: Any) -> None:
         self("state_dict", obj.state_dict())
@@ -121,14 +157,42 @@ class Deserializer(AbstractSerializer):
         """Return every key saved below here, as paths relative to here."""
         raise NotImplementedError
 
+    def _was_asked(self, key: str) -> bool:
+        """Return whether the value under this key was asked for before."""
+        return False
+
+    def _is_ignored(self, key: str) -> bool:
+        """Return whether the value at hand is kept in place of the saved one."""
+        return False
+
     def _visit_module(self, module: Any) -> None:
         """Load a module; a parameter that was saved as ``None`` was left out and stays what it is."""
-        entries, clean = module.state_dict(), name_cleaner(module)
-        names = {clean(name).replace(".", "/"): name for name in entries}  # a name may hold slashes of its own
-        saved = {names.get(path, path.replace("/", ".")): self(path, None) for path in self.paths()}
+        is_part, parts = self._is_part(module), self._own_states(module)
+        self._visit_own(parts)
+        if is_part:
+            return
+        entries = state_entries(module)
+        names = entry_names(module, entries, self._path)
+        paths = [path for path in self.paths() if path in names or not self._was_asked(path)]
+        if self.strict and parts and names and names.keys().isdisjoint(paths):
+            raise KeyError(
+                f"the saved state of {type(module).__name__} at {self._path!r} has none of its parameters and buffers, such "
+                f"as {next(iter(names))!r}: it was saved by a version that saved only what serialize names. Load it with "
+                "strict=False to keep the parameters at hand"
+            )
+        saved = {names.get(path, path.replace("/", ".")): self(path, None) for path in paths}
         saved = {name: shard_like(value, entries.get(name)) for name, value in saved.items()}
-        left_out = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
-        module.load_state_dict(saved | {name: entries[name] for name in left_out}, strict=self.strict)
+        kept = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
+        kept += [name for key, name in names.items() if self._is_ignored(key)]
+        try:
+            load_entries(module, saved | {name: entries[name] for name in kept}, self.strict)
+        except RuntimeError as error:
+            if parts:
+                classes = ", ".join(sorted({type(part).__name__ for _, part in parts}))
+                error.add_note(
+                    f"A serialize of one's own, here of {classes}, asks for the keys that it saves when it loads too"
+                )
+            raise
 
     def _visit_state(self, obj: Any) -> None:
         state = self("state_dict", None)
@@ -138,12 +202,25 @@ class Deserializer(AbstractSerializer):
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
     """Record a setting beside state. It is not state: the saved value does not hold, and is printed where it differs."""
+    if not isinstance(serializer, Deserializer):
+        serializer(key, value)
+        return
     try:
-        saved = serializer(key, value)
+        saved = serializer(key, _MISSING)  # and not the value, which would be filled with the saved one
     except KeyError:  # of a snapshot that was made before it was recorded
         return
-    if saved != value:
+    if saved is not _MISSING and not is_same_value(saved, value):
         announce_change(name, saved, value)
+
+
+def visit_optional(serializer: AbstractSerializer, key: str, value: Any) -> Any:
+    """Save or load a value that snapshots of earlier versions lack: from those, the value at hand is returned."""
+    try:
+        return serializer(key, value)
+    except KeyError:
+        if isinstance(serializer, Serializer):
+            raise
+        return value
 
 
 def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
@@ -157,10 +234,20 @@ def has_state(obj: Any) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
+def is_module(obj: Any) -> bool:
+    """Return whether an object is a module, of which the entries of its ``state_dict`` are saved in any case."""
+    if isinstance(obj, nn.Module):
+        return True
+    return hasattr(obj, "named_parameters") and has_state(obj) and serialize_method(obj) is None
+
+
 def serialize_method(obj: Any) -> Callable[[AbstractSerializer], None] | None:
-    """Return an object's ``serialize``, unless its class declares the PyTorch pair on top of one that it inherits."""
+    """Return an object's ``serialize``, if it takes a serializer and nothing else.
+
+    A class that declares the PyTorch pair on top of a ``serialize`` that it inherits is saved by the pair.
+    """
     method: Callable[[AbstractSerializer], None] | None = getattr(obj, "serialize", None)
-    if not callable(method):
+    if not callable(method) or not _takes_serializer(obj, method):
         return None
     for cls in type(obj).__mro__:  # whichever is declared by the more derived class speaks for the object
         if "serialize" in vars(cls):
@@ -170,22 +257,145 @@ def serialize_method(obj: Any) -> Callable[[AbstractSerializer], None] | None:
     return method
 
 
+def own_states(module: Any) -> list[tuple[str, Any]]:
+    """Return the submodules, each once and the module itself first, whose class has ``serialize(serializer)``, by path."""
+    parts = submodules(module) if isinstance(module, nn.Module) else []
+    classes = {cls for cls in set(map(type, parts)) if hasattr(cls, "serialize")}
+    if not any(type(part) in classes or "serialize" in vars(part) for part in parts):
+        return []
+    clean = name_cleaner(module)
+    return [(clean(name).replace(".", "/"), part) for name, part in module.named_modules() if _has_own_state(part)]
+
+
+def state_entries(module: Any) -> Mapping[str, Any]:
+    """Return the parameters and buffers of a module by name, not copied."""
+    entries: Mapping[str, Any]
+    entries = nn.Module.state_dict(module) if _derives_state_dict(module) else module.state_dict()
+    return entries
+
+
+def load_entries(module: Any, entries: Mapping[str, Any], strict: bool) -> None:
+    """Load parameters and buffers of a module by name."""
+    if _derives_state_dict(module):
+        nn.Module.load_state_dict(module, entries, strict=strict)
+    else:
+        module.load_state_dict(entries, strict=strict)
+
+
+def entry_names(module: Any, entries: Mapping[str, Any], below: str = "") -> dict[str, str]:
+    """Return the name of each entry of a module by its path, which has slashes for dots and no prefix of a wrapper.
+
+    Raises:
+        ValueError: two have the same path.
+    """
+    clean, names = name_cleaner(module), dict[str, str]()
+    for name in entries:
+        path = clean(name).replace(".", "/")
+        if names.setdefault(path, name) != name:
+            raise ValueError(
+                f"two entries of {type(module).__name__}, {_describe_entry(module, names[path])} and "
+                f"{_describe_entry(module, name)}, have one path in saved state, {below + path!r}; "
+                "rename one of these modules, parameters or buffers"
+            )
+    return names
+
+
+def _derives_state_dict(module: Any) -> bool:
+    """Return whether the ``state_dict`` of a module is the one that `Stateful` makes of its ``serialize``."""
+    cls: Any = type(module)
+    return isinstance(module, nn.Module) and cls.state_dict is Stateful.state_dict
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    declared = getattr(cls, "serialize", None)
+    if declared is None and "serialize" not in vars(module):
+        return False
+    method = vars(module).get("serialize", declared and module.serialize)
+    return callable(method) and declared is not Stateful.serialize and _takes_serializer(module, method)
+
+
+_takes_one: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""By the function of a method, whether the method takes exactly one required argument."""
+
+
+def _takes_serializer(obj: Any, method: Any) -> bool:
+    function, bound_to = getattr(method, "__func__", None), getattr(method, "__self__", None)
+    if isinstance(bound_to, type) or (isinstance(method, FunctionType) and "serialize" not in getattr(obj, "__dict__", {})):
+        return False  # a class method or a static method, which knows nothing of the object's state
+    if not isinstance(function, FunctionType):
+        return _requires_one(method)
+    if function not in _takes_one:
+        _takes_one[function] = _requires_one(method)
+    return _takes_one[function]
+
+
+def _requires_one(method: Any) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return False
+    required = [p.kind for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return required in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD])
+
+
+def _describe_entry(module: nn.Module, name: str) -> str:
+    """Return the name of an entry with the class of the module that has it."""
+    owner = dict(module.named_modules(remove_duplicate=False)).get(name.rpartition(".")[0])
+    return repr(name) if owner is None else f"{name!r} of a {type(owner).__name__}"
+
+
+_Owner = tuple[Any, str]
+"""An object that is visited, and the part of its state."""
+_ENTRIES = "parameters and buffers"
+_MISSING = object()
+
+
 class _ByPath(AbstractSerializer):
     """A serializer that knows every value by its path."""
 
-    _path = ""
+    _owner: _Owner = (None, "serialize")
+
+    def __init__(self) -> None:
+        self._covered: set[tuple[str, int]] = set()  # path and id of the submodules of a module that is being visited
+        self._called: set[str] = set()  # the paths of those of which serialize was called
 
     def __getitem__(self, key: str) -> Self:
         # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; copy.copy takes five times as long
         below = object.__new__(type(self))
-        vars(below).update(vars(self), _path=f"{self._path}{key}/" if key else self._path)
+        vars(below).update(vars(self), _path=self._path_of(key))
         return below
+
+    def _enter(self, key: str, owner: _Owner) -> Self:
+        below = self[key]
+        below._owner = owner
+        return below
+
+    def _is_part(self, module: Any) -> bool:
+        return (self._path, id(module)) in self._covered
+
+    def _own_states(self, module: Any) -> list[tuple[str, Any]]:
+        parts = own_states(module)
+        if parts:
+            clean = name_cleaner(module)
+            for name, part in module.named_modules(remove_duplicate=False):
+                self._covered.add((self._path_of(clean(name).replace(".", "/")), id(part)))
+        parts = [(path, part) for path, part in parts if self._path_of(path) not in self._called]
+        self._called.update(self._path_of(path) for path, _ in parts)
+        return parts
+
+    def _path_of(self, key: str) -> str:
+        """Return the path of the child under ``key``."""
+        return f"{self._path}{key}/" if key else self._path
 
 
 class DictionarySerializer(_ByPath, Serializer):
     """Saves into ``target``, a dictionary from path to value.
 
     Tensors, arrays and containers are copied, so that what was saved does not follow the training that goes on.
+
+    Raises:
+        ValueError: a key is saved twice.
 
     Example::
 
@@ -195,11 +405,38 @@ class DictionarySerializer(_ByPath, Serializer):
     """
 
     def __init__(self, target: dict[str, Any] | None = None) -> None:
+        super().__init__()
         self.target: dict[str, Any] = {} if target is None else target
+        self._given: dict[str, Any] = {}  # by path, what was saved, not copied
+        self._owners: dict[str, _Owner] = {}
 
     def __call__(self, key: str, value: Any) -> Any:
-        self.target[self._path + key] = copy_value(value)
+        path = self._path + key
+        if path in self._owners:
+            self._check_repeated(path, value)
+            return value
+        self._owners[path] = self._owner
+        self._given[path] = value
+        self.target[path] = copy_value(value)
         return value
+
+    def _check_repeated(self, path: str, value: Any) -> None:
+        """Refuse a second value under a path, unless a module saves its own parameter, or calls a submodule itself."""
+        (first, first_part), (second, second_part) = self._owners[path], self._owner
+        given = self._given[path]
+        if _ENTRIES in (first_part, second_part):
+            if _is_same_tensor(given, value):
+                return
+        elif first is not second and is_module(first) and is_module(second) and is_same_value(given, value):
+            return
+        owners = [
+            f"the {part} of {type(obj).__name__}" for obj, part in (self._owners[path], self._owner) if obj is not None
+        ]
+        both = " and ".join(dict.fromkeys(owners)) or "serialize"
+        raise ValueError(
+            f"{path!r} is saved twice, by {both}, and only one value could be loaded again; give each value a key of its own"
+            + (". Parameters and buffers of a module are saved in any case" if _ENTRIES in (first_part, second_part) else "")
+        )
 
 
 class StateCollector(DictionarySerializer):
@@ -207,15 +444,31 @@ class StateCollector(DictionarySerializer):
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__()
+        self._given = self.target
         self.directory = directory
         self.referred: list[Path] = []  # the files to which the state refers
 
     def __call__(self, key: str, value: Any) -> Any:
-        self.target[self._path + key] = value
+        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, for thousands of parameters
+        path = self._path + key
+        if path in self._owners:
+            self._check_repeated(path, value)
+            return value
+        self._owners[path] = self._owner
+        self.target[path] = value
         return value
 
     def refer(self, path: Path) -> None:
         self.referred.append(path)
+
+    def own_paths(self) -> list[str]:
+        """Return the paths of what modules have saved beside their parameters and buffers."""
+        below = tuple(self._called)
+        return (
+            [path for path, (_, part) in self._owners.items() if part != _ENTRIES and path.startswith(below)]
+            if below
+            else []
+        )
 
 
 class DictionaryDeserializer(_ByPath, Deserializer):
@@ -231,14 +484,27 @@ class DictionaryDeserializer(_ByPath, Deserializer):
         DictionaryDeserializer(saved.target).visit("trigger", other_trigger)
     """
 
+    # Where a tensor comes back that a module keeps, such as its last output, and has not computed yet.
+    _device: torch.device | None = None
+
     def __init__(self, source: Mapping[str, Any], strict: bool = True) -> None:
+        super().__init__()
         self.source = source
         self.strict = strict
+        self._asked: set[str] = set()
+
+    def _enter(self, key: str, owner: _Owner) -> Self:
+        below = super()._enter(key, owner)
+        if isinstance(owner[0], nn.Module) and owner[1] != _ENTRIES:
+            devices = {parameter.device for parameter in owner[0].parameters()}
+            below._device = devices.pop() if len(devices) == 1 else None
+        return below
 
     def __call__(self, key: str, value: Any) -> Any:
         path = self._path + key
+        self._asked.add(path)
         if path in self.source:
-            return copy_value(self.source[path])
+            return self._restore(path, value)
         if self.strict:
             raise KeyError(
                 f"the saved state has no {path!r}. It comes from an object of another type or version; "
@@ -246,9 +512,186 @@ class DictionaryDeserializer(_ByPath, Deserializer):
             )
         return value
 
+    def _restore(self, path: str, value: Any) -> Any:
+        """Return the saved value as the object declares it."""
+        saved = self.source[path]
+        if isinstance(value, (Tensor, np.ndarray)) and fill(value, saved):
+            return value
+        if saved is None and isinstance(value, nn.Parameter):  # left out of the snapshot
+            return value
+        if isinstance(value, _SCALARS):
+            return to_type_of(value, saved)
+        return _move(copy_value(saved), self._device if value is None else None)
+
+    def _was_asked(self, key: str) -> bool:
+        return self._path + key in self._asked
+
     def paths(self) -> Iterator[str]:
         start = len(self._path)
         return (path[start:] for path in self.source if path.startswith(self._path))
+
+
+_NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+_SCALARS = (*_NUMBERS, str)
+
+
+def to_type_of(value: Any, saved: Any) -> Any:
+    """Return a saved number or string in the type of ``value``, or as it is where that type does not hold it exactly."""
+    cls, is_text = type(value), isinstance(value, str)
+    is_same_kind = isinstance(saved, str) if is_text else isinstance(saved, _NUMBERS) and not is_text
+    if type(saved) is cls or not is_same_kind or np.timedelta64 in (cls, type(saved)):
+        return copy_value(saved)
+    try:
+        converted = cls(saved)
+        is_exact = repr(type(saved)(converted)) == repr(saved)
+    except (TypeError, ValueError, OverflowError):
+        return saved
+    return converted if is_exact else saved
+
+
+def fill(value: Tensor | np.ndarray[Any, Any], saved: Any) -> bool:
+    """Copy saved numbers into a tensor or array; return False, and leave it, if its shape or dtype is another one."""
+    if isinstance(value, np.ndarray):
+        array = as_array(saved)
+        if array is None or type(value) not in (np.ndarray, np.memmap) or value.dtype.hasobject or not value.flags.writeable:
+            return False
+        if (value.shape, value.dtype) != (array.shape, array.dtype):
+            return False
+        np.copyto(value, array)
+        return True
+    tensor = as_tensor(saved)
+    if tensor is None or is_lazy(value) or value.is_meta or value.layout is not torch.strided:
+        return False
+    if (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        return False
+    try:
+        with torch.no_grad():
+            value.copy_(shard_like(tensor, value))
+    except RuntimeError:  # it must not be written to: it is expanded, or was made in inference mode
+        return False
+    return True
+
+
+def as_tensor(value: Any) -> Tensor | None:
+    """Return a tensor as it is and an array as a tensor; ``None`` for anything else, and where PyTorch lacks the dtype."""
+    if not isinstance(value, np.ndarray):
+        return value if isinstance(value, Tensor) else None
+    try:
+        return torch.from_numpy(np.array(value, order="K"))
+    except (TypeError, ValueError):
+        return None
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return an array as it is and a tensor as an array; ``None`` for anything else, and where NumPy lacks the dtype."""
+    if not isinstance(value, Tensor):
+        return value if isinstance(value, np.ndarray) else None
+    try:
+        array: np.ndarray[Any, Any] = to_full(value.detach()).cpu().resolve_conj().resolve_neg().numpy()
+    except (TypeError, RuntimeError):
+        return None
+    return array
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, also where they are arrays or tensors, or hold such."""
+    if one is other:
+        return True
+    if isinstance(one, (Tensor, np.ndarray)) or isinstance(other, (Tensor, np.ndarray)):
+        arrays = as_array(one), as_array(other)
+        return type(one) is type(other) and arrays[0] is not None and np.array_equal(arrays[0], arrays[1])  # type: ignore[arg-type]
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same_value, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same_value(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
+def _is_same_tensor(one: Any, other: Any) -> bool:
+    """Return whether two tensors are the same view of the same memory."""
+    if one is other:
+        return True
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or is_lazy(one) or is_lazy(other):
+        return False
+    return is_sharded(one) == is_sharded(other) and _view_of(to_local(one)) == _view_of(to_local(other))
+
+
+Layouts = dict[str, Any]
+"""By the path of a buffer its dtype and shape, or ``None``."""
+_ABSENT, _LAZY = "absent", "lazy"
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return by path the modules that have a saved buffer, and its name there."""
+    clean = name_cleaner(model)
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name in module._buffers:
+            if name not in module._non_persistent_buffers_set:
+                found[clean(f"{path}.{name}" if path else name).replace(".", "/")] = module, name
+    return found
+
+
+def buffer_layouts(model: nn.Module) -> Layouts:
+    """Return the dtype and shape of each saved buffer of a model."""
+    if not has_buffers(model):
+        return {}
+    return {path: _layout_of(module._buffers[name]) for path, (module, name) in _buffers(model).items()}
+
+
+def _layout_of(buffer: Tensor | None) -> Any:
+    if buffer is None or is_lazy(buffer):
+        return None if buffer is None else _LAZY
+    return [str(buffer.dtype), *buffer.shape]
+
+
+def serialize_layouts(serializer: AbstractSerializer, name: str, model: nn.Module, initial: Layouts) -> None:
+    """Save which buffers of a model have changed their shape or dtype since the script made them, or make them so."""
+    current = buffer_layouts(model)
+    changed: dict[str, Any] = {
+        path: [initial.get(path, _ABSENT), current.get(path, _ABSENT)]
+        for path in {**initial, **current}
+        if current.get(path, _ABSENT) != initial.get(path, _ABSENT) != _LAZY
+    }
+    key = f"changed_buffers:{name}"
+    if isinstance(serializer, Serializer):
+        if changed:
+            serializer(key, changed)
+        return
+    recorded, below = visit_optional(serializer, key, {}), serializer[f"model:{name}"]
+    for path in changed.keys() - recorded.keys():
+        # It has changed here before state is loaded, as in a rehearsal, and becomes again what the script had made.
+        first, saved = initial.get(path, _ABSENT), visit_optional(below, path, None)
+        if saved is None or _layout_of(saved) == first:
+            _replace_buffer(model, path, saved, first == _ABSENT)
+    restore_layouts(model, initial, recorded, lambda path: visit_optional(below, path, None))
+
+
+def restore_layouts(
+    model: nn.Module, initial: Layouts, recorded: Mapping[str, Any], read: Callable[[str], Tensor | None]
+) -> None:
+    """Replace the buffers that changed in the saved run by what ``read`` returns, where the script makes them as it did."""
+    current = buffer_layouts(model)
+    for path, (before, after) in recorded.items():
+        if before == initial.get(path, _ABSENT) and after != current.get(path, _ABSENT):
+            _replace_buffer(model, path, read(path), after == _ABSENT)
+
+
+def _replace_buffer(model: nn.Module, path: str, value: Tensor | None, is_absent: bool) -> None:
+    clean = name_cleaner(model)
+    modules = {clean(name).replace(".", "/"): module for name, module in model.named_modules()}
+    place, _, name = path.rpartition("/")
+    module, name = _buffers(model).get(path, (modules.get(place), name))
+    if module is None:  # the module that has it was added too, which no state can make
+        return
+    like = module._buffers.get(name)
+    if like is None:
+        like = next(itertools.chain(module.parameters(), module.buffers(), model.parameters(), model.buffers()), None)
+    if name in module._buffers:
+        delattr(module, name)
+    vars(module).pop(name, None)
+    if not is_absent:
+        module.register_buffer(name, value if value is None or like is None else value.to(like.device))
 
 
 def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -266,6 +709,19 @@ def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if type(value) is dict:
         return {key: copy_value(item, memo) for key, item in value.items()}
     return copy.deepcopy(value, memo)
+
+
+def _move(value: Any, device: torch.device | None) -> Any:
+    """Return a value with its tensors on an accelerator, if that is given."""
+    if device is None or device.type in ("cpu", "meta"):
+        return value
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_move(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _move(item, device) for key, item in value.items()}
+    return value
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -19,7 +19,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
 from chainring.serializers._values import Array, decode_values, encode_values
-from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, has_state, serialize_method
+from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, as_array, is_module, state_entries
 
 _JSON = "chainring.json"
 _VERSION = 2
@@ -46,6 +46,16 @@ _DTYPES_NUMPY_LACKS = {
         "float8_e8m0fnu",
     )
 }  # fmt: skip
+_NONE = (
+    b"\x80\x03cnumpy.core.multiarray\n_reconstruct\nq\0cnumpy\nndarray\nq\x01K\0\x85q\x02C\x01bq\x03\x87q\x04Rq\x05(K\x01)"
+    b"cnumpy\ndtype\nq\x06X\x02\0\0\0O8q\x07\x89\x88\x87q\x08Rq\t(K\x03X\x01\0\0\0|q\nNNN"
+    b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK?tq\x0bb\x89]q\x0cNatq\rb.",
+    b"\x80\x04\x95\x86\0\0\0\0\0\0\0\x8c\x15numpy.core.multiarray\x94\x8c\x0c_reconstruct\x94\x93\x94\x8c\x05numpy\x94\x8c"
+    b"\x07ndarray\x94\x93\x94K\0\x85\x94C\x01b\x94\x87\x94R\x94(K\x01)h\x03\x8c\x05dtype\x94\x93\x94\x8c\x02O8\x94\x89\x88\x87"
+    b"\x94R\x94(K\x03\x8c\x01|\x94NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?t\x94b\x89]\x94Nat\x94b.",
+)
+"""What NumPy writes for ``numpy.array(None)``, which Chainer saves for ``None``: recognized by its bytes, not unpickled."""
+_LONGEST_NONE = 512
 _DAMAGED = (
     *(ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, RuntimeError),
     *(zipfile.BadZipFile, zlib.error),
@@ -87,31 +97,132 @@ def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bo
         _write(stream, arrays, compression)
 
 
-def load_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, path: str = "", strict: bool = True) -> None:
+IgnoreNames = str | Callable[[str], Any] | Sequence[str | Callable[[str], Any]] | None
+
+
+def load_npz(
+    file: str | os.PathLike[str] | IO[bytes],
+    obj: Any,
+    path: str = "",
+    strict: bool = True,
+    *,
+    ignore_names: IgnoreNames = None,
+) -> None:
     """Load what `save_npz` or Chainer saved into an object of the same kind. Nothing is ever unpickled.
+
+    What Chainer saved comes back in the type that the object declares by the value that it gives: a number, a bool, a
+    string, a list, an array, which is filled, or a tensor. Where it gives ``None``, a tensor comes back.
 
     Args:
         file: a path, or a file open for binary reading that can seek.
         obj: what to load into.
         path: the part of the file that belongs to ``obj``, as in ``"updater/model:main/predictor/"``.
         strict: whether a missing or unexpected entry is an error; else what is missing stays as it is.
+        ignore_names: the entries that stay as they are, whether the file has them or not: a name, a function that is given
+            each name and returns true for those, or a list of such. A name is the whole one in the file, ``path`` included.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not an npz file, or damaged, or a snapshot, which `chainring.serializers.load` loads; or it has
-            nothing under ``path``; or an array in it is pickled.
+            nothing under ``path``; or an array in it is pickled, or has another shape than that of the object; or
+            ``ignore_names`` is something else.
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
+        TypeError: the object declares a type that does not hold what Chainer saved.
     """
+    ignored = _as_predicate(ignore_names)
     obj, start = unwrap(obj), path.strip("/")
     prefix = f"{start}/" if start else ""
     with _opened(file) as (stream, label), _archive(stream, label) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        state = _read(archive, names, prefix, label)
+        state, untyped = _read(archive, names, prefix, label)
         if start and not state:
             raise ValueError(f"{label} has nothing under {path!r}; it holds {_shown(names)}")
-        if strict and serialize_method(obj) is None and hasattr(obj, "named_parameters") and has_state(obj):
+        if strict and is_module(obj):
             _require_some(state, names, obj, prefix, label)
-    DictionaryDeserializer(state, strict).visit(start, obj)
+    _NpzDeserializer(state, untyped, ignored, strict).visit(start, obj)
+
+
+def _as_predicate(ignore_names: IgnoreNames) -> Callable[[str], bool]:
+    several = isinstance(ignore_names, (list, tuple, set, frozenset))
+    rules: list[Any] = [] if ignore_names is None else list(ignore_names) if several else [ignore_names]  # type: ignore[arg-type]
+    if strange := [rule for rule in rules if not isinstance(rule, str) and not callable(rule)]:
+        raise ValueError(
+            f"ignore_names is a name, a function that takes a name, or a list of such; got {strange[0]!r}. A name is that "
+            'of an entry in the file, such as "predictor/l1/weight"'
+        )
+    return lambda name: any(name == rule if isinstance(rule, str) else bool(rule(name)) for rule in rules)
+
+
+class _NpzDeserializer(DictionaryDeserializer):
+    """Loads from the entries of a file, of which an array without a description is what the object declares."""
+
+    def __init__(self, source: Mapping[str, Any], untyped: Set[str], ignored: Callable[[str], bool], strict: bool) -> None:
+        super().__init__(source, strict)
+        self._untyped = untyped
+        self._ignored = ignored
+
+    def __call__(self, key: str, value: Any) -> Any:
+        path = self._path + key
+        if self._ignored(path):
+            self._asked.add(path)
+            return value
+        plain = "/".join(filter(None, path.split("/")))  # Chainer drops slashes at both ends of a key
+        if path not in self.source and plain in self.source:
+            self._asked.add(plain)
+            return self._restore(plain, value)
+        return super().__call__(key, value)
+
+    def _is_ignored(self, key: str) -> bool:
+        return self._ignored(self._path + key)
+
+    def _restore(self, path: str, value: Any) -> Any:
+        saved = self.source[path]
+        if path not in self._untyped or value is None or saved is None:
+            return super()._restore(path, value)
+        if isinstance(value, np.ndarray):
+            return _fill_array(path, value, saved)
+        if isinstance(value, (bool, int, float, str, list, tuple, np.generic)):
+            return _as_declared(path, value, np.asarray(saved))
+        return super()._restore(path, value)
+
+
+def _fill_array(path: str, value: Array, saved: Any) -> Array:
+    """Copy a saved array into that of the object, which may have another dtype that holds the same values."""
+    array = as_array(saved)
+    if array is None or array.shape != value.shape:
+        raise ValueError(
+            f"{path!r} has the shape {list(saved.shape)} in the file, and the object has an array of shape "
+            f"{list(value.shape)}: make it of the saved shape, or None, in place of which a tensor comes back"
+        )
+    with np.errstate(all="ignore"):
+        cast = array.astype(value.dtype, copy=False) if np.can_cast(array.dtype, value.dtype, "same_kind") else None
+    if cast is None or not np.array_equal(cast, array, equal_nan=cast.dtype.kind in "fc"):
+        raise TypeError(
+            f"{path!r} is of {array.dtype}, which an array of {value.dtype} does not hold; make it {array.dtype}"
+        )
+    if not value.flags.writeable:
+        return cast.copy()
+    np.copyto(value, cast)
+    return value
+
+
+def _as_declared(path: str, value: Any, array: Array) -> Any:
+    """Return a saved array as a number, string or list of the class of ``value``, as far as NumPy calls the cast safe."""
+    cls = type(value)
+    if isinstance(value, (list, tuple)):
+        items = array.tolist()
+        if isinstance(items, list):
+            return cls(items)
+    elif array.ndim == 0:
+        is_int = array.dtype.kind in "iu" and issubclass(cls, int) and cls is not bool
+        is_text = array.dtype.kind == "U" and isinstance(value, str)
+        is_safe = array.dtype.kind in "biuf" and not isinstance(value, str) and np.can_cast(array.dtype, cls, "safe")
+        if is_text or is_int or is_safe:
+            return cls(array[()])
+    raise TypeError(
+        f"{path!r} is an array of {array.dtype} and shape {list(array.shape)} in the file, which {cls.__name__} does not "
+        f"hold exactly; give a value of the saved type to serializer(key, value)"
+    )
 
 
 def _to_arrays(state: Mapping[str, Any]) -> dict[str, Array]:
@@ -193,10 +304,12 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
     return archive
 
 
-def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: str) -> dict[str, Any]:
-    """Return what the file holds under ``prefix``, by whole path."""
+def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return what the file holds under ``prefix``, by whole path, and the paths of arrays of which it says no more."""
     document = {"version": _VERSION, "values": {}, "tensors": {}, "parts": []}
-    text = _array(archive, _JSON, label).tobytes() if _JSON in names else json.dumps(document).encode()
+    text = json.dumps(document).encode()
+    if _JSON in names:
+        text = np.asarray(_array(archive, _JSON, label)).tobytes()
     arrays = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
     try:
         return _from_arrays(parse_strict(text), arrays, prefix)
@@ -204,8 +317,13 @@ def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: st
         raise _damaged(label, f"its {_JSON} is not as save_npz writes it", error) from error
 
 
-def _from_arrays(document: Any, arrays: Mapping[str, Array], prefix: str) -> dict[str, Any]:
-    """Return the state of which `_to_arrays` made a document and arrays, as far as it lies under ``prefix``."""
+def _from_arrays(document: Any, found: Mapping[str, Array | None], prefix: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the state of which `_to_arrays` made a document and arrays, as far as it lies under ``prefix``.
+
+    Also return the paths of arrays of which the document says nothing.
+    """
+    nothing = {name: None for name, array in found.items() if array is None}
+    arrays = {name: array for name, array in found.items() if array is not None}
     values = {path: value for path, value in document["values"].items() if path.startswith(prefix)}
     if document["version"] == 1:
         descriptions: dict[str, Any] = {}
@@ -217,7 +335,8 @@ def _from_arrays(document: Any, arrays: Mapping[str, Array], prefix: str) -> dic
     parts = frozenset(document["parts"])
     tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
     state = {name: tensor for name, tensor in tensors.items() if name not in parts and name not in values}
-    return state | decode_values(values, tensors, arrays)
+    untyped = frozenset(state.keys() - descriptions.keys())
+    return nothing | state | decode_values(values, tensors, arrays), untyped
 
 
 def _from_version_1(value: Any, arrays: Mapping[str, Array], descriptions: dict[str, Any]) -> Any:
@@ -255,8 +374,11 @@ def _to_tensor(array: Array, description: Mapping[str, Any]) -> Any:
     return tensor
 
 
-def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array:
+def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array | None:
+    """Return an array of the file; ``None`` if it is the ``None`` that Chainer saves."""
     try:
+        if archive.getinfo(f"{name}.npy").file_size < _LONGEST_NONE and _is_none(archive.read(f"{name}.npy")):
+            return None
         with archive.open(f"{name}.npy") as member:
             array: Array = np.lib.format.read_array(member, allow_pickle=False)
             if member.read(1):  # which also compares the checksum
@@ -265,10 +387,16 @@ def _array(archive: zipfile.ZipFile, name: str, label: str) -> Array:
     except _DAMAGED as error:
         if "allow_pickle" in str(error):
             raise ValueError(
-                f"{name!r} in {label} is an array of Python objects, which NumPy pickles, and unpickling can run any code; "
-                "Chainer writes None so. Save numbers there, or load a part without it by its path"
+                f"{name!r} in {label} is an array of Python objects, which NumPy pickles, and unpickling can run any code. "
+                "Save numbers there, or load a part without it by its path"
             ) from error
         raise _damaged(label, f"{name!r} cannot be read", error) from error
+
+
+def _is_none(content: bytes) -> bool:
+    header, _, body = content.partition(b"\n")
+    body = body.replace(b"\x87\0\0\0\0\0\0\0\x8c\x16numpy._core", b"\x86\0\0\0\0\0\0\0\x8c\x15numpy.core")  # of NumPy 2
+    return header.startswith(b"\x93NUMPY\x01\0") and b"'shape': ()" in header and body in _NONE
 
 
 def _damaged(label: str, what: str, error: BaseException) -> ValueError:
@@ -277,7 +405,7 @@ def _damaged(label: str, what: str, error: BaseException) -> ValueError:
 
 def _require_some(state: Mapping[str, Any], names: Sequence[str], model: Any, start: str, label: str) -> None:
     """Raise an error that says where in the file a model is, if it is elsewhere; PyTorch would list every name."""
-    paths = [name.replace(".", "/") for name in model.state_dict()]
+    paths = [name.replace(".", "/") for name in state_entries(model)]
     if paths and not any(start + path in state for path in paths):
         found = sorted({name.removesuffix(paths[0]) for name in names if name.endswith(f"/{paths[0]}")})
         if found:

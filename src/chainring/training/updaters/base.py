@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,15 @@ from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner, unwrap
 from chainring._progress import find_main_iterator
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.base import (
+    AbstractSerializer,
+    Layouts,
+    Serializer,
+    Stateful,
+    buffer_layouts,
+    serialize_layouts,
+    visit_optional,
+)
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -66,6 +75,8 @@ class Updater(Stateful):
     comm: Communicator = Communicator()
     weight: Any = 1
     constructed: Mapping[str, list[Any]] = MappingProxyType({})
+    _layouts: Mapping[str, Layouts] = MappingProxyType({})  # of each model's buffers, as the script had made them
+    _groups: Mapping[str, list[list[str]]] = MappingProxyType({})  # of each optimizer, the names of its parameters
     epoch: int = _FromIterator(0)  # type: ignore[assignment]
     epoch_detail: float = _FromIterator(0.0)  # type: ignore[assignment]
     previous_epoch_detail: float | None = _FromIterator(None)  # type: ignore[assignment]
@@ -81,7 +92,18 @@ class Updater(Stateful):
         return overridden or find_main_iterator(self) is not None
 
     def connect_trainer(self, trainer: Trainer) -> None:
-        """Prepare for a trainer; called at the end of its construction."""
+        """Prepare for a trainer; called at the end of its construction.
+
+        Buffers and parameter groups that change their form later on, such as by ``add_param_group``, are restored on resume
+        because it is noted here how the script has made them.
+        """
+        models = {name: model for name, model in self.get_all_models().items() if isinstance(model, nn.Module)}
+        optimizers = self.get_all_optimizers()
+        names = parameter_names(models)
+        self._layouts = {name: buffer_layouts(unwrap(model)) for name, model in models.items()}
+        self._groups = {
+            name: _group_names(optimizers[name], names) for name in optimizers if hasattr(optimizers[name], "param_groups")
+        }
 
     def start(self) -> None:
         """Prepare for a run; called when it starts, after the state of a resumed run was put back."""
@@ -152,11 +174,14 @@ class Updater(Stateful):
         self.iteration = serializer("iteration", self.iteration)
         for name, iterator in self.get_all_iterators().items():
             serializer.visit(f"iterator:{name}", iterator)
-        for name, model in self.get_all_models().items():
+        models = self.get_all_models()
+        for name, model in models.items():
+            if name in self._layouts:
+                serialize_layouts(serializer, name, unwrap(model), self._layouts[name])
             serializer.visit(f"model:{name}", unwrap(model))
-        names = parameter_names(self.get_all_models())
         for name, optimizer in self.get_all_optimizers().items():
-            serializer.visit(f"optimizer:{name}", OptimizerState(optimizer, names, name, self.constructed.get(name)))
+            state = OptimizerState(optimizer, models, name, self.constructed.get(name), self._groups.get(name))
+            serializer.visit(f"optimizer:{name}", state)
 
 
 class OptimizerState:
@@ -167,25 +192,38 @@ class OptimizerState:
 
     Args:
         optimizer: the optimizer, which is not changed by saving.
-        names: `parameter_names` of the models that it trains.
+        models: those whose parameters it trains, by name.
         label: its name in the updater.
         constructed: `hyperparameters` as they were when the script had made the optimizer; ``None`` where that is not
             known. A value that the script of a resumed run makes another is a changed setting and holds; all others, which
             a scheduler or an extension may have written since, come from the saved run.
+        groups: the names of the parameters in each group, as the script had made them; ``None`` where that is not known.
+            Where they have changed since, a resumed run makes the groups of the saved run out of them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: Mapping[int, str], label: str = "main", constructed: list[Any] | None = None
+        self,
+        optimizer: Optimizer,
+        models: Mapping[str, nn.Module],
+        label: str = "main",
+        constructed: list[Any] | None = None,
+        groups: list[list[str]] | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._models = models
         self._label = label
         self._constructed = constructed
-        self._names = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
+        self._groups = groups
+        self._model_names = parameter_names(models)
+        self._names = _names_in(optimizer, self._model_names)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the state as it is, or put saved state back, each tensor in the dtype in which it was saved."""
+        if isinstance(serializer, Serializer):
+            self._check_state()
         live = self._optimizer.state_dict()
-        named = {self._names[index]: entries for index, entries in live["state"].items()}
+        named = {self._names[key]: entries for key, entries in live["state"].items() if type(key) is int}
+        other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
         groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
@@ -194,9 +232,71 @@ class OptimizerState:
         saved_groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)
-        if not isinstance(serializer, Serializer):
-            self._load(state, saved_groups, extra, groups)
-            self._apply_changes(constructed)
+        if isinstance(serializer, Serializer):
+            if other:
+                serializer("other_state", other)
+            if self._groups is not None and [group["params"] for group in groups] != self._groups:
+                self._check_groups()
+                serializer("initial_groups", self._groups)
+            return
+        other = visit_optional(serializer, "other_state", None) or {}
+        members = _members([group["params"] for group in saved_groups])
+        initial = _members(visit_optional(serializer, "initial_groups", None) or members)
+        if initial == _members(self._groups or []) and _members([group["params"] for group in groups]) != members:
+            groups = self._regroup(saved_groups)
+        self._load(state, saved_groups, {**extra, "other": other}, groups)
+        self._apply_changes(constructed)
+
+    def _check_state(self) -> None:
+        """Refuse to save state of what is not a parameter, unless its key is a name of the optimizer's own."""
+        path = f"updater/optimizer:{self._label}"
+        known = set(map(id, _parameters(self._optimizer)))
+        for key in getattr(self._optimizer, "state", ()):
+            if id(key) in known:
+                continue
+            if isinstance(key, Tensor):
+                name = self._model_names.get(id(key), f"a tensor of shape {list(key.shape)}")
+                raise ValueError(
+                    f"{path}/state has state of {name}, which is in no parameter group, so that it could not be loaded "
+                    "again: remove it by optimizer.state.pop(tensor), or give its parameter to add_param_group"
+                )
+            if isinstance(key, int):
+                raise ValueError(
+                    f"{path}/state has the key {key!r}, which PyTorch takes for the number of a parameter; use a str"
+                )
+
+    def _check_groups(self) -> None:
+        """Refuse to save changed groups that have parameters of no model, by whose names they could be made again."""
+        path = f"updater/optimizer:{self._label}/param_groups"
+        for index, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._model_names:
+                    raise ValueError(
+                        f"{path}/{index} has changed since the trainer was made, and has a parameter of shape "
+                        f"{list(parameter.shape)} that belongs to no model of the updater, so that a resumed run could not "
+                        "find it: register it in a module"
+                    )
+
+    def _regroup(self, saved: list[Any]) -> list[Any]:
+        """Give the optimizer the parameter groups of the saved run, and return them; their settings are not loaded."""
+        parameters = {self._model_names[id(p)]: p for model in self._models.values() for p in model.parameters()}
+        if missing := [name for group in saved for name in group["params"] if name not in parameters]:
+            raise ValueError(
+                f"the saved optimizer {self._label!r} has the parameters {missing}, which no model here has; "
+                "resume with the same model"
+            )
+        groups = self._optimizer.param_groups
+        is_named = any("param_names" in group for group in groups)  # by the script, which gave named_parameters()
+        del groups[len(saved) :]
+        for index, names in enumerate(group["params"] for group in saved):
+            members = [parameters[name] for name in names]
+            dotted = [name.partition("/")[2].replace("/", ".") for name in names]
+            if index < len(groups):
+                groups[index].update({"params": members, **({"param_names": dotted} if is_named else {})})
+            else:
+                self._optimizer.add_param_group({"params": list(zip(dotted, members, strict=True)) if is_named else members})
+        self._names = _names_in(self._optimizer, self._model_names)
+        return saved
 
     def _load(self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any]) -> None:
         _require_same(saved, live)
@@ -209,7 +309,8 @@ class OptimizerState:
         parameters = list(_parameters(self._optimizer))
         state = {name: _shard_like(entries, parameters[index_of[name]]) for name, entries in state.items()}
         by_index = {index_of[name]: entries for name, entries in state.items()}
-        self._optimizer.load_state_dict({**extra, "state": by_index, "param_groups": groups})
+        other = extra.pop("other")
+        self._optimizer.load_state_dict({**extra, "state": {**by_index, **other}, "param_groups": groups})
         self._restore_dtypes(state)
 
     def _apply_changes(self, saved: list[Any] | None) -> None:
@@ -278,6 +379,22 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the name of each parameter of an optimizer, of one that belongs to no model its number."""
+    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
+
+
+def _group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of the parameters in each group."""
+    in_order = iter(_names_in(optimizer, names))
+    return [list(itertools.islice(in_order, len(group["params"]))) for group in optimizer.param_groups]
+
+
+def _members(groups: list[list[str]]) -> list[list[str]]:
+    """Return the names in each group in one order."""
+    return [sorted(names) for names in groups]
 
 
 def _require_same(saved: list[Any], live: list[Any]) -> None:

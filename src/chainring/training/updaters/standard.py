@@ -34,7 +34,7 @@ from chainring.training.updaters._forward import (
     run_backward,
 )
 from chainring.training.updaters._gradients import clear_gradients, rescale, stash, sum_over_ranks, unstash
-from chainring.training.updaters._precision import Precision
+from chainring.training.updaters._precision import Precision, device_type_of
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, list_buffers
 from chainring.training.updaters.base import Updater, hyperparameters, parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
@@ -122,7 +122,7 @@ class StandardUpdater(Updater):
         if self.device is not None:
             for module in self._models.values():
                 module.to(self.device)
-        self._precision = Precision(precision, _device_type(self._models))
+        self._precision = Precision(precision, device_type_of(self._models.values()))
         self._wrapped = WrappedModules(list(self._models.values()))
         self._choose_path(compile)
         self._begin_update()
@@ -457,6 +457,11 @@ class StandardUpdater(Updater):
     epoch_detail = property(attrgetter("_epoch_source.epoch_detail"))
 
     @property
+    def precision(self) -> str:
+        """The precision of the forward, one of ``"fp32"``, ``"bf16"`` and ``"fp16"``."""
+        return self._precision.name
+
+    @property
     def counts_epochs(self) -> bool:
         counted = (type(self).epoch, type(self).epoch_detail) != (StandardUpdater.epoch, StandardUpdater.epoch_detail)
         return counted or self._epoch_source is not _NO_EPOCHS
@@ -594,12 +599,6 @@ def _look_up(registered: Mapping[str, T], name: str, role: str) -> T:
 def _describe(given: Any) -> str:
     name = getattr(given, "__name__", None)
     return f"the class {name}" if isinstance(given, type) else (name or type(given).__name__)
-
-
-def _device_type(models: Mapping[str, nn.Module]) -> str:
-    """Return the type of the device that the models are on."""
-    parameters = (parameter for model in models.values() for parameter in model.parameters())
-    return next((parameter.device.type for parameter in parameters), "cpu")
 
 
 try:
