@@ -242,3 +242,43 @@ def test_an_extension_registered_while_the_run_goes_on_is_refused(tmp_path):
     trainer.extend(lambda t: t.extend(lambda _: None))
     with pytest.raises(RuntimeError, match="before run"):
         trainer.run()
+
+
+def test_on_error_runs_with_two_arguments_and_with_the_traceback_as_chainers(tmp_path):
+    """A method of either signature, a function of either given to make_extension, and one with another default."""
+    trainer, events = witnessed(tmp_path, error := ValueError("broken"))
+
+    class Chainers:
+        def __call__(self, trainer):
+            pass
+
+        def on_error(self, trainer, exception, traceback):
+            events.append(("chainer", exception, traceback is exception.__traceback__ and traceback is not None))
+
+    def with_option(trainer, exception, verbose=False):
+        events.append(("option", exception, verbose))
+
+    def with_traceback(trainer, exc, tb):
+        events.append(("function", exc, tb is exc.__traceback__))
+
+    trainer.extend(Chainers(), priority=0)
+    trainer.extend(training.make_extension(on_error=with_option)(lambda trainer: None), "option", priority=0)
+    trainer.extend(training.make_extension(on_error=with_traceback)(lambda trainer: None), "function", priority=0)
+    assert raised_by(trainer) == error
+    events = [event for event in events if "call" not in event and event not in (*STARTED, *ENDED)]
+    assert events == [*TOLD, ("chainer", error, True), ("option", error, False), ("function", error, True)]
+    assert not any("on_error" in note for note in error.__notes__)
+
+
+def test_an_on_error_of_another_signature_is_refused_at_extend(tmp_path):
+    """Otherwise it would never run, and be noticed hours later, when something else fails."""
+
+    class Witnessed(training.Extension):
+        def on_error(self, exception):
+            raise AssertionError
+
+    trainer, _ = witnessed(tmp_path)
+    with pytest.raises(TypeError, match=r"the trainer and the exception.*'Witnessed' cannot be: too many.*write on_error\("):
+        trainer.extend(Witnessed())
+    with pytest.raises(TypeError, match="and that of make_extension cannot be: missing a required"):
+        training.make_extension(on_error=lambda trainer, exception, traceback, more: None)

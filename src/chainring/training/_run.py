@@ -255,7 +255,7 @@ def _end(trainer: Trainer, initialized: list[Entry], failure: BaseException | No
     """Call every ``on_error`` and every ``finalize``; return the first error, with the later ones as its notes."""
     position = _position(trainer)
     for entry in initialized if failure is not None else ():
-        failure = _try_call(f"on_error of {entry.name!r}", failure, optional_method(entry, "on_error"), trainer, failure)
+        failure = _try_call(f"on_error of {entry.name!r}", failure, entry.on_error, trainer, failure)
     if isinstance(failure, Exception):  # logged now, because finalizing may take long or hang
         logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
     for entry in trainer.entries:

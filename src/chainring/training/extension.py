@@ -107,7 +107,11 @@ class Extension(Stateful):
         """
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        """React to the failure of the run; called before anything is finalized."""
+        """React to the failure of the run; called before anything is finalized.
+
+        Chainer's ``on_error(trainer, exception, traceback)`` is called with the traceback too. Any other signature is
+        refused by `Trainer.extend`.
+        """
 
     def finalize(self) -> None:
         """Release what it holds; called once when a run ends, however it ends."""
@@ -120,7 +124,7 @@ def make_extension(
     invoke_before_training: bool = False,
     finalizer: Callable[[], None] | None = None,
     initializer: Callable[[Trainer], None] | None = None,
-    on_error: Callable[[Trainer, BaseException], None] | None = None,
+    on_error: Callable[..., None] | None = None,
 ) -> Callable[[Callable[[Trainer], Any]], Callable[[Trainer], Any]]:
     """Give a function the settings of an extension; the function itself is returned.
 
@@ -137,10 +141,11 @@ def make_extension(
         invoke_before_training: True to call it once just before the loop too.
         finalizer: called when a run ends.
         initializer: called with the trainer before the loop.
-        on_error: called with the trainer and the exception when the run fails.
+        on_error: called with the trainer and the exception when the run fails; with the traceback too if it demands three
+            arguments.
 
     Raises:
-        TypeError: the trigger, the priority or a function is of a wrong type.
+        TypeError: the trigger, the priority or a function is of a wrong type; ``on_error`` has another signature.
         ValueError: the unit of the trigger is unknown, or its period is not above 0.
     """
     get_trigger(trigger)
@@ -148,6 +153,8 @@ def make_extension(
     for name, function in (("finalizer", finalizer), ("initializer", initializer), ("on_error", on_error)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} is a function, got {function!r}; write {name}=f and not {name}=f()")
+    if on_error is not None:
+        _check_on_error(on_error, "of make_extension")
 
     def decorate(function: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
         if not callable(function):
@@ -202,6 +209,8 @@ class Entry:
             raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
         if error := find_call_error(extension, None):
             raise TypeError(f"an extension is called with one argument, the trainer, and {self.name!r} cannot be: {error}")
+        if callable(on_error := getattr(extension, "on_error", None)):
+            _check_on_error(on_error, f"of extension {self.name!r}")
         _check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
@@ -218,6 +227,13 @@ class Entry:
         self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
 
+    def on_error(self, trainer: Trainer, exception: BaseException) -> None:
+        """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""
+        on_error = getattr(self.extension, "on_error", None)
+        if callable(on_error):
+            arguments = (trainer, exception, exception.__traceback__)
+            on_error(*arguments[: 3 if find_call_error(on_error, trainer, exception) else 2])
+
     def _defined(self, name: str) -> Callable[[Trainer], None] | None:
         """Return an optional method, unless it is the one of `Extension`, which does nothing."""
         is_inherited = getattr(type(self.extension), name, None) is getattr(Extension, name)
@@ -232,6 +248,12 @@ def _bound(function: Any) -> Any:
 def _check_priority(priority: Any) -> None:
     if priority is not None and not is_number(priority):
         raise TypeError(f"a priority is a number, such as PRIORITY_WRITER (300); got {priority!r}")
+
+
+def _check_on_error(on_error: Callable[..., None], where: str) -> None:
+    if (error := find_call_error(on_error, None, None)) and find_call_error(on_error, None, None, None):
+        rule = "on_error is called with the trainer and the exception, or with the traceback as a third argument"
+        raise TypeError(f"{rule}, and that {where} cannot be: {error}; write on_error(trainer, exception)")
 
 
 def _first(*values: Any) -> Any:
