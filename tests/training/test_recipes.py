@@ -189,3 +189,11 @@ def test_the_shift_of_the_page_takes_the_arguments_it_is_shown_with():
     assert list(inspect.signature(extensions.WarmupShift).parameters)[:4] == ["attr", "warmup_start", "warmup_iter", "init"]
     assert shift.value(0, 0.1) == pytest.approx(0.01)
     assert shift.value(10, 0.1) == pytest.approx(0.1)
+
+
+def test_the_function_without_data_is_minimised():
+    """The page's Rosenbrock valley: its minimum is at (1, 1)."""
+    page = run_section("Updates without data")
+    log = page["trainer"].get_extension("LogReport").log
+    assert log[-1]["main/loss"] < log[0]["main/loss"] / 20
+    assert (len(log), page["trainer"].updater.epoch) == (10, 0)

@@ -107,7 +107,7 @@ def check_loss_func(function: Any) -> None:
 def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> None:
     """Refuse a model or a loss function whose parameters do not fit this batch; for use when its call has failed."""
     args, kwargs = arguments(batch)
-    inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}"
+    inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
     first: tuple[Any, ...] = ()
     if loss_func is None:
         function, name = model.forward, f"{type(model).__name__}.forward"

@@ -61,6 +61,11 @@ class ParallelUpdater(StandardUpdater):
         loss_func: Callable[..., Any] | None = None,
     ) -> None:
         _check_names(model, models, devices)
+        if iterator is None:
+            raise TypeError(
+                "a ParallelUpdater splits each batch over its replicas, and iterator=None gives none; "
+                "for updates without data take StandardUpdater"
+            )
         main = check_models(model if models is None else models)["main"]
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:

@@ -56,7 +56,9 @@ class StandardUpdater(Updater):
 
     Args:
         iterator: gives batches; a ``DataLoader`` or another iterable of batches is wrapped. One, or a mapping of several
-            by name, as for ``optimizer`` and ``model``; a single one is called ``"main"``.
+            by name, as for ``optimizer`` and ``model``; a single one is called ``"main"``. ``None`` where an update needs no
+            data, such as to minimise a function: the model, or ``loss_func(model)``, is called without inputs, epochs stay
+            at 0, and each update counts once in a mean.
         optimizer: over the parameters of the models.
         model: is moved to ``device``. Called with a batch it returns the loss, unless there is a ``loss_func``.
         converter: ``converter(batch, device)`` makes tensors of a batch of examples.
@@ -89,7 +91,7 @@ class StandardUpdater(Updater):
 
     def __init__(
         self,
-        iterator: Iterable[Any] | Mapping[str, Iterable[Any]],
+        iterator: Iterable[Any] | Mapping[str, Iterable[Any]] | None,
         optimizer: Optimizer | Mapping[str, Optimizer],
         model: nn.Module | Mapping[str, nn.Module],
         *,
@@ -104,7 +106,8 @@ class StandardUpdater(Updater):
     ) -> None:
         self._models = check_models(model)
         self._optimizers = _check_optimizers(optimizer, self._models)
-        self._iterators = {name: as_iterator(source) for name, source in _by_name(iterator, "iterator").items()}
+        iterators = {} if iterator is None else _by_name(iterator, "iterator")
+        self._iterators = {name: as_iterator(source) for name, source in iterators.items()}
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
         _check_settings(converter, accumulate, callbacks)
         if loss_func is not None:
@@ -146,6 +149,7 @@ class StandardUpdater(Updater):
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
         self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler)
+        self._update_straight = self._update_fast if self._iterators else self._update_without_data
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
@@ -172,7 +176,7 @@ class StandardUpdater(Updater):
         marks = [(source, source.mark()) for source in self._rewindable]
         try:
             if self._uses_fast_path and not self.callbacks.needs_stages:
-                self._update_fast()
+                self._update_straight()
             else:
                 self._update_in_stages()
         except BaseException:
@@ -191,6 +195,10 @@ class StandardUpdater(Updater):
             inputs = self._finish_batch(inputs, count_examples(batch))
         weight = self._compute(inputs)
         self.weight = weight if weight is not None else batch.weight if type(batch) is Batch else len(batch)
+
+    def _update_without_data(self) -> None:
+        weight = self._compute(())
+        self.weight = 1 if weight is None else weight
 
     def _compute_eagerly(self, inputs: Any) -> Any:
         for optimizer in self._optimizers.values():
@@ -291,7 +299,7 @@ class StandardUpdater(Updater):
 
     def update_core(self) -> None:
         """Compute one micro-batch: the next batch, its loss, backward, and a step of every optimizer."""
-        batch = self.next_batch()
+        batch = self.next_batch() if self._iterators else ()
         with self.autocast():
             loss, weight = self._compute_loss(self._models["main"], batch)
             self._context.loss = loss
@@ -306,8 +314,9 @@ class StandardUpdater(Updater):
 
         Raises:
             StopIteration: the data have ended.
+            KeyError: there is no iterator of that name.
         """
-        batch = next(self._iterators[name])
+        batch = next(_look_up(self._iterators, name, "iterator"))
         examples = count_examples(batch)
         if name == "main":
             self._examples = examples
@@ -510,7 +519,7 @@ class StandardUpdater(Updater):
         """Refuse iterators, models and optimizers with which the default update cannot work."""
         registered: tuple[tuple[str, Mapping[str, Any]], ...] = (("iterator", self._iterators), ("model", self._models))
         for role, objects in registered:
-            if "main" not in objects:
+            if objects and "main" not in objects:
                 raise ValueError(
                     f'the default update works with the {role} "main", got only {sorted(objects)}; '
                     "name one so, or write update_core in a subclass"
@@ -585,7 +594,8 @@ def _by_name(given: Any, role: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         return {"main": given}
     if not given:
-        raise ValueError(f"at least one {role} is needed, got an empty dict")
+        remedy = "; give None for updates without data" if role == "iterator" else ""
+        raise ValueError(f"at least one {role} is needed, got an empty dict{remedy}")
     return dict(given)
 
 

@@ -1,0 +1,45 @@
+"""A function of a communicator, called in two processes that train together."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+import torch
+
+from chainring.parallel import create_communicator
+
+
+def on_two_ranks(function, *arguments):
+    """What ``function(comm, *arguments)`` returns on rank 0 and on rank 1, or the error that it raises, as text."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_pair"])
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    results = context.Queue()
+    ranks = [context.Process(target=_live, args=(rank, port, results, function, arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(results.get(timeout=60) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.join(10)
+            rank.kill()
+    return [found[0], found[1]]
+
+
+def _live(rank, port, results, function, arguments):
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    torch.set_num_threads(1)
+    comm = None
+    try:
+        comm = create_communicator("cpu")
+        found = function(comm, *arguments)
+    except BaseException as error:
+        found = "".join(traceback.format_exception(error if comm is None else comm.failed(error)))
+    results.put((rank, found))
+    if comm is not None:
+        comm.close()
