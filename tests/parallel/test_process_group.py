@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from two_ranks import on_two_ranks
+from two_ranks import exchange, on_two_ranks
 
 from chainring.parallel import create_communicator
 
@@ -18,7 +18,7 @@ def _not_launched(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return on_two_ranks()
+    return on_two_ranks(exchange)
 
 
 def test_without_a_launcher_it_is_a_world_of_one():

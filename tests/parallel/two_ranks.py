@@ -1,4 +1,4 @@
-"""What two processes exchange, each by its own communicator, for test_process_group.py."""
+"""Functions of a communicator that are called in two processes, each with its own."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ def free_port():
         return held.getsockname()[1]
 
 
-def on_two_ranks():
-    """What `exchange` gives on rank 0 and on rank 1."""
+def on_two_ranks(function, *arguments):
+    """What ``function(comm, *arguments)`` returns on rank 0 and on rank 1; the function of a module, for it is pickled."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["two_ranks"])
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_live, args=(rank, port, results)) for rank in range(2)]
+    ranks = [context.Process(target=_live, args=(rank, port, results, function, arguments)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     try:
@@ -32,11 +32,11 @@ def on_two_ranks():
     return [found[0], found[1]]
 
 
-def _live(rank, port, results):
+def _live(rank, port, results, function, arguments):
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
     try:
-        found = exchange(create_communicator("cpu"))
+        found = function(create_communicator("cpu"), *arguments)
     except BaseException as error:
         found = {"error": repr(error)}
     results.put((rank, found))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -38,6 +40,17 @@ def to_local(tensor: Any) -> Tensor:
 def to_full(tensor: Any) -> Tensor:
     """Return the whole tensor, gathered from all ranks; a plain tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def total_norm(tensors: Sequence[Any], norm_type: float) -> Tensor:
+    """Return the norm of tensors as one vector; they are all plain, or all sharded over one mesh."""
+    if norm_type != math.inf or not tensors or not is_sharded(tensors[0]):
+        return to_full(torch.nn.utils.get_total_norm(tensors, norm_type))
+    # PyTorch refuses the largest magnitude of a shard without elements, as a rank may have.
+    module, mesh = sys.modules["torch.distributed.tensor"], tensors[0].device_mesh
+    largest = [local.abs().max() for local in map(to_local, tensors) if local.numel()]
+    norm = torch.stack(largest).max() if largest else torch.zeros((), dtype=tensors[0].dtype, device=tensors[0].device)
+    return to_full(module.DTensor.from_local(norm, mesh, [module.Partial("max")] * mesh.ndim))
 
 
 def local_shard(tensor: Any) -> Shard | None:

@@ -12,6 +12,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from chainring._checks import is_integer
+from chainring._distributed.sharding import is_sharded
 from chainring._naming import name_cleaner
 from chainring.serializers._checkpoint import (
     BackgroundWriter,
@@ -68,7 +69,8 @@ class Snapshot(Extension):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``n_retains`` is neither -1 nor at least 1, or the file name is not valid.
+        ValueError: ``n_retains`` is neither -1 nor at least 1, or the file name is not valid. When the run starts:
+            ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by the time of an error.
     """
 
     trigger = (1, "epoch")
@@ -129,6 +131,8 @@ class Snapshot(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._series.label = self._series.label or trainer.extension_name
         self._has_started = True
+        if self._saves_errors:
+            _refuse_sharded(trainer)
         if trainer.comm.size > 1 and self._comm is None:
             self._comm = trainer.comm.beside()
         link = Path(trainer.out) / str(self._series.filename)
@@ -205,8 +209,6 @@ class Snapshot(Extension):
             name = f"{self._series.directory(self._series.name(trainer), iteration)}_error"
             names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))  # of an earlier attempt
             checkpoint = self._capture(trainer)
-            if checkpoint.is_sharded:
-                raise RuntimeError("snapshot_on_error cannot save sharded tensors, because the other ranks have stopped")
             about = {_SERIES: self._series.label, "error": f"{type(exception).__name__}: {exception}"}
             free = next(name for name in names if not os.path.lexists(store.root / name))
             checkpoint.commit(store, free, iteration, about)
@@ -269,6 +271,16 @@ def _check_target(target: object) -> None:
         raise TypeError(
             "target is an object with serialize, or with state_dict and load_state_dict, and "
             f"{type(target).__name__} has neither"
+        )
+
+
+def _refuse_sharded(trainer: Trainer) -> None:
+    models = trainer.updater.get_all_models()
+    sharded = next((name for name, model in models.items() if any(map(is_sharded, model.parameters()))), None)
+    if sharded is not None and trainer.comm.size > 1:
+        raise ValueError(
+            f"snapshot_on_error=True saves the state when a rank has failed, and model {sharded!r} is sharded over "
+            f"{trainer.comm.size} ranks, of which the others have stopped then; leave it out, and take snapshots more often"
         )
 
 

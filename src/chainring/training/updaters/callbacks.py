@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring._checks import is_number
-from chainring._distributed.sharding import to_full
+from chainring._distributed.sharding import is_sharded, total_norm
 from chainring.reporting.reporter import report
 from chainring.training.updaters._gradients import list_parameters
 
@@ -176,10 +176,11 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateC
     _require_positive("norm_type", norm_type)
 
     def clip(context: UpdateContext) -> None:
-        parameters = list_parameters(context.updater.get_all_optimizers().values())
-        norm = to_full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
-        if max_norm != math.inf:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        groups = _by_layout(list_parameters(context.updater.get_all_optimizers().values()))
+        norms = [total_norm([p.grad for p in group], norm_type) for group in groups]
+        norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+        for group in groups if max_norm != math.inf else ():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
         report({"grad_norm": norm})
 
     return clip
@@ -204,9 +205,19 @@ def clip_grad_value(max_value: float) -> Callable[[UpdateContext], None]:
     _require_positive("max_value", max_value)
 
     def clip(context: UpdateContext) -> None:
-        torch.nn.utils.clip_grad_value_(list_parameters(context.updater.get_all_optimizers().values()), max_value)
+        for group in _by_layout(list_parameters(context.updater.get_all_optimizers().values())):
+            torch.nn.utils.clip_grad_value_(group, max_value)
 
     return clip
+
+
+def _by_layout(parameters: Iterable[Any]) -> list[list[Any]]:
+    """Return the parameters that have a gradient, plain ones and those of each mesh apart: PyTorch does not mix them."""
+    groups: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def _require_positive(name: str, value: float) -> None:

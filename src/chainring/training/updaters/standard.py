@@ -79,8 +79,8 @@ class StandardUpdater(Updater):
 
     Raises:
         TypeError: an iterator, an optimizer or a model is of another type.
-        ValueError: an optimizer has a parameter of no registered model, or a setting is out of range, or a
-            batch has fewer examples than there are ranks.
+        ValueError: an optimizer has a parameter of no registered model, or is a ``ZeroRedundancyOptimizer``, or a setting
+            is out of range, or a batch has fewer examples than there are ranks.
 
     Example::
 
@@ -568,6 +568,11 @@ def _check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, 
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer {name!r} must be a torch.optim.Optimizer, got {_describe(optimizer)}")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise ValueError(
+                f"optimizer {name!r} is a {_describe(optimizer)}, whose state lies in parts on all ranks and could not be "
+                "saved; shard the model by torch.distributed.fsdp.fully_shard instead, and its optimizer's state is too"
+            )
         foreign = sum(id(parameter) not in names for parameter in parameters)
         if foreign:
             raise ValueError(

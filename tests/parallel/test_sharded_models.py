@@ -1,0 +1,100 @@
+"""Models of which only a part is sharded, and what cannot be saved of sharded state, on two processes."""
+
+import math
+import tempfile
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from two_ranks import on_two_ranks
+
+from chainring.iterators import SerialIterator
+from chainring.parallel import RankFailed
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, clip_grad_value, extensions
+
+X = torch.linspace(-2, 2, 24).reshape(8, 3) ** 3
+T = torch.linspace(5, 9, 8).reshape(8, 1)
+
+
+def a_net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def an_updater(net, clip, comm=None):
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    iterator = SerialIterator(list(zip(X, T, strict=True)), 8, shuffle=False)
+    callbacks = UpdateCallbacks(update_on_start=clip)
+    loss = lambda net, x, t: ((net(x) - t) ** 2).mean()  # noqa: E731
+    return StandardUpdater(iterator, optimizer, net, loss_func=loss, callbacks=callbacks, comm=comm)
+
+
+def clipped(comm, clips, sharded):
+    """What one update of a model makes of its parameters, by the clipping; its last layer is sharded or it is plain."""
+    found = []
+    for make, *arguments in clips:
+        net = a_net()
+        if sharded:
+            fully_shard(net[2])
+        updater = an_updater(net, make(*arguments), comm)
+        updater.start()
+        updater.update()
+        found.append([getattr(p, "full_tensor", lambda p=p: p)().detach().tolist() for p in net.parameters()])
+    return found
+
+
+CLIPS = [(clip_grad_norm, 0.5), (clip_grad_norm, 0.5, 1.0), (clip_grad_norm, 0.5, math.inf), (clip_grad_value, 0.25)]
+
+
+def test_a_partly_sharded_model_is_clipped_as_a_plain_one():
+    """By the norm of all gradients together, sharded and plain ones, and by value."""
+    expected = clipped(None, CLIPS, sharded=False)
+    ranks = on_two_ranks(clipped, CLIPS, True)
+    assert [type(rank) for rank in ranks] == [list, list], ranks
+    for rank in ranks:
+        for (clip, *_), found, wanted in zip(CLIPS, rank, expected, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(torch.tensor(one), torch.tensor(other), msg=clip.__name__)
+
+
+def refused(comm):
+    """The words with which the start of a run, and the construction of an updater, are refused."""
+    net = a_net()
+    fully_shard(net)
+    trainer = Trainer(an_updater(net, (), comm), (1, "iteration"), out=tempfile.gettempdir())
+    trainer.extend(extensions.snapshot(snapshot_on_error=True))
+    words = []
+    for call in (lambda: zero(comm), trainer.run):
+        try:
+            call()
+        except (ValueError, RankFailed) as error:  # or of the other rank's error, if that came first
+            words.append(str(error))
+    return words
+
+
+def zero(comm):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    net = a_net()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=1e-3)
+    StandardUpdater(SerialIterator([0.0] * 4, 2), optimizer, net, comm=comm)
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return on_two_ranks(refused)
+
+
+def test_a_snapshot_on_error_of_a_sharded_model_is_refused_at_the_start(refusals):
+    """And not when the error has happened, when there is nothing left to save it with."""
+    for words in refusals:
+        assert "snapshot_on_error=True saves the state when a rank has failed" in words[-1]
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused(refusals):
+    """ZeroRedundancyOptimizer keeps a part of the state on each rank; the words name what to use in its place."""
+    for words in refusals:
+        assert "fully_shard" in words[0]
