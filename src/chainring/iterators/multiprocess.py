@@ -63,7 +63,7 @@ class MultiprocessIterator(IndexedIterator):
         dataset: Any,
         batch_size: int,
         repeat: bool = True,
-        shuffle: bool = True,
+        shuffle: bool | None = True,
         n_processes: int | None = None,
         n_prefetch: int = 1,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -9,15 +10,17 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
-from chainring._checks import is_integer
+from chainring._checks import find_call_error, is_integer
 from chainring._messages import announce_change
-from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, stable_hash
+from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import Batch, make_gather
 from chainring.iterators.base import Iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
+
+_SAMPLED = ("seed", "epoch", "size")
 
 OrderKey = tuple[int, int]
 """The seed and the index of an order; orders are counted from 0 over the whole life of an iterator."""
@@ -43,19 +46,21 @@ class IndexedIterator(Iterator):
         dataset: Any,
         batch_size: int,
         repeat: bool = True,
-        shuffle: bool = True,
+        shuffle: bool | None = True,
         *,
         seed: int | None = None,
         order_sampler: OrderSampler | None = None,
         example_rng: bool = True,
     ) -> None:
-        _check(dataset, batch_size, seed, order_sampler)
+        _check(dataset, batch_size, shuffle, seed)
+        if order_sampler is not None:
+            _check_sampler(order_sampler)
         self.dataset = dataset
         self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
         self._seed = None if seed is None else int(seed)  # of the orders from index _switch on
         self._earlier_seed, self._switch = self._seed, 0  # an order that was begun before a resume keeps its seed
-        self._orders = _EpochOrders(len(dataset), shuffle, order_sampler)
+        self._orders = _EpochOrders(len(dataset), shuffle is None or bool(shuffle), order_sampler)
         self._first_order = 0  # the index of the order that epoch 0 has
         self._current_key: OrderKey | None = None  # of the current epoch, while it is known
         self._gather = make_gather(dataset)
@@ -232,17 +237,18 @@ class SerialIterator(IndexedIterator):
         batch_size: examples in a batch, over all ranks.
         repeat: True to continue with the next epoch. Then every batch is full: one that crosses the end of an epoch
             takes the rest from the next. Otherwise the last batch may be short, and after it there is none.
-        shuffle: True if each epoch has its own order; otherwise it is that of the indices.
+        shuffle: True if each epoch has its own order, ``None`` too, as in Chainer; ``False`` for that of the indices.
         seed: of the order; ``None`` derives one from ``torch.initial_seed()`` and the iterator's name when it is first
             used. It is saved, and the saved one wins over ``None``.
         order_sampler: ``order_sampler(seed, epoch, size)`` returns the indices of a whole epoch, a pure function of its
-            arguments; it replaces shuffling.
+            arguments; it replaces shuffling. It is called twice at construction, with the generators in other states.
         example_rng: True to seed the generators for each example (from seed, epoch and index) and restore them after
             each batch, so that augmentation is the same whatever ran before. ``False`` leaves them alone.
 
     Raises:
-        TypeError: the dataset, the seed or the sampler is of another type.
-        ValueError: the batch size is below 1, or an empty dataset is to be repeated.
+        TypeError: the dataset, the seed or the sampler is of another type, or the sampler takes other arguments.
+        ValueError: the batch size is below 1, or an empty dataset is to be repeated, or the sampler gives other indices
+            when it is called again.
 
     Example::
 
@@ -277,7 +283,7 @@ class _EpochOrders:
         self._sampler = sampler
         self._block_range: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, first and last position of _block
         self._block: Indices = np.empty(0, np.int64)
-        self.size = dataset_size if sampler is None else len(self._sample(sampler, 0, 0))
+        self.size = dataset_size if sampler is None else len(self._sample_twice(sampler))
         self._block_size = 65_536 if sampler is None else max(self.size, 1)
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
@@ -303,8 +309,21 @@ class _EpochOrders:
         self._block, self._block_range = block, (seed, epoch, first, last)
         return self._block[start - first : stop - first]
 
-    def _sample(self, sampler: OrderSampler, seed: int, epoch: int) -> Indices:
-        order = np.asarray(sampler(seed, epoch, self._dataset_size))
+    def _sample_twice(self, sampler: OrderSampler) -> Indices:
+        """Return the order of the first epoch; refuse a sampler that draws it from a generator."""
+        order, again = (self._sample(sampler, 0, 0, trial) for trial in range(2))
+        if not np.array_equal(order, again):
+            raise ValueError(
+                "an order sampler is a pure function of (seed, epoch, size), since workers and resumed runs call it again; "
+                f"called twice with (0, 0, {self._dataset_size}), {_name_of(sampler)} gave {_shorten(order)} and "
+                f"{_shorten(again)}. Draw from a generator made in it, such as np.random.default_rng((seed, epoch))"
+            )
+        return order
+
+    def _sample(self, sampler: OrderSampler, seed: int, epoch: int, trial: int = 0) -> Indices:
+        with preserve_host_rng():
+            seed_host("order sampler", seed, epoch, trial)
+            order = np.asarray(sampler(seed, epoch, self._dataset_size))
         if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
             got = f"an array of shape {order.shape} and dtype {order.dtype}"
             raise ValueError(f"an order sampler returns one dimension of integer indices, got {got}")
@@ -315,7 +334,7 @@ class _EpochOrders:
         return order
 
 
-def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSampler | None) -> None:
+def _check(dataset: Any, batch_size: int, shuffle: bool | None, seed: int | None) -> None:
     is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
         raise TypeError(
@@ -323,11 +342,40 @@ def _check(dataset: Any, batch_size: int, seed: int | None, sampler: OrderSample
             "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
         )
     require_integer("a batch size", batch_size, 1)
+    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_, int)):
+        raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
     if seed is not None and not is_integer(seed):
         raise TypeError(f"a seed is an integer or None, got {seed!r}")
-    if sampler is not None and (isinstance(sampler, type) or not callable(sampler)):
+
+
+def _check_sampler(sampler: Any) -> None:
+    """Refuse what cannot be called with (seed, epoch, size), or takes these by other names or in another order."""
+    if isinstance(sampler, type) or not callable(sampler):
         got = f"the class {sampler.__name__}: make one" if isinstance(sampler, type) else type(sampler).__name__
         raise TypeError(f"an order sampler is called with (seed, epoch, size), got {got}")
+    error = find_call_error(sampler, 0, 0, 1)
+    try:
+        names = [*inspect.signature(sampler).parameters]
+    except ValueError:  # some callables of C have no signature
+        names = []
+    is_chainers = "current_order" in names or "current_position" in names
+    is_shuffled = any(name in _SAMPLED and name != right for name, right in zip(names, _SAMPLED, strict=False))
+    if error is None and not is_chainers and not is_shuffled:
+        return
+    remedy = "write order_sampler(seed, epoch, size), which returns the indices of that epoch"
+    if is_chainers:
+        remedy = "that is Chainer's, whose order depends on the one before; " + remedy + " from these alone"
+    raise TypeError(
+        f"an order sampler is called with (seed, epoch, size), and {_name_of(sampler)} takes ({', '.join(names)}); {remedy}"
+    )
+
+
+def _name_of(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _shorten(order: Indices) -> str:
+    return f"[{', '.join(map(str, order[:8]))}{', ...' if len(order) > 8 else ''}]"
 
 
 def require_integer(name: str, value: Any, least: int) -> int:

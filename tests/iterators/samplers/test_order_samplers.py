@@ -122,4 +122,4 @@ def test_a_sampler_is_called_once_for_an_epoch():
     iterator = SerialIterator(np.zeros(200_000), 50_000, order_sampler=order, seed=1)
     for _ in range(8):
         next(iterator)
-    assert asked == [0, 0, 1]  # once at construction, for the size of an epoch
+    assert asked == [0, 0, 0, 1]  # twice at construction, for the size of an epoch and to see that it is pure
