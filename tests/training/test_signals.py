@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from extensions.snapshots import differing, fail_rename
 
 import resume_program
 from chainring import serializers, training
+from chainring.serializers._checkpoint import read_state
 from chainring.serializers._store import read_manifest
 from chainring.training import Interrupted, extensions, triggers
 
@@ -104,6 +106,97 @@ def test_without_a_snapshot_extension_it_says_that_nothing_is_saved(tmp_path, ca
     with pytest.raises(Interrupted):
         trainer.run()
     assert "nothing is saved" in capsys.readouterr().out
+
+
+UNSAVED = {
+    "another object": lambda trainer: extensions.snapshot_object(trainer.updater.get_model("main"), "model"),
+    "a part of the state": lambda trainer: extensions.snapshot(target=trainer.updater),
+    "a false condition": lambda trainer: extensions.snapshot(condition=lambda: False),
+    "a failed write": lambda trainer: failing(extensions.snapshot()),
+}
+
+
+def failing(taken):
+    """A snapshot that cannot be written in the iteration of the signal, which its owner lets pass."""
+    taken.on_failure = lambda error: None
+    return taken
+
+
+@pytest.mark.parametrize("case", UNSAVED)
+def test_it_does_not_say_that_the_state_is_saved_where_it_is_not(tmp_path, capsys, monkeypatch, case):
+    """It says so only when a snapshot of the trainer, of that iteration, has been committed."""
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 3)
+    trainer.extend(UNSAVED[case](trainer), trigger=(100, "iteration"))
+    if case == "a failed write":
+        fail_rename(monkeypatch, "snapshot_iter_3", OSError(28, "No space left on device"), once=False)
+    with pytest.raises(Interrupted):
+        trainer.run()
+    shown = capsys.readouterr().out
+    assert "ends the run after iteration 3: its state is not saved" in shown
+    assert "its state is saved" not in shown
+
+
+def test_a_write_that_fails_is_told_before_it_is_raised(tmp_path, capsys, monkeypatch):
+    """The newest snapshot from which the run can be continued is named."""
+    fail_rename(monkeypatch, "snapshot_iter_4", OSError(28, "No space left on device"), once=False)
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 4, (extensions.snapshot(), (3, "iteration")))
+    with pytest.raises(OSError, match="No space left"):
+        trainer.run()
+    assert "the newest that this run has written is of iteration 3" in capsys.readouterr().out
+
+
+def test_the_snapshot_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
+    """The thread that writes it is waited for first."""
+    there = []
+    monkeypatch.setattr("builtins.print", lambda text, **_: there.append((text, (tmp_path / "snapshot_iter_4").is_dir())))
+    trainer, *_ = interrupted(tmp_path, signal.SIGTERM, 4, (extensions.snapshot(), (100, "iteration")))
+    with pytest.raises(Interrupted):
+        trainer.run()
+    assert there == [("SIGTERM ends the run after iteration 4: its state is saved", True)]
+
+
+INNER = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import resume_program
+from chainring.training import extensions
+
+def inner(trainer):
+    run, *_ = resume_program.build({out!r} + "/inner_" + str(trainer.updater.iteration), stop=(6, "iteration"))
+    run.extend(extensions.snapshot(), trigger=(100, "iteration"))
+    at_two = lambda run: run.updater.iteration == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    if trainer.updater.iteration == {at}:
+        run.extend(at_two, name="send", priority=400)
+    run.run()
+
+trainer, *_ = resume_program.build({out!r} + "/outer", stop=(4, "iteration"))
+if {way!r} == "extension":
+    trainer.extend(inner, trigger=(2, "iteration"), priority=400)
+else:
+    update = trainer.updater.update
+    trainer.updater.update = lambda: (update(), inner(trainer) if trainer.updater.iteration % 2 == 0 else None)
+trainer.extend(extensions.snapshot(autoload=True), trigger=(100, "iteration"))
+trainer.run()
+"""
+
+
+@pytest.mark.parametrize("way", ["extension", "update"])
+def test_a_run_inside_an_iteration_of_another_saves_its_state_and_the_outer_one_ends(tmp_path, way):
+    """The iteration of the outer run ends with it; both say what is on the disk, and the continuation is exact."""
+
+    def run(out, at):
+        text = INNER.format(tests=str(Path(resume_program.__file__).parent), out=str(tmp_path / out), at=at, way=way)
+        return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+
+    ended = run("cut", 2)
+    assert (ended.returncode, ended.stderr) == (143, "")
+    assert "SIGTERM comes in iteration 2: its state is saved; this run is inside another one" in ended.stdout
+    assert "SIGTERM ends the run after iteration 2: its state is saved\n" in ended.stdout
+    assert read_manifest(tmp_path / "cut/inner_2/snapshot_iter_2").iteration == 2
+    assert read_manifest(tmp_path / "cut/outer/snapshot_iter_2").iteration == 2
+    assert (run("cut", 0).returncode, run("whole", 0).returncode) == (0, 0)
+    states = [read_state(tmp_path / out / "outer/snapshot_iter_4") for out in ("cut", "whole")]
+    assert [key for key in differing(*states) if not key.endswith("/file")] == []  # the log's rows hold times
 
 
 def test_it_is_no_error(tmp_path):

@@ -112,7 +112,7 @@ class Run:
             self.ended_at = time.monotonic()
             if self._directory is not None:
                 self._directory.release()
-            if failure is None and trainer.interruption.signum is not None:
+            if failure is None and trainer.interruption.signum is not None and not trainer.interruption.is_nested:
                 failure = trainer.interruption.error()
         if failure is not None:
             raise failure

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from chainring._distributed.communicator import Communicator
 
@@ -37,13 +37,20 @@ class Interruption:
     A handler that was there is called too, and is restored at the end. An ignored signal stays ignored. In a thread, where
     Python sets no handlers, nothing is changed. Several ranks end after the same iteration: at the beginning of each they
     start to compare what they have received, and at the beginning of the next they read the result, so none waits.
+
+    A run inside an extension or an update of another run is a part of that run's iteration, and this iteration ends. So the
+    inner run goes on to its end, and the signal ends the outer one.
     """
+
+    _entered: ClassVar[list[Interruption]] = []
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
         self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
         self._comm = comm or Communicator()
         self.is_shared = self._comm.size > 1  # several ranks have to agree
+        self.is_nested = False  # True for a run inside an iteration of another one
+        self.is_acknowledged = False  # True once a nested run has saved its state
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison
         self._sigint_count = 0
         self._handlers: dict[int, Any] = {}  # those that were there
@@ -56,6 +63,8 @@ class Interruption:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self.is_nested = any(outer._pid == self._pid for outer in self._entered)
+            self._entered.append(self)
             for signum in (signal.SIGTERM, signal.SIGINT):
                 handler = signal.getsignal(signum)
                 if handler not in (None, signal.SIG_IGN):  # None: not set by Python, which could not restore it
@@ -67,6 +76,8 @@ class Interruption:
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
         self._handlers = {}
+        if self in self._entered:
+            self._entered.remove(self)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -96,5 +107,5 @@ class Interruption:
         assert self.signum is not None
         shell = sys.modules.get("IPython")
         if self.signum == signal.SIGINT and shell is not None and hasattr(shell.get_ipython(), "kernel"):
-            return KeyboardInterrupt(f"{self.name}: the iteration was finished and its state saved")
+            return KeyboardInterrupt(f"{self.name}: the run has ended at the end of an iteration")
         return Interrupted(self.signum)

@@ -189,6 +189,7 @@ class Entry:
         observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
         call: calls the extension. A profiler replaces it by a call that it times.
+        is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class Entry:
         default = getattr(extension, "invoke_before_training", None)
         self.invoke_before_training: bool = _first(invoke_before_training, default, False)
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
+        self.is_due = False
         self.class_names = [type(extension).__name__, type(self.trigger).__name__]
         self.observe = self._defined("observe")
         self.observe_start = self._defined("observe_start")

@@ -15,7 +15,7 @@ from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
 from chainring.training import _preview
-from chainring.training._run import Run
+from chainring.training._run import Run, optional_method
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
@@ -189,13 +189,23 @@ class Trainer(Stateful):
                 except RollBack as reason:
                     self._run.roll_back(self, reason)
             self.interruption.settle()
-            self._take_final_snapshots(entries, snapshots)
+            is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
+            self._take_final_snapshots(self.entries, is_interrupted)
 
     def _ends(self) -> bool:
         """Return True if a signal or the stop trigger ends the run at the head of this iteration."""
         if self.interruption.is_shared:
             self.interruption.compare()
-        return self.interruption.ends_run or self.stop_trigger(self)
+        return (self.interruption.ends_run and self._obeys_signal()) or self.stop_trigger(self)
+
+    def _obeys_signal(self) -> bool:
+        """Return True if the signal ends this run; one inside another run saves its state once, and goes on."""
+        interruption = self.interruption
+        if interruption.is_nested and not interruption.is_acknowledged:
+            interruption.is_acknowledged = True
+            self._take_final_snapshots(self.entries, is_interrupted=True)
+            self.is_final_snapshot = False
+        return not interruption.is_nested
 
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """Run one iteration; return False if there are no data left for it."""
@@ -228,21 +238,34 @@ class Trainer(Stateful):
         for entry in entries:
             if entry.before_snapshot is not None:
                 entry.before_snapshot(self)
-        for entry in sorted(due, key=_resume_order):
-            self.extension_name = entry.name
-            entry.call(self)
-            self.extension_name = None
+        for entry in due:
+            entry.is_due = True
+        try:
+            for entry in sorted(due, key=_resume_order):
+                self.extension_name = entry.name
+                entry.call(self)
+                self.extension_name = None
+                entry.is_due = False
+        finally:
+            for entry in due:
+                entry.is_due = False
 
-    def _take_final_snapshots(self, entries: list[Entry], snapshots: list[Entry]) -> None:
-        """Take all snapshots if a signal ends the run, else those with ``autoload``."""
+    def _take_final_snapshots(self, entries: list[Entry], is_interrupted: bool) -> None:
+        """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
         self.is_final_snapshot = True
-        is_interrupted = self.interruption.signum is not None
+        snapshots = [entry for entry in entries if entry.is_snapshot]
         due = [entry for entry in snapshots if is_interrupted or getattr(entry.extension, "autoload", False)]
-        if due:
-            self._take_snapshots(due, entries)
-        if is_interrupted:
-            saved = "its state is saved" if snapshots else "nothing is saved, because no snapshot extension is registered"
-            info(f"{self.interruption.name} ends the run after iteration {self.updater.iteration}: {saved}")
+        try:
+            if due:
+                self._take_snapshots(due, [entry for entry in entries if not entry.is_snapshot])
+            for entry in due if is_interrupted else ():  # what is told is on the disk
+                optional_method(entry, "wait")()
+        finally:
+            if is_interrupted:
+                ends = "comes in" if self.interruption.is_nested else "ends the run after"
+                words = _describe_saved(snapshots, self.updater.iteration)
+                rest = "; this run is inside another one, and goes on to its end" if self.interruption.is_nested else ""
+                info(f"{self.interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}")
 
     def _warn_of_early_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):
@@ -341,3 +364,16 @@ def _resume_order(entry: Entry) -> tuple[bool, bool]:
     """Sort snapshots with ``autoload`` last: a run resumed from one does not take the others of that iteration again."""
     is_fixed = getattr(entry.extension, "has_fixed_name", False)
     return bool(getattr(entry.extension, "autoload", False)), not is_fixed
+
+
+def _describe_saved(snapshots: list[Entry], iteration: int) -> str:
+    """Return in words whether the state of the trainer in this iteration is on the disk."""
+    if not snapshots:
+        return "nothing is saved, because no snapshot extension is registered"
+    saved = [getattr(entry.extension, "saved_iteration", None) for entry in snapshots]
+    if iteration in saved:
+        return "its state is saved"
+    earlier = max((number for number in saved if number is not None), default=None)
+    newest = "" if earlier is None else f"; the newest that this run has written is of iteration {earlier}"
+    reasons = "they save other objects, their condition was false, or the write failed"
+    return f"its state is not saved, because no snapshot extension has written one of the trainer: {reasons}{newest}"

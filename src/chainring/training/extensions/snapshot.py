@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from chainring.training.extension import Extension
 
 if TYPE_CHECKING:
     from chainring.parallel import Communicator
+    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
 Filename = str | Callable[["Trainer"], str]
@@ -47,6 +48,9 @@ class Snapshot(Extension):
     A name with ``{.updater.iteration}`` belongs to one snapshot. Any other, such as ``"best"``, is a symbolic link to the
     snapshot ``<name>_iter_<iteration>``: the next of the same name is committed first, then the link is replaced by one
     rename, then the previous one is removed.
+
+    Several may have one name and different triggers. Where they fire in one iteration one snapshot is written, which is kept
+    as long as one of them keeps it.
 
     Example::
 
@@ -71,6 +75,10 @@ class Snapshot(Extension):
         TypeError: an argument has the wrong type.
         ValueError: ``n_retains`` is neither -1 nor at least 1, or the file name is not valid. When the run starts:
             ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by the time of an error.
+
+    Attributes:
+        saved_iteration: the iteration of the newest snapshot of the trainer that this run has written; it is on the disk.
+            ``None`` before, and if something else than the trainer is saved.
     """
 
     trigger = (1, "epoch")
@@ -107,13 +115,17 @@ class Snapshot(Extension):
         self._background = BackgroundWriter()
         self._has_started = False
         self._comm: Communicator | None = None
+        self.saved_iteration: int | None = None
+        self._begun_iteration: int | None = None  # of the snapshot that was begun last
+        self._answer: bool | None = None  # of the condition, as long as it holds
+        self._taken_as: set[str] = set()  # names under which another of the same file name has taken the snapshot
 
     @property
     def writes(self) -> Sequence[str]:
         return self._series.templates
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        self._series.label = self._series.label or trainer.extension_name
+        self._set_label(trainer)
         self._guard(self._background.wait)
         store, name = Store(trainer.out), None
         if trainer.comm.rank == 0:
@@ -129,7 +141,8 @@ class Snapshot(Extension):
         return read_manifest(path).iteration, lambda: load(path, trainer)
 
     def initialize(self, trainer: Trainer) -> None:
-        self._series.label = self._series.label or trainer.extension_name
+        self._set_label(trainer)
+        self._answer, self._taken_as = None, set()
         self._has_started = True
         if self._saves_errors:
             _refuse_sharded(trainer)
@@ -138,15 +151,45 @@ class Snapshot(Extension):
         link = Path(trainer.out) / str(self._series.filename)
         if self._series.is_fixed and os.path.lexists(link) and not link.is_symlink():
             raise FileExistsError(f"{link} is in the way of the snapshots of that name; move it, or give another filename")
+        siblings = self._siblings(trainer)
+        if any(entry.extension._frozen != self._frozen for entry in siblings):
+            raise ValueError(
+                f"snapshots of one name save the same: give frozen= to all of {self._series.label!r}, or to none"
+            )
         if trainer.comm.rank == 0:
-            self._series.begin(Store(trainer.out))
+            names = {id(entry.extension): entry.name for entry in siblings}
+            self._series.begin(Store(trainer.out), names.get(id(self)), set(names.values()))
+
+    def _set_label(self, trainer: Trainer) -> None:
+        """Name the series of a function after the first extension that has it."""
+        first = next((entry.name for entry in self._siblings(trainer)), trainer.extension_name)
+        self._series.label = self._series.label or first
+
+    def _siblings(self, trainer: Trainer) -> list[Entry]:
+        """Return the registered extensions that save the same under the same name, this one included."""
+        snapshots = [entry for entry in trainer.entries if isinstance(entry.extension, Snapshot)]
+        mine = self._series.filename, id(self.target)
+        return [entry for entry in snapshots if (entry.extension._series.filename, id(entry.extension.target)) == mine]
 
     def __call__(self, trainer: Trainer) -> None:
-        if self._condition is not None and not trainer.comm.broadcast_object(bool(self._condition())):
+        if trainer.extension_name in self._taken_as:
+            self._taken_as.remove(trainer.extension_name)
+            self._answer = None
+            return
+        is_wanted = self._is_wanted(trainer)
+        due = [
+            entry for entry in self._siblings(trainer) if entry.is_due and is_wanted and entry.extension._is_wanted(trainer)
+        ]
+        self._answer = None
+        if not is_wanted:
             return
         self._guard(self._background.wait)
         os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
-        if (write := self._prepare(trainer)) is None:
+        write = self._prepare(trainer, due)
+        for entry in due:
+            if entry.name != trainer.extension_name:
+                entry.extension._taken_as.add(entry.name)
+        if write is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
         others = [e.extension._background for e in trainer.entries if isinstance(e.extension, Snapshot)]
@@ -156,15 +199,28 @@ class Snapshot(Extension):
             BackgroundWriter.wait_for(others)
             self._guard(write)
 
-    def _prepare(self, trainer: Trainer) -> Write | None:
-        """Copy the state and return the call that writes it; ``None`` if it has been saved already."""
+    def _is_wanted(self, trainer: Trainer) -> bool:
+        """Ask the condition, once for each time that the extension is due."""
+        if self._answer is None:
+            self._answer = self._condition is None or trainer.comm.broadcast_object(bool(self._condition()))
+        return self._answer
+
+    def wait(self) -> None:
+        """Wait until the snapshot under way is on the disk; one that could not be written is a failure, see `on_failure`."""
+        self._guard(self._background.wait)
+
+    def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
+        """Copy the state and return the call that writes it for all that are due; ``None`` if it has been saved already."""
         iteration, store, comm = trainer.updater.iteration, Store(trainer.out), trainer.comm
-        name = self._series.name(trainer)
+        name, siblings = self._series.name(trainer), [entry.extension for entry in self._siblings(trainer)]
+        BackgroundWriter.wait_for([each._background for each in siblings if each._begun_iteration == iteration])
         is_saved = store.holds(self._series.directory(name, iteration), iteration)
         if comm.size > 1:
             name, is_saved = comm.broadcast_object((name, is_saved))
-        if is_saved:
-            return None  # at the end of this very iteration, by the run before or as a final snapshot
+        if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
+            self._note_saved(iteration)
+            return None
+        self._begun_iteration = iteration
         checkpoint = self._capture(trainer, comm)
         if comm.rank != 0 and not checkpoint.is_sharded:
             return None
@@ -172,8 +228,18 @@ class Snapshot(Extension):
             checkpoint.tensors = self._staging.copy(checkpoint.tensors)
         if comm.rank != 0:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
-        is_final = trainer.is_final_snapshot
-        return lambda: self._series.publish(store, checkpoint, name, iteration, is_final, self._comm)
+        takers = {entry.name: entry.extension._series for entry in due} or {str(trainer.extension_name): self._series}
+        others, is_final = [each._series for each in siblings], trainer.is_final_snapshot
+
+        def write() -> None:
+            self._series.publish(store, checkpoint, name, iteration, is_final, self._comm, takers, others)
+            self._note_saved(iteration)
+
+        return write
+
+    def _note_saved(self, iteration: int) -> None:
+        if self.target is None:
+            self.saved_iteration = iteration
 
     def _capture(self, trainer: Trainer, comm: Communicator | None = None) -> Checkpoint:
         root = trainer if self.target is None else self.target
@@ -257,7 +323,7 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
     def initialize(self, trainer: Trainer) -> None:
         self._has_started = True
 
-    def _prepare(self, trainer: Trainer) -> Write | None:
+    def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
         tensors = module_tensors(self.target)  # on every rank, each of which may hold shards of them
         if trainer.comm.rank != 0:
@@ -300,9 +366,11 @@ def _leave_out_frozen(state: StateCollector, root: Any) -> int:
     return count
 
 
-# Keys of a manifest: the series of a snapshot, and that it was taken because the run ended.
+# Keys of a manifest: the series of a snapshot, that it was taken because the run ended, and of several extensions with one
+# name those that have taken it.
 _SERIES = "series"
 _FINAL = "out of turn"
+_TAKERS = "taken by"
 
 
 class _Series:
@@ -335,50 +403,79 @@ class _Series:
         return f"{name}_iter_{iteration}" if self._has_links else name
 
     def publish(
-        self, store: Store, checkpoint: Checkpoint, name: str, iteration: int, is_final: bool, comm: Communicator | None
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        name: str,
+        iteration: int,
+        is_final: bool,
+        comm: Communicator | None,
+        takers: Mapping[str, _Series],
+        siblings: Sequence[_Series],
     ) -> None:
-        """Write a snapshot, link it, and then remove those that are not to be kept.
+        """Write a snapshot for its ``takers``, link it, and then remove those that none of the ``siblings`` is to keep.
 
         One that is taken because the run ends, and not because it is the best, does not take the fixed name.
         """
         directory = self.directory(name, iteration)
         is_linked = not (is_final and self.is_fixed)
-        about = {_SERIES: self.label} if is_linked else {_SERIES: self.label, _FINAL: True}
+        about: dict[str, Any] = {_SERIES: self.label} if is_linked else {_SERIES: self.label, _FINAL: True}
+        if len(siblings) > 1:
+            about[_TAKERS] = sorted(takers)
         checkpoint.commit(store, directory, iteration, about, comm)
-        if self._known is not None:
-            self._known[directory] = Manifest(iteration, {}, about)
+        for series in takers.values():
+            if series._known is not None:
+                series._known[directory] = Manifest(iteration, {}, about)
         if not is_linked:
             return
         replaced = None
         if directory != name:
             replaced = store.link_target(name)
             store.link(name, directory)
-        self._retain(store, directory, None if self.is_fixed else replaced)
+        for series in takers.values():
+            series._retain(store, directory, None if self.is_fixed else replaced, siblings)
 
-    def begin(self, store: Store) -> None:
-        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that."""
-        self._known = dict(self._readable(store))
+    def begin(self, store: Store, name: str | None, names: set[str]) -> None:
+        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that.
+
+        The extension ``name`` keeps what it has taken itself, and what none of those registered under ``names`` has taken.
+        """
+        readable = self._readable(store)
+        takers = [manifest.about.get(_TAKERS) for _, manifest in readable]
+        known = [names.intersection(filter(_is_text, each)) if isinstance(each, list) else set() for each in takers]
+        self._known = {
+            item[0]: item[1] for item, each in zip(readable, known, strict=True) if not each or name is None or name in each
+        }
         if self.is_fixed:
-            linked = (name for name, manifest in self._readable(store) if _FINAL not in manifest.about)
-            newest = next(linked, None)
+            newest = next((each for each, manifest in readable if _FINAL not in manifest.about), None)
             if newest is not None and store.link_target(str(self.filename)) != newest:
                 store.link(str(self.filename), newest)
 
-    def _retain(self, store: Store, newest: str, replaced: str | None) -> None:
-        """Remove those older than the ``n_retains`` newest and those that lost their link, never the one just committed."""
-        present = set(os.listdir(store.root))  # others may have removed some
-        known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
-        others = [(name, manifest) for name, manifest in known if name in present and name != newest]
-        linked = [name for name, manifest in others if _FINAL not in manifest.about]
-        old = linked[self._n_retains - 1 :] if self._n_retains > 0 else []
-        for name, _ in others:
-            if name in old or name == replaced or name not in linked:
+    def _retain(self, store: Store, newest: str, replaced: str | None, siblings: Sequence[_Series]) -> None:
+        """Let go of those older than the ``n_retains`` newest and of those that lost their link, but the newest."""
+        unwanted: list[str] = []
+        if self._n_retains > 0 or self._known is None:
+            present = set(os.listdir(store.root))  # others may have removed some
+            known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
+            others = [(name, manifest) for name, manifest in known if name in present and name != newest]
+            linked = [name for name, manifest in others if _FINAL not in manifest.about]
+            old = linked[self._n_retains - 1 :] if self._n_retains > 0 else []
+            unwanted = [name for name, _ in others if name in old or name == replaced or name not in linked]
+        if replaced not in unwanted and any(replaced in (series._known or ()) for series in siblings):
+            unwanted += [name for name in (replaced,) if name is not None and os.path.lexists(store.root / name)]
+        for name in unwanted:
+            self._forget(name)
+            if name == replaced or not any(name in (series._known or ()) for series in siblings):
                 link = name.rpartition("_iter_")[0]
                 if self._has_links and store.link_target(link) == name:
                     os.unlink(store.root / link)
                 store.remove(name)
-                if self._known is not None:
-                    del self._known[name]
+                for series in siblings:
+                    series._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if self._known is not None:
+            self._known.pop(name, None)
 
     def listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
@@ -392,6 +489,10 @@ class _Series:
 
     def _readable(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest]]:
         return [(name, manifest) for name, manifest in self.listing(store, without) if manifest is not None]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _newest_first(item: tuple[str, Manifest]) -> tuple[int, str]:
