@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,3 +79,119 @@ def shard_like(value: Any, like: Any) -> Any:
         return value
     module = sys.modules["torch.distributed.tensor"]
     return module.distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def reshard(modules: Sequence[Any]) -> None:
+    """Let modules to which `fully_shard` was applied hold their shards again, and not what a forward has gathered."""
+    for module in modules:
+        module.reshard()
+
+
+@torch.no_grad()
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, sharded as it is. The whole model is not gathered.
+
+    Raises:
+        NotImplementedError: the parameters are sharded in another way than by `fully_shard` alone.
+    """
+    if not fsdp_modules(model):
+        return copy.deepcopy(model)
+    reshard(fsdp_modules(model))
+    memo: dict[int, Any] = {}
+    for parameter in (held for state in _fsdp_states(model) for _, _, held in _fsdp_parameters(state)):
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device_mesh.device_type)
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)  # gets its shape when its module is sharded
+    bare: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        cls = _class_before_fsdp(module)
+        bare[module] = memo[id(module)] = cls.__new__(cls)
+    for module, copied in bare.items():
+        vars(copied).update(copy.deepcopy(_without_fsdp(vars(module)), memo))
+    shard_model_like(bare[model], model)
+    for own, parameter in zip(bare[model].parameters(), model.parameters(), strict=True):
+        to_local(own).copy_(to_local(parameter))
+    return bare[model]
+
+
+def shard_model_like(model: nn.Module, like: nn.Module) -> None:
+    """Apply `fully_shard` to the modules of a model as it was applied to those of ``like``, which it is a copy of.
+
+    Raises:
+        NotImplementedError: the parameters of ``like`` are sharded in another way than by `fully_shard` alone.
+    """
+    counterpart = dict(zip(like.modules(), model.modules(), strict=True))
+    reshard(fsdp_modules(like))
+    states = _fsdp_states(like)
+    meshes = [group.mesh_info.mesh for state in states for group in _fsdp_groups(state)]
+    for state in states:
+        placements: dict[nn.Parameter, Any] = {}
+        for module, name, parameter in _fsdp_parameters(state):
+            own = getattr(counterpart[module], name)
+            if own.shape != parameter.shape:
+                own.data = own.new_empty(parameter.shape)
+            placements[own] = parameter.placements[-1]
+        modules = [counterpart[module] for module in state._modules]
+        others = {parameter for module in modules for parameter in module.parameters()} - placements.keys()
+        sys.modules["torch.distributed.fsdp"].fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            **{"mesh": meshes[0]} | _fsdp_settings(state),
+            shard_placement_fn=placements.get,
+            ignored_params={parameter for parameter in others if not is_sharded(parameter)} or None,
+        )
+
+
+def _class_before_fsdp(module: Any) -> Any:
+    is_sharded_module = isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
+    return type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]
+
+
+def _fsdp_settings(state: Any) -> dict[str, Any]:
+    """Return the arguments with which `fully_shard` was called."""
+    settings = {"mp_policy": state._mp_policy}
+    for group in _fsdp_groups(state):
+        after, info = group.post_forward_mesh_info, group.mesh_info
+        is_reshaped = after is not None and after is not info
+        settings |= {"mesh": info.mesh, "offload_policy": group.offload_policy}
+        settings["reshard_after_forward"] = after.shard_mesh_size if is_reshaped else after is not None
+    if getattr(state, "_auto_reshard_after_forward", False):
+        settings["reshard_after_forward"] = None
+    return settings
+
+
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    """Return what `fully_shard` keeps of each of its calls, of inner modules first."""
+    return list(dict.fromkeys(module._get_fsdp_state() for module in reversed(fsdp_modules(model))))
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of a call of `fully_shard`: one, or none where the module has no parameters left."""
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # of older versions
+    return [group for group in groups if group is not None]
+
+
+def _fsdp_parameters(state: Any) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters of a call of `fully_shard`, each with a module that has it and its name there."""
+    groups = _fsdp_groups(state)
+    found = [(group, parameter) for group in groups for parameter in group.fsdp_params]
+    if len(groups) > 1 or any(held.is_dtensor or not hasattr(group.mesh_info, "shard_mesh_size") for group, held in found):
+        raise NotImplementedError(
+            "a model whose parameters are sharded in another way than by fully_shard alone, over one mesh, cannot be copied "
+            "by itself; copy it before it is sharded, and apply the same calls to the copy and to the model"
+        )
+    places = [held._module_info for _, held in found]
+    return [(place.module, place.param_name, getattr(place.module, place.param_name)) for place in places]
+
+
+def _without_fsdp(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module without the state and the hooks of `fully_shard`."""
+    kept = dict(attributes)
+    for name, value in attributes.items():
+        if name.startswith("__composable_api_state_key"):
+            kept[name] = {key: item for key, item in value.items() if getattr(key, "__name__", key) != "fully_shard"}
+        elif name.endswith("_hooks") and isinstance(value, Mapping):
+            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_fsdp(hook))  # type: ignore[call-arg]
+    return kept
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp")

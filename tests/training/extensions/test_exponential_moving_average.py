@@ -1,14 +1,18 @@
 """ExponentialMovingAverage: a copy of the model that follows it slowly, evaluated beside it, saved and resumed."""
 
+import re
+from fractions import Fraction
+
 import pytest
 import torch
 from regressions import regression_data, same_regression, updater_of
 from resuming import differences, parts, whole
+from sharded_averages import KINDS, on_two_ranks
 from torch import nn
 
 from chainring import training
 from chainring.iterators import SerialIterator
-from chainring.training import extensions
+from chainring.training import StandardUpdater, extensions
 
 Average = extensions.ExponentialMovingAverage
 
@@ -175,3 +179,183 @@ def test_a_model_that_has_changed_since_is_refused_at_the_start(tmp_path):
     model.head = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"has changed since its average was made: \['head.bias', 'head.weight'\]"):
         train(tmp_path, model, average, 1)
+
+
+def test_the_decay_may_be_a_function_of_the_updates_made_so_far(tmp_path):
+    """It decides about the first too, which averages with the parameters before the training."""
+    model, asked, decays = same_regression(), [], [0.5, 0.0, 0.25, 1.0]
+    average, expected = Average(model, decay=lambda updates: asked.append(updates) or decays[updates]), copies(model)
+
+    def follow(trainer):
+        kept = decays[trainer.updater.iteration - 1]
+        expected[:] = [kept * old + (1 - kept) * new for old, new in zip(expected, copies(model), strict=True)]
+        torch.testing.assert_close(copies(average.model), expected, rtol=1e-12, atol=1e-12)
+
+    train(tmp_path, model, average, 4, follow)
+    assert asked == [0, 1, 2, 3]
+
+
+def test_the_average_of_a_schedule_begins_with_the_parameters_that_the_run_begins_with(tmp_path):
+    """Those that the script has loaded into the model after it was averaged."""
+    model = same_regression()
+    average = Average(model, decay=lambda updates: 1)
+    nn.init.ones_(model.predictor.weight)
+    train(tmp_path, model, average, 2)
+    assert torch.equal(average.model.predictor.weight, torch.ones(1, 3).double())
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, float("nan"), None, True, "0.9"])
+def test_a_decay_that_is_no_share_is_refused_in_its_update(wrong):
+    """By its value and the number that the function was called with."""
+    average = Average(same_regression(), decay=lambda updates: wrong if updates else 0.5)
+    average.update()
+    with pytest.raises(ValueError, match=f"a number from 0 to 1.*after 1 updates it has returned {wrong!r}"):
+        average.update()
+
+
+@pytest.mark.parametrize("start", [4, (4, "iteration"), ("4/3", "epoch"), lambda trainer: trainer.updater.iteration == 4])
+def test_before_its_start_the_average_is_a_copy_of_the_parameters(tmp_path, start):
+    """In the iteration in which the updater has come that far, or the trigger fires, it makes its first update."""
+    start = (Fraction(start[0]), start[1]) if isinstance(start, tuple) else start
+    model, seen, found = same_regression(), [], []
+    average = Average(model, decay=lambda updates: 0.5 if updates else 0.75, start=start)
+
+    def follow(trainer):
+        seen.append(copies(model)[0])
+        found.append(copies(average.model)[0])
+
+    train(tmp_path, model, average, 5, follow)
+    assert all(map(torch.equal, found[:3], seen))
+    torch.testing.assert_close(found[3], 0.75 * seen[2] + 0.25 * seen[3])
+    torch.testing.assert_close(found[4], 0.5 * found[3] + 0.5 * seen[4])
+
+
+@pytest.mark.parametrize("start", [(2, "iteration"), lambda trainer: trainer.updater.iteration == 2])
+@pytest.mark.parametrize("k", range(6))
+def test_an_average_with_start_and_schedule_is_cut_anywhere(tmp_path, start, k):
+    """The number of its updates, and that it has begun, are saved."""
+
+    def made():
+        model = same_regression()
+        return updater_of(model=model), [Average(model, lambda updates: updates / (1 + updates) / 2, start=start)]
+
+    trainer, _, (average,) = whole(tmp_path, made, 5)
+    _, (resumed, _, (after,)) = parts(tmp_path / str(k), made, 5, k, way="file")
+    assert differences(trainer, resumed) == []
+    assert all(map(torch.equal, copies(average.model), copies(after.model)))
+
+
+def test_the_average_of_an_older_snapshot_goes_on_with_a_start(tmp_path):
+    """It has the number of updates and the model, as an average without a start still has."""
+    model = same_regression()
+    state = train(tmp_path, model, Average(model, 0.5), 3).state_dict()
+    other = same_regression()
+    average = Average(other, 0.5, start=2)
+    trainer = training.Trainer(updater_of(model=other), (3, "iteration"), out=str(tmp_path / "b"))
+    trainer.extend(average)
+    trainer.load_state_dict(state)
+    assert torch.equal(copies(average.model)[0], state["extensions/ExponentialMovingAverage/model/predictor/weight"])
+    assert average.state_dict()["updates"] == 3
+
+
+class Target(StandardUpdater):
+    """Needs the average in the update, as BYOL needs its target network."""
+
+    def update_core(self):
+        super().update_core()
+        self.average.update()
+        self.seen.append(copies(self.average.model))
+
+
+def target_of(model, **settings):
+    updater = updater_of(model=model, kind=Target, **settings)
+    updater.average, updater.seen = Average(model, 0.5), []
+    return updater
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_an_update_core_averages_itself_and_the_extension_not_again(tmp_path, registers):
+    """Registered it is saved, and not averaged twice in an iteration."""
+    model, plain = same_regression(), same_regression()
+    updater, expected, afterwards = target_of(model), [], []
+    trainer = training.Trainer(updater, (4, "iteration"), out=str(tmp_path / "a"))
+    if registers:
+        trainer.extend(updater.average)
+    trainer.extend(lambda trainer: afterwards.append(copies(updater.average.model)), name="look")
+    trainer.run()
+    average = Average(plain, 0.5)
+    train(tmp_path / "b", plain, average, 4, lambda trainer: expected.append(copies(average.model)))
+    for found in (updater.seen, afterwards):
+        assert all(
+            torch.equal(*pair) for own, other in zip(found, expected, strict=True) for pair in zip(own, other, strict=True)
+        )
+
+
+def test_the_extension_averages_in_iterations_without_an_update_by_hand(tmp_path):
+    """A call by hand counts for its own iteration only."""
+    model, asked = same_regression(), []
+    average = Average(model, lambda updates: asked.append(updates) or 0.5)
+    trainer = training.Trainer(updater_of(model=model), (4, "iteration"), out=str(tmp_path))
+    trainer.extend(lambda trainer: average.update() if trainer.updater.iteration == 2 else None, name="hand", priority=1000)
+    trainer.extend(average)
+    trainer.run()
+    assert asked == [0, 1, 2, 3]
+
+
+def test_an_update_in_each_micro_batch_is_refused(tmp_path):
+    """The parameters change in the last one only, so it would average the same ones several times."""
+    updater = target_of(same_regression(), accumulate=2)
+    trainer = training.Trainer(updater, (1, "iteration"), out=str(tmp_path))
+    trainer.extend(updater.average)
+    with pytest.raises(RuntimeError, match="with accumulate leave it to the extension"):
+        trainer.run()
+
+
+def test_a_start_needs_a_trainer():
+    """A call by hand does not know how far the training is."""
+    with pytest.raises(RuntimeError, match=r"not registered in: trainer.extend\(average\)"):
+        Average(same_regression(), start=3).update()
+
+
+@pytest.mark.parametrize("start", [-1, True, "epoch", (1, "year"), (1,), 2.5])
+def test_a_start_that_is_no_point_in_training_is_refused(start):
+    """With the rule and the value."""
+    with pytest.raises(ValueError, match=re.escape(f"0 or above, or a trigger; got {start!r}")):
+        Average(same_regression(), start=start)
+
+
+def test_a_decay_with_other_arguments_is_refused_at_construction():
+    """And not after the first update."""
+    with pytest.raises(TypeError, match="decay is called with the number of updates made so far"):
+        Average(same_regression(), lambda: 0.5)
+
+
+def test_parameters_that_are_whole_numbers_are_copied(tmp_path):
+    """As buffers are: a rounded average would drift."""
+    model = same_regression()
+    model.code = nn.Parameter(torch.tensor([3, 5]), requires_grad=False)
+    average = Average(model, 0.5)
+    model.code.data += 2
+    average.update()
+    average.update()
+    assert average.model.code.tolist() == [5, 7]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return on_two_ranks()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_model_is_averaged_whichever_was_made_first(ranks, kind):
+    """On two ranks, each of which holds its part of the average, also after the average was evaluated; and resumed."""
+    for found in ranks:
+        assert "error" not in found, found["error"]
+        assert max(found[kind].pop("differences")) < 1e-6
+        assert found[kind] == {
+            "sharded": True,
+            "modules": ["", "first", "head"],
+            "tied": True,
+            "own memory": True,
+            "resumed": True,
+        }

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from chainring._checks import is_number
-from chainring._distributed.sharding import is_sharded
+from chainring._checks import find_call_error, is_integer, is_number
+from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded, reshard, shard_model_like, to_local
 from chainring._naming import unwrap
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.triggers import TriggerLike, get_stop_trigger
+from chainring.training.triggers.base import serialize_inner_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -23,8 +26,9 @@ if TYPE_CHECKING:
 class ExponentialMovingAverage(Extension):
     """Averages the parameters of a model over the updates: ``decay * average + (1 - decay) * parameter`` after each.
 
-    After the first update the average is the parameters themselves. Buffers, such as the running statistics of a
-    BatchNorm, are those of the model after its last update. It runs before evaluations of the same iteration.
+    With a number as decay the average after its first update is the parameters themselves; a function decides that too.
+    Parameters that are not floating-point numbers, and buffers such as the running statistics of a BatchNorm, are those of
+    the model after its last update. It runs before evaluations of the same iteration.
 
     Example::
 
@@ -33,8 +37,13 @@ class ExponentialMovingAverage(Extension):
         trainer.extend(extensions.Evaluator(test_iter, average.model), name="average")
 
     Args:
-        model: the model, or the one returned by ``torch.compile``; it is copied here, and may move to another device later.
-        decay: the share of the average that stays in an update, from 0 to less than 1.
+        model: the model, or the one returned by ``torch.compile``; it is copied here, and may move to another device or
+            be sharded by ``fully_shard`` before or after. The average is then sharded alike.
+        decay: the share of the average that stays in an update, from 0 to less than 1; or a function of the number of
+            updates of the average made so far, 0 at the first, that returns a number from 0 to 1.
+        start: when the average begins; until then it is a copy of the parameters. ``None`` is from the first update on;
+            a number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` is when the updater has come that far, a
+            trigger when it has fired.
 
     Attributes:
         model: the averaged copy. Its submodules and its state have the names of the model's; it is never compiled.
@@ -42,26 +51,32 @@ class ExponentialMovingAverage(Extension):
 
     Raises:
         TypeError: the model is not an ``nn.Module``.
-        ValueError: the decay is out of range, or the model has parameters without a shape yet.
+        ValueError: the decay is out of range, ``start`` is no point in training, or the model has parameters without a
+            shape yet.
     """
 
     trigger = (1, "iteration")
     priority = PRIORITY_WRITER + 100
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+    def __init__(
+        self, model: nn.Module, decay: float | Callable[[int], float] = 0.999, *, start: int | TriggerLike = None
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
-        if not is_number(decay) or not 0 <= decay < 1:
-            raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
+        _check_decay(decay)
         self.decay = decay
+        self._start = _as_start(start)
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
             raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch before it is averaged")
-        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._average = AveragedModel(self._source, multi_avg_fn=update)  # its counter stays on the host, where it is read
-        self.model: nn.Module = self._average.module
+        self.model: nn.Module = copy_model(self._source)
         for parameter in self.model.parameters():
             parameter.grad = None  # copied with the model, and not used
+        self._updates = 0
+        self._has_started = start is None
+        self._trainer: Trainer | None = None
+        self._is_prepared = False
+        self._is_updated = self._was_updated = False  # by hand, since the last iteration and in it
 
     def initialize(self, trainer: Trainer) -> None:
         if different := self.model.state_dict().keys() ^ self._source.state_dict().keys():
@@ -69,22 +84,146 @@ class ExponentialMovingAverage(Extension):
                 f"the model has changed since its average was made: {sorted(different)} are in one only; "
                 "make the ExponentialMovingAverage of the finished model"
             )
-        for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
-            tensor.data = tensor.data.to(source.device)
+        self._trainer = trainer
+        self._is_prepared = self._is_updated = False
+        if self._start is not None:
+            trainer.initialize_trigger(self._start)
+        self._prepare()
+        if not trainer.is_resumed and not self._updates:
+            self._copy()  # of what the script has loaded into the model since
         if trainer.comm.size > 1:  # the model of rank 0 is broadcast too
             trainer.comm.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
         # So that it may report when it is called in the loop; an evaluator has its own observers.
         trainer.reporter.add_observers(trainer.extension_name or self.default_name, self.model.named_modules())
 
+    def observe(self, trainer: Trainer) -> None:
+        self._was_updated, self._is_updated = self._is_updated, False
+
     def __call__(self, trainer: Trainer) -> None:
-        self._average.update_parameters(self._source)
+        if not self._was_updated:
+            self.update()
+            self._is_updated = False
+
+    def update(self) -> None:
+        """Average now, for a call in an ``update_core`` that needs the average at once, such as a target network.
+
+        Register the extension all the same, so that the average is saved. Of an iteration in which this was called, the
+        extension makes no update of its own.
+
+        Raises:
+            RuntimeError: the average has a ``start``, and the extension is not registered in a trainer that runs; or it is
+                the second micro-batch of an update with ``accumulate``.
+            ValueError: the function ``decay`` has returned something else than a number from 0 to 1.
+        """
+        if self._is_updated and self._trainer is not None and getattr(self._trainer.updater, "accumulate", 1) > 1:
+            raise RuntimeError(
+                "ExponentialMovingAverage.update() was called in several micro-batches of an update, and the parameters "
+                "change after the last only; with accumulate leave it to the extension: trainer.extend(average)"
+            )
+        self._is_updated = True
+        self._prepare()
+        if not self._starts():
+            self._copy()
+            return
+        decay = self._next_decay()
+        if decay == 0.0:
+            self._copy()
+        else:
+            self._average(decay)
+        self._updates += 1
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        updates = serializer("updates", int(self._average.n_averaged))
+        updates = serializer("updates", self._updates)
+        has_started = self._has_started if self._start is None else _visit_start(serializer, self._start, self._has_started)
         serializer.visit("model", self.model)
         if not isinstance(serializer, Serializer):
-            self._average.n_averaged.fill_(updates)
+            self._updates, self._has_started, self._is_updated = int(updates), has_started, False
+
+    def _starts(self) -> bool:
+        """Return whether the average has begun."""
+        if self._has_started or self._start is None:
+            return True
+        if self._trainer is None:
+            raise RuntimeError(
+                "the start of an ExponentialMovingAverage is a point in the training of a trainer, which it is not "
+                "registered in: trainer.extend(average), or make it without start= and call update() from then on"
+            )
+        self._has_started = bool(self._start(self._trainer))
+        return self._has_started
+
+    def _next_decay(self) -> float:
+        if not callable(self.decay):
+            return self.decay if self._updates else 0.0
+        decay: Any = self.decay(self._updates)
+        if not (is_number(decay) or isinstance(decay, np.floating)) or not 0 <= decay <= 1:
+            raise ValueError(
+                f"decay returns a number from 0 to 1, the share of the average that stays; after {self._updates} updates "
+                f"it has returned {decay!r}"
+            )
+        return float(decay)
+
+    def _prepare(self) -> None:
+        """Let the average lie where the model lies, sharded alike, which a script may decide after it was copied."""
+        if not self._is_prepared:
+            for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
+                if tensor.device != source.device:
+                    tensor.data = tensor.data.to(source.device)
+            if fsdp_modules(self._source) and not any(map(is_sharded, self.model.parameters())):
+                shard_model_like(self.model, self._source)
+            self._is_prepared = True
+            self._sharded = fsdp_modules(self.model) + fsdp_modules(self._source)
+        if self._sharded:
+            reshard(self._sharded)  # an evaluation leaves parameters gathered
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for own, given in zip(_tensors(self.model), _tensors(self._source), strict=True):
+            to_local(own).copy_(to_local(given))
+
+    @torch.no_grad()
+    def _average(self, decay: float) -> None:
+        averaged: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for own, given in zip(map(to_local, self.model.parameters()), map(to_local, self._source.parameters()), strict=True):
+            if own.is_floating_point() or own.is_complex():
+                averages, parameters = averaged.setdefault((own.device, own.dtype), ([], []))
+                averages.append(own)
+                parameters.append(given.to(own))
+            else:
+                own.copy_(given)
+        for averages, parameters in averaged.values():
+            torch._foreach_lerp_(averages, parameters, 1 - decay)
+        for own, given in zip(self.model.buffers(), self._source.buffers(), strict=True):
+            own.copy_(given)
 
 
 def _tensors(model: nn.Module) -> chain[torch.Tensor]:
     return chain(model.parameters(), model.buffers())
+
+
+def _check_decay(decay: Any) -> None:
+    if callable(decay):
+        if error := find_call_error(decay, 0):
+            raise TypeError(f"decay is called with the number of updates made so far, and {decay!r} cannot be: {error}")
+    elif not is_number(decay) or not 0 <= decay < 1:
+        raise ValueError(f"decay is from 0 to less than 1, such as 0.999; got {decay!r}")
+
+
+def _as_start(start: Any) -> Callable[[Trainer], bool] | None:
+    if start is None:
+        return None
+    try:
+        return get_stop_trigger((start, "iteration") if is_integer(start) else start)
+    except (TypeError, ValueError):
+        rule = 'start is None, a number of iterations, (n, "iteration") or (n, "epoch"), 0 or above, or a trigger'
+        raise ValueError(f"{rule}; got {start!r}") from None
+
+
+def _visit_start(serializer: AbstractSerializer, start: Callable[[Trainer], bool], has_started: bool) -> bool:
+    """Save or load whether the average has begun, and the trigger."""
+    try:
+        has_started = serializer("started", has_started)
+        serialize_inner_trigger(serializer, "start", start)
+    except KeyError:  # of an average that was saved without a start
+        if isinstance(serializer, Serializer):
+            raise
+    return has_started

@@ -1,0 +1,142 @@
+"""Averages of a model that `fully_shard` has cut over two ranks, for test_exponential_moving_average.py."""
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from chainring import serializers, training
+from chainring.iterators import SerialIterator
+from chainring.parallel import create_communicator
+from chainring.training import extensions
+
+KINDS = ("average first", "sharding first", "both by hand")
+
+
+class Net(nn.Module):
+    """Its parameters do not divide by two, two of them are one, and it has buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5, bias=False)
+        self.third, self.head = nn.Linear(5, 5, bias=False), nn.Linear(5, 1)
+        self.third.weight = self.second.weight
+
+    def forward(self, x, t):
+        hidden = self.third(torch.tanh(self.second(self.norm(self.first(x)))))
+        return (self.head(hidden) - t).square().mean()
+
+
+def shard(model, mesh):
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model.head, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh)
+
+
+def on_two_ranks():
+    """What `check` finds on rank 0 and on rank 1."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as place:
+        ranks = [context.Process(target=_live, args=(rank, port, place, results)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        try:
+            found = dict(results.get(timeout=120) for _ in ranks)
+        finally:
+            for rank in ranks:
+                rank.join(10)
+                rank.kill()
+    return [found[0], found[1]]
+
+
+def _live(rank, port, place, results):
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    torch.set_num_threads(1)
+    try:
+        comm = create_communicator("cpu")
+        found = {kind: check(kind, comm, place) for kind in KINDS}
+        comm.close()
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    results.put((rank, found))
+
+
+def whole(model):
+    """The parameters and buffers as they are on one rank; every rank calls it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone() for tensor in tensors]
+
+
+def lerp(old, new):
+    return torch.lerp(old, new, 0.25)
+
+
+def made(kind, comm, mesh):
+    torch.manual_seed(3)
+    model = Net()
+    if kind == "sharding first":
+        shard(model, mesh)
+    average = extensions.ExponentialMovingAverage(model, 0.75)
+    if kind != "sharding first":
+        shard(model, mesh)
+    if kind == "both by hand":
+        shard(average.model, mesh)
+    draw = torch.Generator().manual_seed(5)
+    data = torch.utils.data.TensorDataset(*(torch.randn(12, n, generator=draw) for n in (3, 1)))
+    updater = training.StandardUpdater(
+        SerialIterator(data, 4, shuffle=False), torch.optim.SGD(model.parameters(), lr=0.1), model, comm=comm
+    )
+    return updater, average, SerialIterator(data, 4, repeat=False, shuffle=False)
+
+
+def trainer_of(updater, average, held_out, stop, out):
+    trainer = training.Trainer(updater, (stop, "iteration"), out=out)
+    trainer.extend(average)
+    trainer.extend(extensions.Evaluator(held_out, average.model), name="average", trigger=(1, "iteration"))
+    return trainer
+
+
+def check(kind, comm, place):
+    """Train with an average that is evaluated in each iteration, follow it by hand, and resume it from a file."""
+    mesh, expected, differences = init_device_mesh("cpu", (2,)), [], []
+    updater, average, held_out = made(kind, comm, mesh)
+    trainer = trainer_of(updater, average, held_out, 6, f"{place}/{kind}")
+    trainer.extend(extensions.snapshot(asynchronous=False), trigger=(3, "iteration"))
+
+    def follow(trainer):
+        now, count = whole(updater.get_model("main")), len(list(average.model.parameters()))
+        expected[:] = [*map(lerp, expected or now, now[:count]), *now[count:]]
+        found = whole(average.model)
+        differences.append(max(float((a - b).abs().max()) for a, b in zip(expected, found, strict=True)))
+
+    trainer.extend(follow, name="follow", priority=0)
+    trainer.run()
+    resumed = made(kind, comm, mesh)
+    later = trainer_of(*resumed, 6, f"{place}/{kind} resumed")
+    serializers.load(f"{place}/{kind}/snapshot_iter_3", later)
+    later.run()
+    sharded = [isinstance(parameter, DTensor) for parameter in average.model.parameters()]
+    names = [name for name, module in average.model.named_modules() if isinstance(module, FSDPModule)]
+    return {
+        "differences": differences,
+        "sharded": all(sharded) and len(sharded) == 7,
+        "modules": names,
+        "tied": average.model.third.weight is average.model.second.weight,
+        "own memory": average.model.first.weight is not updater.get_model("main").first.weight,
+        "resumed": all(map(torch.equal, whole(average.model), whole(resumed[1].model))),
+    }
