@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import DevicePrefetcher, LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import DevicePrefetcher, FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
 
 SIZE, BATCH = 10, 4
 
@@ -74,6 +74,10 @@ def loader(size=SIZE, workers=0):
     return DataLoader(Drawn(size), BATCH, shuffle=True, num_workers=workers)
 
 
+def drawing_batch(index):
+    return torch.arange(BATCH) + 10 * index, torch.rand(BATCH) + random.random() + np.random.rand()
+
+
 SERIAL = {
     "arrays": lambda size=SIZE: SerialIterator(arrays(size), BATCH),
     "arrays in order": lambda size=SIZE: SerialIterator(arrays(size), BATCH, shuffle=False),
@@ -100,6 +104,7 @@ LOADER = {
     "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
 }
+FUNCTION = {"a function of the index": lambda size=SIZE: FunctionIterator(drawing_batch, 3)}
 ONCE = {
     "a user's dataset once": lambda size=SIZE: SerialIterator(Drawn(size), BATCH, repeat=False),
     "a worker once": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, repeat=False, n_processes=1),
@@ -107,7 +112,7 @@ ONCE = {
 }
 AHEAD = {
     f"{name}, ahead": lambda size=SIZE, make=make: DevicePrefetcher(make(size), "cpu")
-    for name, make in (SERIAL | WORKERS | LOADER).items()
+    for name, make in (SERIAL | WORKERS | LOADER | FUNCTION).items()
 }
-ALL = SERIAL | WORKERS | LOADER | AHEAD
+ALL = SERIAL | WORKERS | LOADER | FUNCTION | AHEAD
 STATELESS = [name for name in ALL if not name.startswith("a loader with state_dict")]

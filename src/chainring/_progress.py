@@ -29,7 +29,13 @@ def check_epoch_period(updater: Updater, period: Fraction) -> None:
             f'a period in "epoch" needs an updater that counts epochs; {type(updater).__name__} has no iterator "main". '
             'Give it one (get_iterator("main")), define epoch_detail, or use "iteration"'
         )
-    progress = getattr(find_main_iterator(updater), "progress", None)
+    iterator = find_main_iterator(updater)
+    if not getattr(iterator, "counts_epochs", True):
+        raise ValueError(
+            f'a period in "epoch" needs an iterator that counts epochs, and {type(iterator).__name__} has none. '
+            'Give it an epoch_length, or use "iteration"'
+        )
+    progress = getattr(iterator, "progress", None)
     if progress is not None and progress[2] is None and period.denominator != 1:
         raise ValueError(
             f"a fraction of an epoch ({float(period):g}) needs an epoch of known length, and the loader has none. "

@@ -3,12 +3,13 @@
 from chainring._random import epoch_order
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.device_prefetcher import DevicePrefetcher
+from chainring.iterators.function_iterator import FunctionIterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.multiprocess import MultiprocessIterator
 from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSampler, WeightedOrderSampler
 from chainring.iterators.serial import SerialIterator
 
 __all__ = [
-    "Batch", "BucketOrderSampler", "DevicePrefetcher", "Iterator", "LoaderIterator", "MultiprocessIterator",
-    "NoRepeatOrderSampler", "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
+    "Batch", "BucketOrderSampler", "DevicePrefetcher", "FunctionIterator", "Iterator", "LoaderIterator",
+    "MultiprocessIterator", "NoRepeatOrderSampler", "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ class Iterator(Stateful):
         previous_epoch_detail: ``epoch_detail`` before the last batch; ``None`` before the first.
         progress: ``(epoch, position, size)``, the exact form of ``epoch_detail`` = epoch + position / size; ``size`` is
             ``None`` if the length of an epoch is unknown.
+        counts_epochs: False if it has no epochs, so that triggers in epochs are refused.
         step: the positions that a batch advances.
         name: its name in its updater.
         initial_seed: a seed of ``None`` is derived from it and the name; by default it is ``torch.initial_seed()``.
@@ -46,6 +47,7 @@ class Iterator(Stateful):
     is_new_epoch: bool = False
     epoch_detail: float = 0.0
     previous_epoch_detail: float | None = None
+    counts_epochs: bool = True
     step: int = 1
     name: str = "main"
     initial_seed: int | None = None

@@ -63,6 +63,7 @@ class DevicePrefetcher(Iterator):
         self.batch_size = getattr(source, "batch_size", 1)
         self.repeat = source.repeat
         self.step = source.step
+        self.counts_epochs = source.counts_epochs
         self.rank, self.size = source.rank, source.size
         self._copier = _Copier(self.device)
         self._ready: deque[_Fetched] = deque()

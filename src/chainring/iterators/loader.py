@@ -90,15 +90,7 @@ class LoaderIterator(Iterator):
             self._since_mark.append(fetched)
         item, position = fetched
         self._advance(position)
-        columns = tuple(item) if type(item) is list else item
-        batch = Batch(columns=columns, length=_count_examples(columns))
-        if self.size == 1:
-            return batch
-        share = batch[self.rank :: self.size]
-        if not len(share):
-            share = batch[:1]
-            share.weight = 0
-        return share
+        return cut_share(make_batch(item), self.rank, self.size)
 
     def _advance(self, position: LoaderPosition) -> None:
         """Count a batch that is returned."""
@@ -393,6 +385,35 @@ def _dataset_size(loader: Any) -> int | None:
     """Return the number of examples in a pass, if a ``DataLoader`` indexes its dataset."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     return None if dataset is None or isinstance(dataset, IterableDataset) else _length(dataset)
+
+
+def make_batch(item: Any) -> Batch:
+    """Return what a loader gives as a batch; a list, which ``default_collate`` makes, counts as a tuple of columns."""
+    if isinstance(item, Batch):
+        return item
+    columns = tuple(item) if type(item) is list else item
+    return Batch(columns=columns, length=_count_examples(columns))
+
+
+def cut_share(batch: Batch, rank: int, size: int) -> Batch:
+    """Return the rows of a rank; one without any repeats an example with weight 0, which keeps it in step.
+
+    Raises:
+        ValueError: the batch has several examples, and cannot be cut.
+    """
+    if size == 1:
+        return batch
+    columns = batch.columns
+    if columns is not None and len(batch) > 1 and not hasattr(columns, "__getitem__"):
+        raise ValueError(
+            f"{size} ranks share a batch by its rows, and a {type(columns).__name__} of {len(batch)} examples cannot be cut "
+            "into rows: return a tuple or mapping of arrays, or a Batch of examples"
+        )
+    share = batch[rank::size]
+    if not len(share):
+        share = batch[:1]
+        share.weight = 0
+    return share
 
 
 def _count_examples(columns: Any) -> int:
