@@ -60,7 +60,7 @@ def test_a_script_that_forgets_something_fails_with_1_and_is_explained(tmp_path,
     assert main(["verify-resume", *numbers, str(script), str(tmp_path / "result")]) == 1
     shown = capsys.readouterr().out
     assert "differs first in iteration 3, in the observation: observation/main/loss: " in shown
-    assert "model 'main'.calls: 2 -> 0" in shown
+    assert "updater.model:main.calls: 2 -> 0" in shown
     assert (kept / "out of the whole run" / "run.json").exists()
     assert not (tmp_path / "result.model").exists()
     assert not (tmp_path / "result").exists()

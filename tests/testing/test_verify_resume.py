@@ -38,7 +38,7 @@ def test_a_count_that_is_no_buffer_is_named():
     text = difference(programs.counting_model)
     assert "differs first in iteration 5, in the parameters: updater/model:main/layer/weight" in text
     assert "an attribute of a module that is not a buffer" in text
-    assert "model 'main'.calls: 4 -> 0" in text
+    assert "updater.model:main.calls: 4 -> 0" in text
     assert "updater/model:main/layer/weight: by at most 0." in text
 
 
@@ -47,7 +47,7 @@ def test_a_generator_in_the_dataset_is_named():
     text = difference(programs.noisy_dataset)
     assert "differs first in iteration 5, in the batch" in text
     assert "a random generator that is not restored draws in the dataset" in text
-    assert "iterator 'main'.dataset.rng: a Generator in state" in text
+    assert "updater.iterator:main.dataset.rng: a Generator in state" in text
 
 
 def test_a_count_in_a_closure_that_sets_the_learning_rate_is_named():
@@ -55,14 +55,14 @@ def test_a_count_in_a_closure_that_sets_the_learning_rate_is_named():
     text = difference(programs.hidden_schedule)
     assert "differs first in iteration 6, in the optimizer: updater/optimizer:main/param_groups/0/lr: 0.005 -> 0.01" in text
     assert "sets the learning rate from a count of its own" in text
-    assert "extension 'decay', variable 'calls': 4 -> 0" in text
+    assert "extensions.decay, variable 'calls': 4 -> 0" in text
 
 
 def test_a_scheduler_that_no_one_saves_is_named():
     """Its epoch begins anew, whatever it is called in the program."""
     text = difference(programs.unsaved_scheduler)
     assert "differs first in iteration 6, in the optimizer: updater/optimizer:main/param_groups/0/lr" in text
-    assert "extension 'schedule', variable 'scheduler'.last_epoch: 4 -> 0" in text
+    assert "extensions.schedule, variable 'scheduler'.last_epoch: 4 -> 0" in text
 
 
 def test_a_loader_without_state_is_named():
@@ -71,7 +71,7 @@ def test_a_loader_without_state_is_named():
     assert "differs first in iteration 5, in the batch" in text
     assert "a loader without state" in text
     assert "fetches 1 batches again and skips them" in text
-    assert "iterator 'main'.loader.rng: a Generator in state" in text
+    assert "updater.iterator:main.loader.rng: a Generator in state" in text
 
 
 def test_what_an_updater_forgets_is_named():
@@ -125,7 +125,7 @@ def test_a_stop_trigger_that_forgets_is_named():
     text = difference(programs.counting_stop)
     assert "One ended after iteration 6, the resumed one after 8" in text
     assert "a stop trigger that counts" in text
-    assert "stop trigger.left: 2 -> 6" in text
+    assert "stop_trigger.left: 2 -> 6" in text
 
 
 @pytest.mark.parametrize(

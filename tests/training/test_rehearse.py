@@ -26,6 +26,7 @@ def whole_run(out, rehearses, accumulate=1):
     return resume_program.outcome(trainer, data, fired)
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_run_after_a_rehearsal_is_bit_for_bit_the_run_without_it(tmp_path, accumulate):
     """Parameters, Adam's state, log rows, consumed indices, fires and generators are equal."""
@@ -33,6 +34,7 @@ def test_the_run_after_a_rehearsal_is_bit_for_bit_the_run_without_it(tmp_path, a
     assert whole_run(tmp_path / "with", True, accumulate) == expected
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for
 def test_it_takes_snapshots_in_the_scratch_directory_and_the_run_takes_its_own(tmp_path):
     """Also the best one, and with the watch over NaN: the snapshots of the run are those of a run without a rehearsal."""
     taken = []
@@ -52,6 +54,7 @@ def test_it_takes_snapshots_in_the_scratch_directory_and_the_run_takes_its_own(t
     assert taken[0] == taken[1]
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for
 def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):
     """What was loaded, the random generators of the first update included, is still there afterwards."""
     outcomes = []
@@ -69,6 +72,7 @@ def test_a_rehearsal_of_a_resumed_run_leaves_no_trace(tmp_path):
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # its data take down what is asked for
 def test_every_extension_is_called_once_in_a_scratch_directory(tmp_path):
     """Also one whose trigger would fire in a week; nothing is written to `out`."""
     trainer, _, fired = resume_program.build(str(tmp_path / "out"))

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from chainring._files import from_json
 from chainring.serializers._checkpoint import read_state
-from chainring.testing._fingerprint import Fingerprint, difference, leaves
+from chainring.testing._fingerprint import Fingerprint, difference
 from chainring.testing._subprocess import Task
+from chainring.training._unsaved import leaves, unsaved
 
 _Fingerprints = dict[int, Fingerprint]
 
@@ -170,7 +171,7 @@ def _unsaved_differences(killed: dict[str, str], resumed: dict[str, str]) -> lis
     """Return one line for each: generators first, then attributes, then the items of containers."""
     paths = [path for path in killed if killed[path] != resumed.get(path)]
     paths.sort(key=lambda path: ("[" in path, "in state" not in killed[path]))
-    return [f"  {path}: {killed[path]} -> {resumed.get(path, 'nothing')}" for path in paths]
+    return [f"  {path}: {text}" for path, text in unsaved(paths, killed, resumed).items()]
 
 
 _MAX_LINES = 8

@@ -13,8 +13,9 @@ from typing import Any
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers.base import DictionarySerializer, visit_if_stateful
-from chainring.testing._fingerprint import describe_leaves, fingerprint
+from chainring.testing._fingerprint import fingerprint
 from chainring.testing.fakes import ManualClock
+from chainring.training._unsaved import describe_leaves
 from chainring.training.extension import Extension
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_stop_trigger

@@ -24,8 +24,9 @@ import torch
 
 from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
-from chainring.testing._fingerprint import describe_leaves, fingerprint, unsaved_state
+from chainring.testing._fingerprint import fingerprint
 from chainring.testing._harness import call_factory
+from chainring.training._unsaved import attributes_of, describe_leaves
 from chainring.training.extensions import LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
@@ -181,7 +182,7 @@ class _Observer:
         self._batches.clear()
         is_killed = self._task.run == Run.KILLED and iteration == self._kill_at
         if is_killed or (self._task.run == Run.RESUMED and not self._task.path("memory").exists()):
-            self._task.path("memory").write_text(json.dumps(unsaved_state(trainer, self._stop_trigger)))
+            self._task.path("memory").write_text(json.dumps(attributes_of(trainer, self._stop_trigger)))
         if is_killed:
             for log in _logs_of(trainer):
                 shutil.copy(Path(trainer.out) / log, self._task.rows_path(log))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from chainring.testing import _harness
-from chainring.testing._fingerprint import describe_leaves
 from chainring.testing.fakes import FakeUpdater
+from chainring.training._unsaved import describe_leaves
 from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import never
 

@@ -14,8 +14,8 @@ import torch
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
-from chainring.testing._fingerprint import checksum, describe_leaves
 from chainring.testing._harness import require, require_equal, require_no_error
+from chainring.training._unsaved import checksum, describe_leaves
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
@@ -21,6 +22,7 @@ from chainring.serializers.base import (
     visit_if_stateful,
 )
 from chainring.training._run import optional_method, prepare
+from chainring.training._unsaved import Attributes, attributes_of, changed, remedy, unsaved
 from chainring.training.triggers.base import describe, never
 
 if TYPE_CHECKING:
@@ -142,6 +144,7 @@ def rehearse(trainer: Trainer) -> None:
                 f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
                 f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
             )
+    seen: list[Attributes] = []
     with _state_put_back(trainer), ExitStack() as stack:
         prepare(trainer)
         for entry in trainer.entries:
@@ -150,10 +153,26 @@ def rehearse(trainer: Trainer) -> None:
             stack.callback(optional_method(entry, "finalize"))
         trainer.extension_name = None
         try:
-            _iterate(trainer, calls_extensions=False)
-            _iterate(trainer, calls_extensions=True)
+            seen.append(attributes_of(trainer))
+            for calls_extensions in (False, True):
+                _iterate(trainer, calls_extensions)
+                seen.append(attributes_of(trainer))
         except StopIteration:
             raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
+    _warn_of_unsaved(trainer, *seen)
+
+
+def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, after: Attributes) -> None:
+    """Name what the updates have changed and no state holds, now that all state has been put back."""
+    found = unsaved(changed(before, between, after), before, attributes_of(trainer))
+    if found and trainer.comm.rank == 0:
+        shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
+        more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        warnings.warn(
+            "two updates and a call of each extension have changed what no state holds, so that a resumed run begins with "
+            f"what the script makes; what is set anew before each use need not be saved:{shown}{more}",
+            stacklevel=4,
+        )
 
 
 def _iterate(trainer: Trainer, calls_extensions: bool) -> None:

@@ -284,7 +284,8 @@ class Trainer(Stateful):
 
         A bug in the validation then shows now, and not after the first epoch. What extensions write goes to a scratch
         directory. The run that follows is bit for bit the run without a rehearsal. An extension is initialized and
-        finalized as in a run; what it remembers beside its ``serialize`` cannot be put back.
+        finalized as in a run. What the updates and the extensions have changed and no state holds cannot be put back; a
+        warning names it by its path, such as ``updater.model:main.encoder.counter``, with what makes it state.
 
         Raises:
             RuntimeError: the run has begun, or the data end before two updates.

@@ -328,6 +328,7 @@ def evaluated(model, evaluator, **settings):
     return seen.observations[-1]
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # it takes down what is observed
 def test_a_model_is_evaluated_in_the_precision_of_its_training():
     """bfloat16 has two bytes; the average of a model and any other target stay as they are."""
     model, other = Dtype(), Dtype()
@@ -337,6 +338,7 @@ def test_a_model_is_evaluated_in_the_precision_of_its_training():
     assert evaluated(model, Evaluator(once(data), {"main": other}), precision="bf16")["validation/main/bytes"] == 4
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # it takes down what is observed
 def test_the_precision_of_an_evaluation_may_be_another():
     """A setting of the evaluator takes precedence over that of the updater; an unknown one is refused."""
     model = Dtype()
@@ -348,6 +350,7 @@ def test_the_precision_of_an_evaluation_may_be_another():
         Evaluator(once(values(1, 2)), model, precision="half")
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # it takes down what is observed
 def test_a_model_is_evaluated_by_the_loss_function_of_its_training():
     """And another target is called as it is; an eval_func or a loss_func of the evaluator takes precedence."""
     model, other = nn.Linear(1, 1), Mean()

@@ -188,6 +188,7 @@ def test_resumed_with_other_keys_the_others_keep_their_points(tmp_path):
     assert seen.drawn[-1][0] == {"b": [[3, -2]], "a": [[1, 0], [2, 1], [3, 2]]}
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # it takes down what is drawn
 def test_a_rehearsal_draws_elsewhere_and_leaves_no_point(tmp_path):
     """It shows errors in postprocess before the run."""
     seen = Curves()

@@ -199,6 +199,7 @@ def test_training_is_the_same_with_it_and_nothing_stays_behind(tmp_path, setting
         assert torch.equal(own, other)
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # its clock
 def test_a_rehearsal_does_not_count(tmp_path, clock):
     """Its table goes where its other files go."""
     profiler = extensions.Profiler()

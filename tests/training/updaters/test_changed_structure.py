@@ -80,6 +80,7 @@ def test_a_model_or_a_part_alone_takes_the_changed_buffers_too(tmp_path):
     assert same(model.body, part)
 
 
+@pytest.mark.filterwarnings("ignore:two updates")  # a buffer that is not to be saved
 def test_state_from_before_a_change_is_loaded_into_a_changed_model(tmp_path):
     """As a rehearsal does, and a run that goes back."""
     trainer, model, optimizer = made(tmp_path, 0)

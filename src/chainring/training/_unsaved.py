@@ -1,0 +1,368 @@
+"""State that no ``serialize`` holds: attributes that updates change, and that saved state does not put back.
+
+Nothing is serialized for it: the objects that a trainer reaches are walked, and what they hold is written down as texts that
+differ where the bits differ.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import random
+import re
+import sys
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from chainring._naming import unwrap
+from chainring.serializers.base import has_state
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+Attributes = dict[str, str]
+"""By path, such as ``updater.model:main.encoder.counter``, the text of what is there."""
+
+_MAX_WRITTEN = 4  # elements up to which a tensor is written out
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_ARRAYS = (Tensor, np.ndarray)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_NOT_WALKED = (type, ModuleType, BuiltinMethodType)
+_COMMON = frozenset({*sys.stdlib_module_names, "chainring", "torch", "numpy"})
+_LIBRARIES = ("chainring.", "torch.")  # their own attributes are saved, settings or caches
+_LIKE_OWN = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")  # of which the state is for the script to save
+_DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
+_MAX_DEPTH, _MAX_OBJECTS, _MAX_ITEMS, _MAX_BYTES = 8, 20_000, 100, 2**26
+_SAMPLED = 2**16  # elements of an array that is looked at in part
+_NOT_PERSISTENT = " (a buffer with persistent=False)"
+_FOREIGN = "\0"  # ends the text of what belongs to an installed package
+_TIMES = frozenset(
+    ["time", "times", "elapsed", "seconds", "duration", "durations", "clock", "wall", "timestamp", "timestamps", "speed"]
+)
+_CACHES = frozenset(["cache", "caches", "cached", "memo"])
+_INDEX = re.compile(r"((\[[^\]]*\])+|, length)$")
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each value in nested containers that is not a container itself, with its path."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(f"{path}/{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(f"{path}/{index}", item)
+    elif isinstance(value, (set, frozenset)):
+        yield from leaves(path, sorted(value, key=repr))
+    else:
+        yield path, value
+
+
+def describe_leaves(path: str, value: Any) -> dict[str, str]:
+    """Return the descriptions of all values in nested containers by path."""
+    return {leaf_path: describe(leaf) for leaf_path, leaf in leaves(path, value)}
+
+
+def describe(value: Any) -> str:
+    """Return a plain value as Python writes it, a large array as dtype, shape and CRC-32, anything else as its class."""
+    value = as_tensor(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = value.tolist()
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_meta:
+            return f"{dtype} {tuple(value.shape)} without data"
+        if value.numel() <= _MAX_WRITTEN and not value.is_complex():
+            return f"{dtype} {value.tolist()}"
+        return f"{dtype} {tuple(value.shape)} of CRC {zlib.crc32(bytes_of(value).numpy().data):08x}"
+    if isinstance(value, (bool, int, float, complex, str, bytes, list, type(None), np.generic)):
+        return repr(value)
+    return type(value).__name__
+
+
+def checksum(value: Any) -> str:
+    """Return one CRC-32 of everything in nested containers."""
+    return f"{zlib.crc32(repr(describe_leaves('', value)).encode()):08x}"
+
+
+def as_tensor(value: Any) -> Any:
+    """Return a numeric array as a tensor, and anything else as it is."""
+    is_numeric = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return torch.from_numpy(value.copy()) if is_numeric else value
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as uint8 in one dimension."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    return dense.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def is_time(value: Any) -> bool:
+    """Return whether a number is what a clock has shown in the last hours."""
+    if isinstance(value, _ARRAYS):
+        if value.nbytes > 8 or (isinstance(value, Tensor) and value.is_meta) or list(value.shape) not in ([], [1]):
+            return False
+        value = value.item()
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    number = float(value)
+    if isinstance(value, (int, np.integer)):
+        return number > 1e12 and any(abs(number / 1e9 - clock()) < 86400 for clock in _CLOCKS)
+    if abs(number - time.time()) < 86400:
+        return True
+    return not number.is_integer() and any(-600 < number - clock() < 1 for clock in _CLOCKS)
+
+
+def attributes_of(trainer: Trainer, stop_trigger: Any = None) -> Attributes:
+    """Return what the objects of a trainer hold, saved or not, by path: values, arrays, generators, lengths of lists."""
+    updater = trainer.updater
+    models = {name: unwrap(model) for name, model in updater.get_all_models().items()}
+    roots: dict[str, Any] = {f"updater.model:{name}": model for name, model in models.items()}
+    roots |= {f"updater.iterator:{name}": iterator for name, iterator in updater.get_all_iterators().items()}
+    roots["updater"] = updater
+    for entry in trainer.entries:
+        roots |= {f"extensions.{entry.name}": entry.extension, f"extensions.{entry.name}.trigger": entry.trigger}
+    roots["stop_trigger"] = trainer.stop_trigger if stop_trigger is None else stop_trigger
+    walk = _Walk(models.values(), updater.get_all_optimizers().values(), [trainer, *roots.values()])
+    for path, root in roots.items():
+        walk.visit(path, root, is_root=True)
+    return walk.found
+
+
+def changed(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
+    """Return the paths of what has changed in a way that matters.
+
+    A cache is filled once: what was not there before, or belongs to an installed package, must have changed twice.
+    """
+    return [path for path, text in after.items() if _has_changed(before.get(path), between.get(path), text)]
+
+
+def _has_changed(before: str | None, between: str | None, after: str) -> bool:
+    if before == after or between is None:
+        return before is not None and before != after and not after.endswith(_FOREIGN)
+    if after.endswith(_FOREIGN) and before in (None, between):
+        return False
+    return between != after if before in (None, "None") or after.endswith(_FOREIGN) else True
+
+
+def unsaved(paths: Iterable[str], expected: Attributes, found: Attributes) -> dict[str, str]:
+    """Return by the path of an attribute how what is found there differs from what loading should have put there.
+
+    Args:
+        paths: of what has changed.
+        expected: what loading puts there if it is state.
+        found: what is there after loading.
+    """
+    differing: dict[str, str] = {}
+    for path in paths:
+        if expected.get(path) != found.get(path):
+            texts = (texts_at.get(path, "nothing").removesuffix(_FOREIGN) for texts_at in (expected, found))
+            differing.setdefault(_INDEX.sub("", path), " -> ".join(texts))
+    return differing
+
+
+def remedy(path: str, text: str) -> str:
+    """Return what makes an attribute of this path state, given the text of its value."""
+    if path.endswith(_NOT_PERSISTENT):
+        return "register it with persistent=True"
+    if text.startswith("an optimizer"):
+        return "give it to the updater among its optimizers"
+    if " in state " in text:
+        return "draw from the global generators, which are saved, or save its state"
+    if path.startswith("updater.model:"):
+        return "register_buffer, or a serialize(serializer) of the module"
+    if path.startswith("updater.iterator:"):
+        return "serialize(serializer), or state_dict() and load_state_dict(state), of the iterator or loader"
+    return "serialize(serializer) of the object that holds it"
+
+
+class _Walk:
+    """A walk through objects, each once, that records plain values, arrays and random generators."""
+
+    def __init__(self, models: Iterable[nn.Module], optimizers: Iterable[Any], roots: Iterable[Any]) -> None:
+        self.found: Attributes = {}
+        self._saved = {id(module) for model in models if isinstance(model, nn.Module) for module in model.modules()}
+        self._saved |= set(map(id, optimizers))
+        self._visited: dict[int, Any] = {}  # kept alive, so that no id is given out twice
+        self._roots = set(map(id, roots))  # each has a path of its own
+        self._bytes_left = _MAX_BYTES
+
+    def visit(self, path: str, value: Any, depth: int = 0, origin: str = "own", is_root: bool = False) -> None:
+        """Record a value and whatever it refers to; of a library's own attribute only user objects inside it."""
+        if isinstance(value, _PLAIN + _ARRAYS):
+            if origin != "library" and not _is_of(_CACHES, path):
+                is_left_out = is_time(value) or (isinstance(value, (float, *_ARRAYS)) and _is_of(_TIMES, path))
+                self._record(path, "a time" if is_left_out else self._describe(value), origin)
+            return
+        if id(value) in self._visited or (id(value) in self._roots and not is_root):
+            return
+        if depth > _MAX_DEPTH or len(self._visited) > _MAX_OBJECTS:
+            return
+        self._visited[id(value)] = value
+        if isinstance(value, _GENERATORS):
+            self._record(path, f"a {type(value).__name__} in state {checksum(_state_of(value))}", "own")
+        elif isinstance(value, torch.optim.Optimizer):
+            if id(value) not in self._saved:
+                self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "own")
+        elif not _is_display(value) and not (
+            origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)
+        ):
+            # A dict that grows is a cache, and results are collected in lists that a script has in variables.
+            is_counted = isinstance(value, _CONTAINERS) and not isinstance(value, dict) and not path.endswith("'")
+            if is_counted and origin != "library" and not _is_of(_CACHES | _TIMES, path):
+                self._record(f"{path}, length", str(len(value)), origin)
+            for child_path, child, child_origin in self._references(path, value, origin):
+                self.visit(child_path, child, depth + 1, child_origin)
+
+    def _record(self, path: str, text: str, origin: str) -> None:
+        self.found[path] = text + (_FOREIGN if origin == "foreign" else "")
+
+    def _describe(self, value: Any) -> str:
+        """Return the description of a value; of an array beyond what is read in all, that of elements at equal distances."""
+        try:
+            if isinstance(value, _ARRAYS):
+                self._bytes_left -= value.nbytes
+                if self._bytes_left < 0 and value.nbytes > 8 * _SAMPLED:
+                    flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.reshape(-1)
+                    return f"{tuple(value.shape)}, in part {describe(flat[:: max(len(flat) // _SAMPLED, 1)])}"
+            return describe(value)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # a tensor of a kind that has no bytes to read
+            return type(value).__name__
+
+    def _references(self, path: str, value: Any, origin: str) -> Iterator[tuple[str, Any, str]]:
+        """Yield the objects that one refers to: the path, the object, and who has made the reference."""
+        if isinstance(value, _CONTAINERS):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
+                yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, origin
+        elif isinstance(value, FunctionType):
+            yield from _of_function(path, value)
+        elif isinstance(value, MethodType):
+            yield path, value.__self__, "own"
+            yield from _of_function(path, value.__func__)
+        elif isinstance(value, functools.partial):
+            for index, item in enumerate((value.func, value.args, value.keywords)):
+                yield f"{path}[{index}]", item, "library"
+        elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
+            yield from self._of_attributes(path, value)
+            if _origin(type(value)) == "own":
+                yield from self._of_class(path, type(value))
+
+    def _of_attributes(self, path: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+        cls, is_module = type(value), isinstance(value, nn.Module)
+        origins = _attribute_origins(cls)
+        held = dict(getattr(value, "__dict__", {}))
+        slots = {name for base in cls.__mro__ for name in _slots(base) if hasattr(value, name)}
+        for name, item in [*held.items(), *((name, getattr(value, name)) for name in sorted(slots - held.keys()))]:
+            if not (is_module and name in ("_parameters", "_buffers", "_modules")):
+                yield f"{path}.{name}", item, origins.get(name, _origin(cls))
+        if is_module:
+            for name in sorted(value._non_persistent_buffers_set):
+                yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], _origin(cls)
+            if id(value) not in self._saved:
+                for name, item in {**value._parameters, **value._buffers}.items():
+                    yield f"{path}.{name}", item, "own"
+            for name, child in value._modules.items():
+                yield f"{path}.{name}", child, "own"
+        for base in reversed(cls.__mro__):  # a default that an object has not replaced yet
+            for name, item in vars(base).items() if _origin(base) == "own" else ():
+                if name not in held and name not in slots and isinstance(item, _PLAIN) and not name.startswith("__"):
+                    yield f"{path}.{name}", item, "own"
+
+    def _of_class(self, path: str, cls: type) -> Iterator[tuple[str, Any, str]]:
+        """Yield the variables that the methods of a user's class use, and its generators."""
+        for base in cls.__mro__:
+            if _package(base) in _COMMON or id(base) in self._visited:
+                continue
+            self._visited[id(base)] = base
+            for name, item in vars(base).items():
+                if isinstance(item, FunctionType):
+                    yield from _of_function(path, item)
+                elif not name.startswith("__") and isinstance(item, _GENERATORS):
+                    yield f"{path}, class attribute {base.__name__}.{name}", item, "own"
+
+
+def _of_function(path: str, function: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yield the attributes of a user's function, and the variables of its enclosing function and module that it uses."""
+    if function.__module__ is None or _package(function) in _COMMON:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if hasattr(cell, "cell_contents"):
+            yield f"{path}, variable {name!r}", cell.cell_contents, "own"
+    for name in {step.argval: None for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}:
+        if name in function.__globals__:
+            yield f"{path}, variable {name!r}", function.__globals__[name], "own"
+    for name, value in vars(function).items():
+        yield f"{path}.{name}", value, "own"
+
+
+def _attribute_origins(cls: type) -> dict[str, str]:
+    """Return by name whose attributes those are that the methods of libraries and packages assign in objects of a class."""
+    if cls in _assigned:
+        return _assigned[cls]
+    origins = {}
+    for base in reversed(cls.__mro__):
+        if (origin := _origin(base)) != "own":
+            methods = [item for item in vars(base).values() if isinstance(item, FunctionType)]
+            stored = (
+                step.argval for method in methods for step in dis.get_instructions(method) if step.opname == "STORE_ATTR"
+            )
+            origins.update(dict.fromkeys(stored, origin))
+    if issubclass(cls, nn.Module):
+        origins.update(dict.fromkeys(vars(nn.Module()), "library"))
+    _assigned[cls] = origins
+    return origins
+
+
+_assigned: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
+
+
+def _origin(cls: type) -> str:
+    """Return whether a class is of a library that is known, of another installed package, or the user's own."""
+    return _origin_of_module(str(cls.__module__))
+
+
+@functools.cache
+def _origin_of_module(name: str) -> str:
+    if f"{name}.".startswith(_LIKE_OWN):
+        return "own"
+    if f"{name}.".startswith(_LIBRARIES) or name.partition(".")[0] in sys.stdlib_module_names:
+        return "library"
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "foreign" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "own"
+
+
+def _slots(cls: type) -> Iterable[str]:
+    names = vars(cls).get("__slots__", ()) if _origin(cls) == "own" else ()
+    return [names] if isinstance(names, str) else [name for name in names if not name.startswith("__")]
+
+
+def _is_display(value: Any) -> bool:
+    return any(_package(base) in _DISPLAYS for base in type(value).__mro__)
+
+
+def _package(definition: Any) -> str:
+    return str(definition.__module__).partition(".")[0]
+
+
+def _is_of(words: frozenset[str], path: str) -> bool:
+    """Return whether the last name of a path is made of one of these words."""
+    name = re.split(r"[.']", _INDEX.sub("", path).removesuffix("'"))[-1]
+    return not words.isdisjoint(name.lower().split("_"))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
