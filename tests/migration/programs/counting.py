@@ -42,6 +42,13 @@ def shuffled():
     return [sorted(first), sorted(second), first == second]
 
 
+def shuffle_none():
+    """`shuffle=None` shuffles."""
+    iterator = iterators.SerialIterator(list(range(50)), 50, shuffle=None)
+    order = [int(i) for i in next(iterator)]
+    return [sorted(order), order == sorted(order)]
+
+
 def updater():
     """`StandardUpdater`: iteration, epoch and their details after each update."""
     trainer, _ = make_trainer((3, "epoch"))
