@@ -197,3 +197,18 @@ def test_the_function_without_data_is_minimised():
     log = page["trainer"].get_extension("LogReport").log
     assert log[-1]["main/loss"] < log[0]["main/loss"] / 20
     assert (len(log), page["trainer"].updater.epoch) == (10, 0)
+
+
+def test_the_recipe_of_a_closure_trains_and_its_loss_falls():
+    """Six steps of LBFGS, and a step of the optimizer that looks nearby."""
+    page = run_section("Optimizers that need a closure")
+    log = page["trainer"].get_extension("LogReport").log
+    assert log[-1]["main/loss"] < log[0]["main/loss"] / 2
+    model = page["Classifier"](page["mlp"]())
+    optimizer = page["Nearby"](model.parameters(), lr=0.1)
+    updater = page["SharpnessAware"](page["batches"](), optimizer, model, accumulate=2)
+    trainer = training.Trainer(updater, (2, "epoch"))
+    trainer.extend(extensions.LogReport())
+    trainer.run()
+    first, last = trainer.get_extension("LogReport").log
+    assert last["main/loss"] < first["main/loss"]

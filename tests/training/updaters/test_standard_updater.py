@@ -290,10 +290,3 @@ def test_a_loss_module_of_ones_own_may_take_the_model_first():
     updater = updater_of(loss_func=Own())
     updater.update()
     assert updater.iteration == 1
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused_with_the_remedy():
-    """LBFGS evaluates the loss itself, which the default update does not do."""
-    model = Regression()
-    with pytest.raises(TypeError, match=r"without a closure.*LBFGS.*write update_core"):
-        StandardUpdater(SerialIterator([0], 1), torch.optim.LBFGS(model.parameters()), model)

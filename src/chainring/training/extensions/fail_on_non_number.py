@@ -80,7 +80,7 @@ class FailOnNonNumber(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._pending = []
         for optimizer in trainer.updater.get_all_optimizers().values():
-            self._removals.append(optimizer.register_step_pre_hook(partial(self._check_step, trainer)).remove)
+            self._removals.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer)).remove)
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             record = partial(self._record_batch, trainer)
@@ -109,7 +109,25 @@ class FailOnNonNumber(Extension):
                 self._before[f"own state of {name}"] = own.target
         self._batches.append(context.batch)
 
-    def _check_step(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, trainer: Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Check a step before it, or, if it is done by a closure, in the first call of that."""
+        closure = _closure_of(args, kwargs)
+        if closure is None:
+            self._check_step(trainer, optimizer)
+            return None
+        is_checked = False
+
+        def check() -> Any:
+            nonlocal is_checked
+            loss = closure()
+            if not is_checked:
+                is_checked = True
+                self._check_step(trainer, optimizer)
+            return loss
+
+        return (args[0], check), {}
+
+    def _check_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Check the loss and all gradients, before a step."""
         iteration = trainer.updater.iteration + 1
         reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
@@ -206,7 +224,9 @@ class FailOnNonNumber(Extension):
                 _random.set_rng_state(state["generators"])
             context.batch = batches.pop(0)
 
-        def end_replay(*_: Any) -> None:
+        def end_replay(_: Optimizer, args: Any, kwargs: Any) -> None:
+            if (closure := _closure_of(args, kwargs)) is not None:
+                closure()
             raise _ReplayEnd
 
         handles = [optimizer.register_step_pre_hook(end_replay) for optimizer in updater.get_all_optimizers().values()]
@@ -259,6 +279,11 @@ def _has_non_number(tensors: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.bool)
     # The largest magnitude, which is NaN where there is one; unlike a sum of squares it cannot overflow.
     return ~torch.isfinite(torch.nn.utils.get_total_norm(dense, math.inf))
+
+
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure with which a step is called, or ``None``."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
 def _trained(optimizer: Optimizer) -> list[Any]:

@@ -49,7 +49,7 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
     return output, None
 
 
-def run_backward(loss: Tensor) -> None:
+def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
     """Compute the gradients of a loss.
 
     Gradient checkpointing runs parts of the forward again in there. A value that they report again is ignored, or a module
@@ -57,14 +57,14 @@ def run_backward(loss: Tensor) -> None:
     """
     reporter = current.reporter
     if reporter is None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
     # hot path: "no extension" of benchmarks/overhead.py. As in a scope of the reporter, which is two calls.
     observation = reporter.observation
     during: dict[str, Any] = {}
     reporter.observation = during
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
         reporter.observation = observation
     if during:  # a new key, such as the size of a gradient in a tensor's hook, is a report as any other

@@ -30,11 +30,18 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def stash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
-    """Move the gradients of an optimizer's parameters into ``stashed``, added to what is there."""
+def stash(optimizer: Optimizer, stashed: dict[Tensor, Tensor], shared: Set[int]) -> None:
+    """Move the gradients of an optimizer's parameters into ``stashed``, added to what is there.
+
+    The memory of those whose ids are in ``shared`` is written to by the next backward.
+    """
     for parameter in list_parameters([optimizer]):
-        if parameter.grad is not None:
-            stashed[parameter] = stashed[parameter] + parameter.grad if parameter in stashed else parameter.grad
+        gradient = parameter.grad
+        if gradient is not None:
+            if parameter in stashed:
+                stashed[parameter] = stashed[parameter] + gradient
+            else:
+                stashed[parameter] = gradient.clone() if id(parameter) in shared else gradient
             parameter.grad = None
 
 
@@ -44,6 +51,13 @@ def unstash(optimizer: Optimizer, stashed: dict[Tensor, Tensor]) -> None:
         gradient = stashed.pop(parameter, None)
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def scale(optimizer: Optimizer, factor: Any) -> None:
+    """Multiply the gradients of an optimizer's parameters by a number."""
+    for parameter in list_parameters([optimizer]):
+        if parameter.grad is not None:
+            to_local(parameter.grad).mul_(factor)
 
 
 def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[int], world_size: int) -> None:

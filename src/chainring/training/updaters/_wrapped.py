@@ -13,7 +13,10 @@ from chainring._distributed.sharding import fsdp_modules, is_sharded
 
 
 class WrappedModules:
-    """The modules of some models that are wrapped in DDP or `fully_shard`; ``parameters`` are the ids of theirs."""
+    """The modules of some models that are wrapped in DDP or `fully_shard`; ``parameters`` are the ids of theirs.
+
+    ``in_buckets`` are the ids of those whose gradients lie in memory that DDP writes to in each backward.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._replicated = _list_ddp_modules(models)
@@ -21,6 +24,8 @@ class WrappedModules:
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in model.parameters() if is_sharded(parameter)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
+        viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
+        self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Let the next backward exchange gradients between ranks, or only add to those of this rank."""

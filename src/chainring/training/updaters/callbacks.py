@@ -56,7 +56,7 @@ class UpdateCallbacks:
     Each argument is one callable or an iterable of them. ``batch_on_finish`` runs after a batch was converted and moved to
     the device, ``forward`` and ``backward`` once for each micro-batch, ``comm`` (only where a communicator was given) and
     ``update`` once an update. At ``update_on_start`` the gradients are final: averaged over micro-batches and ranks, and
-    unscaled.
+    unscaled. Where an optimizer steps by a closure, each call of it has these stages, but for ``update_on_finish``.
 
     An extension that listens for the length of a run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,16 @@ class ParallelUpdater(StandardUpdater):
         shares = [batch[index::count] for index in range(count)]
         converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
         inputs = self._finish_batch(converted, count_examples(batch))
+        compute = partial(self._compute_gradients_in_replicas, replicas, shares, inputs)
+        if self._steps_by_closure:
+            self._step_all_by_closure(compute)
+            return
+        compute()
+        for name in self._optimizers:
+            self.step(name)
+
+    def _compute_gradients_in_replicas(self, replicas: list[_Replica], shares: list[Any], inputs: list[Any]) -> Tensor:
+        """Add the gradients of all shares to those of the main model, and return the loss of the batch."""
         with self.autocast():
             losses, weights, observations = zip(*self._forward_replicas(replicas, inputs), strict=True)
         device = losses[0].device
@@ -92,11 +103,12 @@ class ParallelUpdater(StandardUpdater):
         if (outer := current_observation()) is not None:
             outer.update(merge_observations(observations, weights, device))
         weighted = [(loss.to(device), weight) for loss, weight in zip(losses, weights, strict=True)]
-        self.backward(*(weighted[0] if len(weighted) == 1 else weighted_mean(weighted)))
+        loss: Tensor
+        loss, weight = weighted[0] if len(weighted) == 1 else weighted_mean(weighted)
+        self.backward(loss, weight)
         for replica in replicas[1:]:
             _collect_gradients(replica.model, self._models["main"])
-        for name in self._optimizers:
-            self.step(name)
+        return loss
 
     def _forward_replicas(self, replicas: list[_Replica], inputs: list[Any]) -> list[tuple[Tensor, Any, dict[str, Any]]]:
         """Return for each replica its loss, the weight that came with the loss, and the values reported beside it."""

@@ -24,6 +24,16 @@ from chainring.iterators.loader import as_iterator
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+from chainring.training.updaters._closures import (
+    NO_FP16,
+    Evaluation,
+    can_step,
+    check_not_sharded,
+    check_returned,
+    mean_loss,
+    needs_closure,
+    only_gradients_of,
+)
 from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._forward import (
     arguments,
@@ -33,7 +43,15 @@ from chainring.training.updaters._forward import (
     loss_and_weight,
     run_backward,
 )
-from chainring.training.updaters._gradients import clear_gradients, rescale, stash, sum_over_ranks, unstash
+from chainring.training.updaters._gradients import (
+    clear_gradients,
+    list_parameters,
+    rescale,
+    scale,
+    stash,
+    sum_over_ranks,
+    unstash,
+)
 from chainring.training.updaters._precision import Precision, device_type_of
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, list_buffers
 from chainring.training.updaters.base import Updater, hyperparameters, parameter_names
@@ -50,6 +68,10 @@ class StandardUpdater(Updater):
     To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward`
     and `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k`` one update runs
     ``update_core`` k times, and ``step`` acts in the last of them, on the gradients that stood at each call of it.
+
+    An optimizer whose ``step`` needs a closure, such as ``torch.optim.LBFGS``, steps by one that computes the loss of the
+    same batch, or of the same k micro-batches, each time that it is called. What is reported is of its first call in an
+    update: the loss before the step.
 
     The micro-batches of an update, and those of other ranks, are averaged by weight: the number of examples, or what the
     loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are one batch of k * b.
@@ -106,8 +128,7 @@ class StandardUpdater(Updater):
     ) -> None:
         self._models = check_models(model)
         self._optimizers = _check_optimizers(optimizer, self._models)
-        iterators = {} if iterator is None else _by_name(iterator, "iterator")
-        self._iterators = {name: as_iterator(source) for name, source in iterators.items()}
+        self._iterators = _as_iterators(iterator)
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
         _check_settings(converter, accumulate, callbacks)
         if loss_func is not None:
@@ -148,7 +169,11 @@ class StandardUpdater(Updater):
         self._spans_batches = self.accumulate > 1 or overrides_core
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
-        self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler)
+        check_not_sharded(self._optimizers)
+        self._steps_by_closure = any(map(needs_closure, self._optimizers.values()))
+        if self._steps_by_closure and self._precision.scaler and not overrides_core:
+            raise ValueError(NO_FP16)
+        self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler or self._steps_by_closure)
         self._update_straight = self._update_fast if self._iterators else self._update_without_data
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
@@ -158,7 +183,8 @@ class StandardUpdater(Updater):
             forward = model if self.loss_func is None else partial(self.loss_func, model)
             self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
         elif compiles:
-            warn_not_compiled("accumulation, ranks, callbacks, fp16 and stages of one's own need an update in stages")
+            stages = "accumulation, ranks, callbacks, fp16, closures and stages of one's own"
+            warn_not_compiled(f"{stages} need an update in stages")
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
@@ -216,7 +242,7 @@ class StandardUpdater(Updater):
         self._begin_update()
         if self.accumulate == 1:
             self.update_core()
-            self._add_weight()
+            self.weight = self._weights.get(0, self._examples)
         else:
             self._accumulate()
         if self._precision.scaler is not None:
@@ -230,8 +256,10 @@ class StandardUpdater(Updater):
     def _begin_update(self) -> None:
         self._context = UpdateContext(self, self.iteration, 0)
         self._examples: Any = 1
-        self._micro_batch_weight: Any = None
+        self._weights: dict[int, Any] = {}  # of the micro-batches by their number: of the first backward of each
         self._backward_weight: Any = None
+        self._closures: dict[str, list[Evaluation]] = {}
+        self._precedes_closure: set[str] = set()  # optimizers that had gradients before they were given a closure
         self._stepped: list[Optimizer] = []
         self._is_last_micro_batch = True
         self.weight = 0
@@ -250,7 +278,7 @@ class StandardUpdater(Updater):
     def _accumulate(self) -> None:
         """Run the micro-batches of an update; if the data end after some, the update is made of those."""
         outer = current_observation()
-        observed: list[tuple[dict[str, Any], Any]] = []
+        observed: list[dict[str, Any]] = []
         for micro_step in range(self.accumulate):
             before, self._context = self._context, UpdateContext(self, self.iteration, micro_step)
             self._is_last_micro_batch = micro_step == self.accumulate - 1
@@ -258,22 +286,32 @@ class StandardUpdater(Updater):
             self._discard_stale_gradients()
             # Stashed gradients are exchanged each time, since the last backward does not see them.
             self._wrapped.set_gradient_sync(self._is_last_micro_batch or self._stashes)
-            self._micro_batch_weight = self._backward_weight = None
+            self._backward_weight = None
             try:
                 with nullcontext() if outer is None else report_scope(observation):
                     self.update_core()
-                self._add_weight()
             except StopIteration:
                 if not observed:
                     raise
-                self._is_last_micro_batch, self._context = True, before
-                self._discard_stale_gradients()
-                self._exchange_late()
-                self._finish_step(self._deferred)
+                self._context = before
+                self._finish_early()
                 break
-            observed.append((observation, self._micro_batch_weight))
+            self._weights.setdefault(micro_step, self._examples)  # of an update_core that does without `backward`
+            observed.append(observation)
+        weights = [self._weights[micro_step] for micro_step in range(len(observed))]
+        self.weight = sum(weights)
         if outer is not None:
-            outer.update(weighted_means(observed))
+            outer.update(weighted_means(list(zip(observed, weights, strict=True))))
+
+    def _finish_early(self) -> None:
+        """Let the optimizers step that wait for a last micro-batch, which does not come."""
+        self._is_last_micro_batch = True
+        self._discard_stale_gradients()
+        self._exchange_late()
+        if names := [name for name in self._deferred if name not in self._closures]:
+            self._finish_step(names)
+        for name in list(self._closures):
+            self._finish_step_by_closure(name)
 
     def _discard_stale_gradients(self) -> None:
         """Clear gradients that were added after an optimizer's step: a generator's loss also reaches its critic."""
@@ -283,31 +321,38 @@ class StandardUpdater(Updater):
 
     def _exchange_late(self) -> None:
         """Let wrapped models exchange the gradients that they have accumulated, as the last micro-batch would have done."""
-        if self.comm.size > 1 and self._wrapped.parameters and not self._stashes:
-            self._wrapped.set_gradient_sync(True)
+        self._wrapped.set_gradient_sync(True)
+        if self.comm.size > 1 and self._wrapped.parameters and not self._stashes and not self._closures:
             unreported = nullcontext() if current_observation() is None else report_scope({})
             with unreported, self._precision.autocast():
                 loss, _ = self._compute_loss(self._models["main"], self._context.batch)
             run_backward(loss * 0)
-
-    def _add_weight(self) -> None:
-        if self._micro_batch_weight is None:  # an update_core that does without `backward`
-            self._micro_batch_weight = self._examples
-        self.weight = self.weight + self._micro_batch_weight
 
     # --- the stages of a micro-batch, for `update_core` ---
 
     def update_core(self) -> None:
         """Compute one micro-batch: the next batch, its loss, backward, and a step of every optimizer."""
         batch = self.next_batch() if self._iterators else ()
+        if self._steps_by_closure:
+            self._step_all_by_closure(partial(self._compute_gradients, batch))
+            return
+        self._compute_gradients(batch)
+        if len(self._optimizers) == 1:
+            (name,) = self._optimizers
+            self.step(name)
+        else:
+            self._step(list(self._optimizers))
+
+    def _compute_gradients(self, batch: Any) -> Any:
         with self.autocast():
             loss, weight = self._compute_loss(self._models["main"], batch)
             self._context.loss = loss
         self.backward(loss, weight)
-        if len(self._optimizers) == 1:
-            self.step(*self._optimizers)
-        else:
-            self._step(list(self._optimizers))
+        return loss
+
+    def _step_all_by_closure(self, closure: Callable[[], Any]) -> None:
+        for name in self._optimizers:
+            self.step(name, closure)
 
     def next_batch(self, name: str = "main") -> Any:
         """Return the next batch of an iterator, converted, on the device.
@@ -360,13 +405,14 @@ class StandardUpdater(Updater):
         with self._precision.autocast():
             return self._compute_loss(model, batch)
 
-    def backward(self, loss: Tensor, weight: Any = None) -> None:
+    def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
         """Add the gradients of a loss.
 
         Args:
             loss: a scalar, the mean over what ``weight`` counts.
             weight: the weight of this micro-batch beside the others and those of other ranks, by default its number of
                 examples; a number, or a tensor without dimensions, which is not read.
+            retain_graph: True to keep the graph, for another backward through a part of it.
 
         Raises:
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
@@ -375,13 +421,10 @@ class StandardUpdater(Updater):
         examples = self._examples
         if weight is None or (type(examples) is int and examples == 0):  # a repeated example never counts
             weight = examples
-        if self._micro_batch_weight is None:
-            self._micro_batch_weight = weight
+        self._weights.setdefault(self._context.micro_step, weight)
         self._backward_weight = weight
-        if self._stepped:  # gradients of a step before this one, in an update of several
-            for optimizer in self._stepped:
-                clear_gradients(optimizer)
-            self._stepped = []
+        if self._stepped:
+            self._clear_stepped()
         context, callbacks, scaler = self._context, self.callbacks, self._precision.scaler
         context.loss = loss
         if callbacks.backward_on_start:
@@ -391,20 +434,55 @@ class StandardUpdater(Updater):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference_weight
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        run_backward(loss if scaler is None else scaler.scale(loss))
+        run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
 
-    def step(self, name: str = "main") -> None:
+    def _clear_stepped(self) -> None:
+        """Clear the gradients of a step before, in an update of several."""
+        for optimizer in self._stepped:
+            clear_gradients(optimizer)
+        self._stepped = []
+
+    def step(self, name: str = "main", closure: Callable[[], Tensor] | None = None) -> None:
         """Let an optimizer step, in the last micro-batch: communicate, unscale, callbacks, ``optimizer.step()``.
 
         Its gradients can be read until the next backward or update, which clears them.
 
+        A closure is that of PyTorch: it computes the loss, calls ``self.backward(loss)``, or ``loss.backward()``, and
+        returns the loss. It leaves the rest to the updater: before each call the optimizer's gradients are cleared, after
+        it they are exchanged between ranks and the callbacks of communication and ``update_on_start`` run. With
+        accumulation each call calls the closures of all micro-batches. The optimizer gets the mean loss over micro-batches
+        and ranks, on every rank the same. Gradients of a `backward` before ``step`` are made final before the optimizer
+        steps, for methods that begin with them. Values are reported in the first call only.
+
+        Args:
+            name: of the optimizer.
+            closure: for an optimizer that computes the loss itself, as ``torch.optim.LBFGS``.
+
         Raises:
             KeyError: there is no optimizer of that name.
+            TypeError: the closure cannot be called, or does not return one number.
+            ValueError: there is a closure, and the precision is ``"fp16"``.
             RuntimeError: with accumulation or ranks, the loss did not go through `backward`.
+
+        Example::
+
+            class Minimizer(StandardUpdater):
+                def update_core(self):
+                    x, t = self.next_batch()
+
+                    def closure():
+                        loss = mse_loss(self.get_model("main")(x), t)
+                        self.backward(loss)
+                        return loss
+
+                    self.step(closure=closure)
         """
-        self._step([name])
+        if closure is None:
+            self._step([name])
+        else:
+            self._step_by_closure(name, closure)
 
     def _step(self, names: list[str]) -> None:
         if self._averages:
@@ -415,7 +493,7 @@ class StandardUpdater(Updater):
         self._deferred += [name for name in names if name not in self._deferred]
         if self._stashes:
             for name in names:
-                stash(self.get_optimizer(name), self._stashed)
+                stash(self.get_optimizer(name), self._stashed, self._wrapped.in_buckets)
 
     def _add_total_weights(self, names: list[str]) -> None:
         if self._backward_weight is None:
@@ -428,23 +506,103 @@ class StandardUpdater(Updater):
 
     def _finish_step(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
-        callbacks, context, scaler = self.callbacks, self._context, self._precision.scaler
-        optimizers = [self.get_optimizer(name) for name in names]
-        if self._averages:
-            self._average_gradients(names, optimizers)
-        if scaler is not None:
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
-        if callbacks.update_on_start:
-            run(callbacks.update_on_start, context)
+        scaler, optimizers = self._precision.scaler, [self.get_optimizer(name) for name in names]
+        self._finish_gradients(names, optimizers)
         for optimizer in optimizers:
             if scaler is None:
                 _step_optimizer(optimizer)
             else:
                 scaler.step(optimizer)
-        if callbacks.update_on_finish:
-            run(callbacks.update_on_finish, context)
+        if self.callbacks.update_on_finish:
+            run(self.callbacks.update_on_finish, self._context)
         self._stepped += optimizers
+
+    def _finish_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
+        scaler = self._precision.scaler
+        if self._averages:
+            self._average_gradients(names, optimizers)
+        if scaler is not None:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+        if self.callbacks.update_on_start:
+            run(self.callbacks.update_on_start, self._context)
+
+    def _step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
+        optimizer = self.get_optimizer(name)
+        if not callable(closure):
+            raise TypeError(f"a closure is a function without arguments that returns the loss, got {type(closure).__name__}")
+        if self._precision.scaler is not None:
+            raise ValueError(NO_FP16)
+        evaluation = Evaluation(closure, self._context, self._examples, current_observation())
+        self._closures.setdefault(name, []).append(evaluation)
+        if self._backward_weight is not None:
+            self._precedes_closure.add(name)
+            if self._averages:
+                self._add_total_weights([name])
+        if self._is_last_micro_batch:
+            self._finish_step_by_closure(name)
+            return
+        self._deferred += [] if name in self._deferred else [name]
+        if self._stashes:
+            stash(optimizer, self._stashed, self._wrapped.in_buckets)
+
+    def _finish_step_by_closure(self, name: str) -> None:
+        """Let an optimizer step that calls the closures of all micro-batches as often as it likes."""
+        optimizer, evaluations = self.get_optimizer(name), self._closures.pop(name)
+        if name in self._precedes_closure:
+            self._precedes_closure.remove(name)
+            self._finish_gradients([name], [optimizer])
+        is_first = True
+
+        def closure() -> Any:
+            nonlocal is_first
+            was_first, is_first = is_first, False
+            return self._evaluate(name, optimizer, evaluations, was_first)
+
+        optimizer.step(closure)
+        if self.callbacks.update_on_finish:
+            run(self.callbacks.update_on_finish, self._context)
+        self._stepped.append(optimizer)
+
+    def _evaluate(self, name: str, optimizer: Optimizer, evaluations: list[Evaluation], is_first: bool) -> Any:
+        """Compute the gradients of an optimizer by its closures, and return the mean loss."""
+        self._clear_stepped()
+        before = self._context, self._examples, self._backward_weight
+        with torch.enable_grad(), only_gradients_of(optimizer, self._optimizers.values()):
+            losses = [self._call_closure(name, optimizer, evaluation, is_first) for evaluation in evaluations]
+            unreported = nullcontext() if is_first or current_observation() is None else report_scope({})
+            with unreported:
+                self._finish_gradients([name], [optimizer])
+        self._context, self._examples, self._backward_weight = before
+        return mean_loss(self.comm, losses, list_parameters([optimizer])[0].device)
+
+    def _call_closure(self, name: str, optimizer: Optimizer, evaluation: Evaluation, is_first: bool) -> tuple[Any, Any]:
+        """Return the loss of a micro-batch and its weight; its gradients are added to those of the micro-batches before."""
+        self._context, self._examples, self._backward_weight = evaluation.context, evaluation.examples, None
+        clear_gradients(optimizer)
+        if is_first:
+            self._weights.pop(evaluation.context.micro_step, None)
+        observation = evaluation.observation
+        with nullcontext() if observation is None else report_scope(observation if is_first else {}):
+            loss = check_returned(evaluation.closure())
+        if self._backward_weight is None:
+            self._weigh_gradients(optimizer)
+        if self._averages:
+            self._add_total_weights([name])
+            stash(optimizer, self._stashed, self._wrapped.in_buckets)
+        return loss, self._backward_weight
+
+    def _weigh_gradients(self, optimizer: Optimizer) -> None:
+        """Weigh the gradients of a closure that has called ``loss.backward()``, as `backward` weighs a loss."""
+        if self._wrapped.parameters and self.comm.size > 1:
+            raise RuntimeError(
+                "DDP and fully_shard exchange gradients in the backward, before which self.backward(loss) weighs the loss; "
+                "write self.backward(loss) in the closure, not loss.backward()"
+            )
+        self._backward_weight = self._examples
+        self._weights.setdefault(self._context.micro_step, self._examples)
+        if self._averages:
+            scale(optimizer, self._examples / self._reference_weight)
 
     def _average_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
         """Turn the weighted sums of gradients into means, over the micro-batches and over the ranks."""
@@ -524,15 +682,15 @@ class StandardUpdater(Updater):
                     f'the default update works with the {role} "main", got only {sorted(objects)}; '
                     "name one so, or write update_core in a subclass"
                 )
+        arguments = (None,) if any(map(needs_closure, self._optimizers.values())) else ()
         for name, optimizer in self._optimizers.items():
-            try:
-                inspect.signature(type(optimizer).step).bind(optimizer)  # of the class: a scheduler wraps the object's
-            except TypeError:
+            if not can_step(optimizer, *arguments):
+                call = "step(closure), because one of the optimizers needs a closure" if arguments else "step()"
                 raise TypeError(
-                    f"the default update calls optimizer.step() without a closure, and optimizer {name!r} "
-                    f"({type(optimizer).__name__}) needs one; write update_core in a subclass, "
-                    f"and there get_optimizer({name!r}).step(closure)"
-                ) from None
+                    f"the default update calls {call}, and that of optimizer {name!r} is "
+                    f"{type(optimizer).__name__}.step{inspect.signature(type(optimizer).step)}; "
+                    "write update_core in a subclass, which calls it otherwise"
+                )
 
 
 def count_examples(batch: Any) -> Any:
@@ -592,6 +750,11 @@ def _check_settings(converter: Any, accumulate: Any, callbacks: Any) -> None:
         raise ValueError(f"accumulate is the number of micro-batches in an update, at least 1, got {accumulate}")
     if callbacks is not None and not isinstance(callbacks, UpdateCallbacks):
         raise TypeError(f"callbacks is an UpdateCallbacks, such as UpdateCallbacks(update_on_start=f), got {callbacks!r}")
+
+
+def _as_iterators(given: Any) -> dict[str, Any]:
+    """Return the iterators by name; none of ``None``."""
+    return {} if given is None else {name: as_iterator(source) for name, source in _by_name(given, "iterator").items()}
 
 
 def _by_name(given: Any, role: str) -> dict[str, Any]:
