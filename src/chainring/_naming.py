@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +21,12 @@ def unwrap(model: Any) -> Any:
     while (attribute := _wrapped_attribute(type(model), _STATELESS)) is not None:
         model = getattr(model, attribute)
     return model
+
+
+def name_of_model(model: Any, models: Mapping[str, Any]) -> str:
+    """Return the name that a model has among several, of one that is not among them its class."""
+    model = unwrap(model)
+    return next((name for name, other in models.items() if unwrap(other) is model), type(model).__name__)
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:

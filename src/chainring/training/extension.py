@@ -74,6 +74,14 @@ class Extension(Stateful):
         """
         return ()
 
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        """Return what tells it apart from others of its class, the most significant first; by default what it writes.
+
+        A resumed run knows extensions that share a name by it, because their numbers change with the order in which they
+        are registered. Settings that may change while it stays the same extension come last, or not at all.
+        """
+        return self.writes
+
     @property
     def default_name(self) -> str:
         """Its name, unless `Trainer.extend` says otherwise; the class name."""
@@ -185,9 +193,11 @@ class Entry:
 
     Attributes:
         name: unique in the trainer. It lives here and not on the extension, which may be registered twice.
+        base_name: the name without the number that made it unique.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
         observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
         class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
+        identity, trigger_identity: methods of the extension and its trigger, or ``None`` if they do not define them.
         call: calls the extension. A profiler replaces it by a call that it times.
         is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
     """
@@ -201,7 +211,7 @@ class Entry:
         invoke_before_training: bool | None,
     ) -> None:
         own_names = (getattr(extension, attribute, None) for attribute in ("default_name", "__name__"))
-        self.name = str(_first(name, *own_names, type(extension).__name__))
+        self.name = self.base_name = str(_first(name, *own_names, type(extension).__name__))
         if isinstance(extension, type):
             raise TypeError(
                 f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)"
@@ -225,6 +235,8 @@ class Entry:
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
         self.is_due = False
         self.class_names = [type(extension).__name__, type(self.trigger).__name__]
+        self.identity = _of_trainer(self._defined("identity"))
+        self.trigger_identity = _of_trainer(getattr(self.trigger, "identity", None))
         self.observe = self._defined("observe")
         self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
@@ -236,10 +248,15 @@ class Entry:
             arguments = (trainer, exception, exception.__traceback__)
             on_error(*arguments[: 3 if find_call_error(on_error, trainer, exception) else 2])
 
-    def _defined(self, name: str) -> Callable[[Trainer], None] | None:
+    def _defined(self, name: str) -> Callable[[Trainer], Any] | None:
         """Return an optional method, unless it is the one of `Extension`, which does nothing."""
         is_inherited = getattr(type(self.extension), name, None) is getattr(Extension, name)
         return None if is_inherited else getattr(self.extension, name, None)
+
+
+def _of_trainer(method: Any) -> Callable[[Trainer], Any] | None:
+    """Return a method unless it is something else that a user gave this name."""
+    return method if callable(method) and not find_call_error(method, None) else None
 
 
 def _bound(function: Any) -> Any:

@@ -13,9 +13,16 @@ from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._messages import announce_change, info, recording_changes
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
-from chainring.serializers.base import AbstractSerializer, Deserializer, Stateful, visit_if_stateful, visit_setting
+from chainring.serializers.base import (
+    AbstractSerializer,
+    Deserializer,
+    Stateful,
+    visit_if_stateful,
+    visit_optional,
+    visit_setting,
+)
 from chainring.training import _preview
-from chainring.training._run import Run, optional_method
+from chainring.training._run import Identity, Run, identify, optional_method
 from chainring.training._run_directory import check_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
@@ -147,12 +154,12 @@ class Trainer(Stateful):
         entry = Entry(extension, name, trigger, priority, invoke_before_training)
         if entry.name == "training":
             raise ValueError('the name "training" is reserved for the training itself; give name= to extend')
-        base, suffix = entry.name, 0
+        suffix = 0
         while entry.name in self._entries:
             suffix += 1
-            entry.name = f"{base}_{suffix}"
+            entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
-        self._run.loaded_state.restore(entry)
+        self._run.loaded_state.restore(self, is_complete=False)
 
     def get_extension(self, name: str) -> Any:
         """Return the extension registered as ``name``.
@@ -321,7 +328,7 @@ class Trainer(Stateful):
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            class_names = serializer("extension_types", {entry.name: entry.class_names for entry in entries})
+            identities = self._visit_identities(serializer, entries)
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
             generators = self._visit_generators(serializer["generators"])
@@ -331,14 +338,29 @@ class Trainer(Stateful):
                 run.earlier_time = elapsed_time
                 with contextlib.suppress(AttributeError):  # of an updater that computes it
                     self.updater.weight = weight
-                run.loaded_state.begin(serializer, class_names, generators, entries)
+                run.loaded_state.begin(serializer, identities, generators, self)
                 return
             for key, value in self.observation.items():
                 if is_scalar(value):
                     observation(key, value if hasattr(value, "detach") or not hasattr(value, "item") else value.item())
             for entry in entries:
                 visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
-                serialize_extension_trigger(serializer, entry.name, entry.trigger, is_same_class=True)
+                serialize_extension_trigger(serializer, entry.name, entry.trigger)
+
+    def _visit_identities(self, serializer: AbstractSerializer, entries: list[Entry]) -> list[Identity]:
+        """Save what each extension is recognized by, or return that of each extension of the saved run."""
+        if not isinstance(serializer, Deserializer):
+            self._run.loaded_state.restore(self)  # saved before the run, what was loaded is complete too
+        known = [identify(entry, self) for entry in entries]
+        classes = serializer("extension_types", {one.name: [one.extension_class, one.trigger_class] for one in known})
+        rows = {one.name: [one.base_name, *map(list, one.identifiers), one.trigger] for one in known}
+        saved = visit_optional(serializer, "extension_identities", None if isinstance(serializer, Deserializer) else rows)
+        if saved is None:  # by a version that knew names and classes alone
+            return [Identity(name, name, cls, trigger_cls, None, (), "") for name, (cls, trigger_cls) in classes.items()]
+        return [
+            Identity(name, row[0], cls, trigger_cls, tuple(row[1]), tuple(row[2]), row[3])
+            for (name, (cls, trigger_cls)), row in ((item, saved[item[0]]) for item in classes.items())
+        ]
 
     def _visit_generators(self, serializer: AbstractSerializer) -> Any:
         """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.

@@ -72,8 +72,8 @@ class Witness(training.Extension):
 
 
 def differing(ours, theirs):
-    """The keys at which two states differ; time does."""
-    keys = (ours.keys() | theirs.keys()) - {"elapsed_time"}
+    """The keys at which two states differ; time does, and the names of files."""
+    keys = (ours.keys() | theirs.keys()) - {"elapsed_time", "extension_identities"}
     return sorted(key for key in keys if not _equal(ours.get(key), theirs.get(key)))
 
 

@@ -19,6 +19,14 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, Optimizer) or isinstance(getattr(value, "param_groups", None), list)
 
 
+def name_of(optimizer: OptimizerLike, updater: Any) -> str:
+    """Return the name of an optimizer in the updater; an empty one if the updater does not have it."""
+    if optimizer is None or isinstance(optimizer, str):
+        return optimizer or "main"
+    optimizers: dict[str, Any] = getattr(updater, "get_all_optimizers", dict)()
+    return next((name for name, candidate in optimizers.items() if candidate is optimizer), "")
+
+
 def constructed_settings(updater: Any, optimizer: Any) -> list[dict[str, Any]]:
     """Return the settings of each group as the script constructed them; empty if the updater does not know them."""
     constructed = getattr(updater, "constructed", {})

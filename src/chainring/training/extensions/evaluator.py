@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,7 @@ from torch import nn
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
-from chainring._naming import named_submodules, unwrap
+from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
 from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
@@ -20,6 +20,7 @@ from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.triggers.base import describe
 from chainring.training.updaters._forward import arguments, check_loss_func, loss_and_weight
 from chainring.training.updaters._precision import Precision, device_type_of
 
@@ -124,6 +125,11 @@ class Evaluator(Extension):
         """Return every model by its name."""
         return dict(self._targets)
 
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        models = trainer.updater.get_all_models()
+        names = [name_of_model(model, models) for model in self._targets.values()]
+        return (*names, describe(self.eval_func), *map(_describe_data, self._iterators.values()))
+
     def initialize(self, trainer: Trainer) -> None:
         self._comm = trainer.comm
         self._follow(trainer.updater)
@@ -223,6 +229,15 @@ def _one_pass_iterator(name: str, source: Any) -> Any:
     if isinstance(iterator, Iterator):
         iterator.name = f"validation/{name}"  # from which, with the initial seed, a seed of None is derived
     return iterator
+
+
+def _describe_data(iterator: Any) -> str:
+    """Return the class and the length of what an iterator goes over."""
+    data = getattr(iterator, "dataset", getattr(iterator, "loader", iterator))
+    try:
+        return f"{type(data).__name__} of {len(data)}"
+    except (TypeError, NotImplementedError):
+        return type(data).__name__
 
 
 def _can_reset(iterator: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from chainring._checks import find_call_error, is_integer, is_number
 from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded, reshard, shard_model_like, to_local
-from chainring._naming import unwrap
+from chainring._naming import name_of_model, unwrap
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import TriggerLike, get_stop_trigger
-from chainring.training.triggers.base import serialize_inner_trigger
+from chainring.training.triggers.base import describe, serialize_inner_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -77,6 +77,9 @@ class ExponentialMovingAverage(Extension):
         self._trainer: Trainer | None = None
         self._is_prepared = False
         self._is_updated = self._was_updated = False  # by hand, since the last iteration and in it
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (name_of_model(self._source, trainer.updater.get_all_models()), describe(self.decay))
 
     def initialize(self, trainer: Trainer) -> None:
         if different := self.model.state_dict().keys() ^ self._source.state_dict().keys():

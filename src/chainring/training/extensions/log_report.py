@@ -101,6 +101,9 @@ class LogReport(Extension):
         files = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
         return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
 
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return () if self._filename is None else (self._filename,)
+
     def initialize(self, trainer: Trainer) -> None:
         run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, tuple(map(_record, self.log)))
         if self._filename is not None and trainer.comm.rank == 0:

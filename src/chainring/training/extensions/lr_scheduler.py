@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._messages import OneTimeWarning, announce_change
@@ -15,6 +16,7 @@ from chainring.training.extensions._param_groups import (
     constructed_settings,
     copy_settings,
     is_optimizer,
+    name_of,
     set_value,
 )
 
@@ -77,6 +79,9 @@ class LRScheduler(Extension):
         self._means = IntervalMeans([monitor] if monitor else [])
         self._warning = OneTimeWarning()
         self._has_stepped = False
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (name_of(self._optimizer, trainer.updater), _class_name(self.scheduler), self.monitor or "")
 
     def initialize(self, trainer: Trainer) -> None:
         self._constructed = constructed_settings(trainer.updater, self._optimizer)

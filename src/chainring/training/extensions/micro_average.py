@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring._messages import OneTimeWarning
@@ -51,6 +52,9 @@ class MicroAverage(Extension):
         self.trigger = get_trigger(trigger)
         self._sums = MeanSummary(), MeanSummary()
         self._warning = OneTimeWarning()
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (self.result_key, *self.keys)
 
     def observe(self, trainer: Trainer) -> None:
         values: list[Any] = [trainer.observation.get(key) for key in self.keys]

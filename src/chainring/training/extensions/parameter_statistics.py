@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._distributed.sharding import to_full
-from chainring._naming import name_cleaner
+from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictMeans
 from chainring.serializers.base import AbstractSerializer
@@ -103,6 +103,10 @@ class ParameterStatistics(Extension):
         if not callable(function):
             raise TypeError(f"statistic {name!r} is a function of a tensor, got {function!r}")
         self._statistics[name] = function
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        models = trainer.updater.get_all_models()
+        return (*(name_of_model(model, models) for model in self._models.values()), self._prefix, *self._attributes)
 
     def observe(self, trainer: Trainer) -> None:
         with torch.no_grad():

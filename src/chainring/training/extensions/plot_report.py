@@ -80,6 +80,9 @@ class PlotReport(Extension):
     def writes(self) -> Sequence[str]:
         return (self._filename,)
 
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (self._filename, *self._y_keys)
+
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
 

@@ -17,6 +17,7 @@ from chainring.training.extensions._param_groups import (
     are_equal,
     constructed_settings,
     is_optimizer,
+    name_of,
     set_value,
 )
 
@@ -71,6 +72,9 @@ class Shift(Extension):
             return init
         value = init * self.factor(calls)
         return value if self.target is None else sorted((init, value, self.target))[1]
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (name_of(self.optimizer, trainer.updater), self.attr)
 
     def initialize(self, trainer: Trainer) -> None:
         name = "main" if self.optimizer is None else self.optimizer

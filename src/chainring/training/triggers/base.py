@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, visit_if_stateful, visit_setting
@@ -52,6 +53,13 @@ class Trigger(Stateful):
     def forget(self) -> None:
         """Reset the state, for a run that starts from the beginning."""
 
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        """Return what tells it apart from others of its class, such as a key: it is known by that in a resumed run.
+
+        See `Extension.identity`.
+        """
+        return ()
+
     def initialize(self, trainer: Trainer) -> None:
         """Start a run, after its state was restored; refuse a trainer on which the trigger cannot work.
 
@@ -83,12 +91,15 @@ def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: A
         visit_if_stateful(serializer, key, trigger)
 
 
-def serialize_extension_trigger(serializer: AbstractSerializer, name: str, trigger: Any, *, is_same_class: bool) -> None:
+def serialize_extension_trigger(
+    serializer: AbstractSerializer, name: str, trigger: Any, *, saved_name: str | None = None, is_same_class: bool = True
+) -> None:
     """Save or load the trigger of the extension ``name``, its state only of the same class, and compare its setting."""
+    key = name if saved_name is None else saved_name
     if is_same_class:
-        visit_if_stateful(serializer["extension_triggers"], name, trigger)
+        visit_if_stateful(serializer["extension_triggers"], key, trigger)
     settings = serializer["extension_trigger_settings"]
-    visit_setting(settings, name, describe_setting(trigger), f"trigger of extension {name!r}")
+    visit_setting(settings, key, describe_setting(trigger), f"trigger of extension {name!r}")
 
 
 def describe(trigger: Any) -> str:

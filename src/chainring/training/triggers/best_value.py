@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring._checks import find_call_error, is_integer
@@ -61,6 +61,9 @@ class BestValueTrigger(Trigger):
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
         trainer.initialize_trigger(self.trigger)
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (self.key,)
 
     def ask(self, trainer: Trainer) -> bool:
         self._means.observe(trainer)
