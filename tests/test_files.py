@@ -1,11 +1,12 @@
 """Files are written whole or not at all, under temporary names that nobody can guess and that carry our mark."""
 
+import errno
 import os
 import stat
 
 import pytest
 
-from chainring._files import DirectoryLock, atomic_write, is_temporary, temporary_path
+from chainring._files import DirectoryLock, append, atomic_write, flush, is_temporary, make_folder, temporary_path
 
 
 def write(path, content, **options):
@@ -99,12 +100,12 @@ def test_a_link_at_the_temporary_name_itself_is_refused(tmp_path, monkeypatch):
 
 
 def test_temporary_names_differ_and_are_known_by_their_mark(tmp_path):
-    """Names of earlier versions too; those of other programs are not ours."""
+    """Those of other programs are not ours."""
     names = {temporary_path(tmp_path, suffix).name for suffix in (".tmp", ".old") for _ in range(100)}
     assert len(names) == 200
-    assert all(map(is_temporary, [*names, ".snapshot_iter_3-41-5200000000.tmp", ".mlp.model-41-123456789012345.old"]))
+    assert all(map(is_temporary, names))
     others = [
-        ".x.tmp", ".log.json.tmp", ".x-1-2.tmp", "x-1-5200000000.tmp", ".chainring-1.tmp", ".chainring-.tmp",
+        ".x.tmp", ".x-41-1700000000.tmp", ".log.json.tmp", "x-1-5200000000.tmp", ".chainring-1.tmp", ".chainring-.tmp",
         ".chainring-0123456789abcdef.txt", "chainring-0123456789abcdef.tmp", ".chainring-0123456789abcdeg.tmp",
     ]  # fmt: skip
     assert not any(map(is_temporary, others))
@@ -117,3 +118,46 @@ def test_a_lock_does_not_write_through_a_link(tmp_path):
     with pytest.raises(OSError, match=r"\.lock"):
         DirectoryLock(tmp_path)
     assert (tmp_path / "victim").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_flush_a_directory_does_not_stop_a_write(tmp_path, monkeypatch, number):
+    """It says so by an error, which is none for the file."""
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(tmp_path / "file", b"new", durable=True)
+    assert (tmp_path / "file").read_bytes() == b"new"
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        flush(tmp_path)
+
+
+def test_a_file_is_appended_to_only_where_it_is_a_file_of_its_own(tmp_path):
+    """Not through a link, a hard link or a pipe, which is not waited for either."""
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_bytes(b"mine")
+    for put in (lambda: path.symlink_to(victim), lambda: os.link(victim, path), lambda: os.mkfifo(path), path.mkdir):
+        put()
+        with pytest.raises(OSError, match="left alone"):
+            append(path, b"more")
+        path.rmdir() if path.is_dir() else path.unlink()
+    append(path, b"a")
+    append(path, b"b")
+    assert (victim.read_bytes(), path.read_bytes()) == (b"mine", b"ab")
+
+
+def test_a_folder_is_not_made_through_a_link(tmp_path):
+    """One that the user has given as a path elsewhere is."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError, match="a link is in the way"):
+        make_folder(tmp_path / "out", "link/below")
+    assert os.listdir(tmp_path / "elsewhere") == []
+    assert make_folder(tmp_path / "out", "a/b") == tmp_path / "out" / "a" / "b"
+    assert make_folder(tmp_path / "out", tmp_path / "own").is_dir()
+    assert make_folder(tmp_path / "out", "../also own").is_dir()

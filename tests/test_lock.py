@@ -1,6 +1,7 @@
 """One run at a time in a directory."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -50,3 +51,61 @@ def test_links_to_the_same_directory_are_the_same_directory(tmp_path):
     with pytest.raises(BlockingIOError):
         DirectoryLock(tmp_path / "link")
     lock.release()
+
+
+def test_the_lock_survives_a_copy_of_the_directory(tmp_path):
+    """Which opens and closes its file, as anything in the process may."""
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = DirectoryLock(out)
+    shutil.copytree(out, tmp_path / "copy")
+    program = "import sys; from chainring._files import DirectoryLock; DirectoryLock(sys.argv[1])"
+    other = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True, text=True, check=False)
+    assert f"is being written by another run: process {os.getpid()} on " in other.stderr
+    lock.release()
+    subprocess.run([sys.executable, "-c", program, str(out)], check=True)
+
+
+def test_a_run_of_a_version_that_held_a_record_lock_is_respected(tmp_path):
+    """Earlier versions took the other kind of lock, which does not exclude this one."""
+    program = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1] + '/.lock', 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        holder.stdout.readline()
+        with pytest.raises(BlockingIOError, match="is being written by another run"):
+            DirectoryLock(tmp_path)
+        holder.communicate()
+    DirectoryLock(tmp_path).release()
+
+
+def put_pipe(path, victim):
+    os.mkfifo(path)
+
+
+def put_directory(path, victim):
+    path.mkdir()
+
+
+def put_link(path, victim):
+    path.symlink_to(victim)
+
+
+def put_hard_link(path, victim):
+    os.link(victim, path)
+
+
+@pytest.mark.parametrize("put", [put_pipe, put_directory, put_link, put_hard_link])
+def test_what_others_have_put_in_the_place_of_the_lock_is_left_alone(tmp_path, put):
+    """It is refused at once, and changes no file elsewhere."""
+    (tmp_path / "victim").write_bytes(b"mine")
+    (tmp_path / "out").mkdir()
+    put(tmp_path / "out" / ".lock", tmp_path / "victim")
+    with pytest.raises(OSError, match=r"left alone; move it away.*\.lock"):
+        DirectoryLock(tmp_path / "out")
+    assert (tmp_path / "victim").read_bytes() == b"mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -10,16 +11,14 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_TEMPORARY = re.compile(
-    r"\.chainring-[0-9a-f]{16}\.(tmp|old)"
-    r"|\..+-\d+-\d{10,}\.(tmp|old)"  # of versions before 0.1: .NAME-PID-NANOSECONDS.tmp
-)
+_TEMPORARY = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)")
 
 
 def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:
@@ -85,12 +84,94 @@ def write_bytes(path: Path, content: bytes) -> tuple[int, int]:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power.
+
+    Some file systems cannot flush a directory and say so; then there is nothing to be done.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether there is a regular file: not a link, nor a pipe, which would be waited for, nor a device."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file that may have been put there by anybody.
+
+    One that is to be written has no other name: what is appended to a hard link changes a file elsewhere.
+
+    Raises:
+        OSError: it is missing, a link, a pipe, a device or a directory; or for writing, it has other names.
+    """
+    if flags & os.O_CREAT == 0 or os.path.lexists(path):
+        _check_regular(os.lstat(path), path, flags)  # before it is opened, which alone may do something to a device
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    try:
+        _check_regular(os.fstat(descriptor), path, flags)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(status: os.stat_result, path: Path, flags: int) -> None:
+    is_written = flags & (os.O_WRONLY | os.O_RDWR) != 0
+    if not stat.S_ISREG(status.st_mode) or (is_written and status.st_nlink > 1):
+        kind = "not a regular file" if not stat.S_ISREG(status.st_mode) else "a file that has another name too"
+        raise OSError(errno.EINVAL, f"it is {kind}, and is left alone; move it away", str(path))
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a file, which is created if it is not there; see `open_regular`."""
+    with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(content)
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the content of a file, see `open_regular`.
+
+    Raises:
+        OSError: see there.
+        ValueError: it has more than ``limit`` bytes.
+    """
+    with open(open_regular(path), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes")
+    return content
+
+
+def make_folder(root: Path, folder: str | os.PathLike[str]) -> Path:
+    """Make a folder below ``root``, with those above it, and return it; no link there is followed.
+
+    A ``folder`` that leads elsewhere, such as an absolute path, is the user's own and is made as it is.
+
+    Raises:
+        FileExistsError: something that is not a folder has its name, or a link to one.
+    """
+    path = root / folder
+    parts = path.relative_to(root).parts if path.is_relative_to(root) else ("..",)
+    if ".." in parts:
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(1, len(parts) + 1):
+        part = root.joinpath(*parts[:number])
+        if part.is_symlink():
+            raise FileExistsError(errno.EEXIST, "a link is in the way of a folder; move it away", str(part))
+        part.mkdir(exist_ok=True)
+    return path
 
 
 def checksum(path: Path) -> int:
@@ -104,12 +185,23 @@ def checksum(path: Path) -> int:
 
 def make_numbered_directory(parent: Path) -> Path:
     """Make the next of the directories ``parent/1``, ``parent/2``, ... and return it."""
-    parent.mkdir(exist_ok=True)
-    directory = parent / str(1 + max((int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()), default=0))
+    make_folder(parent.parent, parent.name)
+    numbers = [int(name) for name in os.listdir(parent) if name.isdecimal() and len(name) < _LONGEST_NUMBER]
+    directory = parent / str(1 + max(numbers, default=0))
     directory.mkdir()
     return directory
 
 
+def set_aside(path: Path) -> Path | None:
+    """Move what is there to ``abandoned/<n>`` beside it, unless it is an empty file; return its new path."""
+    if not os.path.lexists(path) or (is_regular(path) and (status := os.lstat(path)).st_nlink == 1 and not status.st_size):
+        return None
+    destination = make_numbered_directory(path.parent / "abandoned") / path.name
+    os.rename(path, destination)
+    return destination
+
+
+_LONGEST_NUMBER = 16  # digits of a numbered directory
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -163,41 +255,53 @@ def _finite(word: str) -> float:
 class DirectoryLock:
     """The lock of a directory into which one run writes. It is free as soon as its process has ended, however it ended.
 
-    It is a POSIX record lock: one made by ``flock`` would stay with worker processes that outlive a killed trainer.
-    POSIX grants it again to the same process, so the directories that this process has locked are remembered. The file
-    ``.lock`` is never removed.
+    It is taken by ``flock``, so that nothing else in the process releases it, such as a copy of the directory, which opens
+    and closes ``.lock`` too. Processes that this one forks close their copies of the descriptor: workers that outlive a
+    killed trainer do not keep the lock. The file ``.lock`` is never removed. On NFS it is the server's lock since Linux
+    2.6.12, and excludes other hosts too.
 
     Raises:
         BlockingIOError: another run holds the lock; the error names its process and host.
-        OSError: the file cannot be opened, or is a link.
+        OSError: the file cannot be opened, is not a regular file, or has another name.
     """
 
-    _descriptors: dict[str, int] = {}  # noqa: RUF012 - one record for the process, as the lock itself is
+    _descriptors: set[int] = set()  # noqa: RUF012 - one record for the process, for those that it forks
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = os.path.realpath(directory)
-        if self._directory in DirectoryLock._descriptors:
-            raise _refusal(self._directory, os.getpid(), socket.gethostname())
-        path = os.path.join(self._directory, ".lock")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        path = Path(os.path.realpath(directory), ".lock")
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as earlier versions hold it, instead of the next
+            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
             holder = _read_holder(descriptor)
             os.close(descriptor)
-            raise _refusal(self._directory, holder.get("pid"), holder.get("host")) from None
+            raise _refusal(str(path.parent), holder.get("pid"), holder.get("host")) from None
         except OSError:
             os.close(descriptor)
             raise
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-        DirectoryLock._descriptors[self._directory] = descriptor
+        self._descriptor: int | None = descriptor
+        DirectoryLock._descriptors.add(descriptor)
 
     def release(self) -> None:
         """Release the lock. Calling it again does nothing."""
-        descriptor = DirectoryLock._descriptors.pop(self._directory, None)
-        if descriptor is not None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor in DirectoryLock._descriptors:
+            DirectoryLock._descriptors.remove(descriptor)
             os.close(descriptor)
+
+    @classmethod
+    def close_in_child(cls) -> None:
+        """Close the descriptors that a forked process has inherited; the locks stay with its parent."""
+        for descriptor in cls._descriptors:
+            os.close(descriptor)
+        cls._descriptors.clear()
+
+
+os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
 
 
 def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:

@@ -142,18 +142,24 @@ def test_the_directory_is_free_when_its_sweep_has_failed(tmp_path, monkeypatch):
 
 
 def test_what_killed_runs_have_left_unfinished_is_removed_before_the_first_write(tmp_path):
-    """Directories, files, links and what was being removed; nothing else, and no dot files of others."""
-    for unfinished in (
-        ".chainring-0123456789abcdef",
-        ".snapshot_iter_3-41-5200000000",
-    ):  # of this version, and of earlier ones
-        (tmp_path / f"{unfinished}.tmp").mkdir()
-        (tmp_path / f"{unfinished}.tmp" / "state.json").touch()
-        (tmp_path / f"{unfinished}.old").mkdir()
+    """Directories, files, links and what was being removed, by our mark; nothing else, and no dot files of others."""
+    (tmp_path / ".chainring-0123456789abcdef.tmp").mkdir()
+    (tmp_path / ".chainring-0123456789abcdef.tmp" / "state.json").touch()
+    (tmp_path / ".chainring-0123456789abcdef.old").mkdir()
     (tmp_path / ".chainring-0123456789abcde0.tmp").touch()
     (tmp_path / "target").mkdir()
     (tmp_path / ".chainring-0123456789abcde1.tmp").symlink_to("target")
-    others = [".gitignore", ".x.tmp", ".x-1.tmp", ".x-1-2.tmp", "x-1-2.tmp", ".chainring-1.tmp", "target", ".venv"]
+    others = [
+        ".gitignore",
+        ".x.tmp",
+        ".x-1.tmp",
+        ".x-1-2.tmp",
+        ".x-41-1700000000.tmp",
+        "x-1-2.tmp",
+        ".chainring-1.tmp",
+        "target",
+        ".venv",
+    ]
     for name in set(others) - {"target"}:
         (tmp_path / name).touch()
     seen = []

@@ -194,8 +194,8 @@ def test_a_previous_run_can_be_continued_with_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["elsewhere", "memory"])
-def test_a_state_from_elsewhere_moves_what_is_later_than_it_in_out(tmp_path, way):
-    """The run in out is abandoned from there on, as if it were its own; its other rows are set aside."""
+def test_a_state_from_elsewhere_moves_what_belongs_to_another_run_in_out(tmp_path, way):
+    """From memory what is later, as if the run were its own; its other rows are set aside."""
     run(tmp_path / "out", 4)
     before = (tmp_path / "out" / "log.jsonl").read_bytes()
     source = run(tmp_path / "source", 2)
@@ -205,8 +205,27 @@ def test_a_state_from_elsewhere_moves_what_is_later_than_it_in_out(tmp_path, way
         again = run(tmp_path / "out", 3, load=tmp_path / "source" / "snapshot_iter_2")
     assert again.get_extension("LogReport").log[:2] == source.get_extension("LogReport").log
     assert logged(tmp_path / "out") == [1, 2, 3]
-    assert snapshots(tmp_path / "out" / "abandoned" / "1") == taken(3, 4)
+    assert snapshots(tmp_path / "out" / "abandoned" / "1") == (taken(3, 4) if way == "memory" else taken(1, 2, 3, 4))
     assert (tmp_path / "out" / "abandoned" / "1" / "log.jsonl").read_bytes() == before
     assert (tmp_path / "out" / "abandoned" / "2" / "log.jsonl").read_bytes() == before
     assert snapshots(tmp_path / "source") == taken(1, 2)
     assert logged(tmp_path / "source") == [1, 2]
+
+
+def test_a_run_that_continues_another_and_is_killed_before_its_first_snapshot_is_not_taken_for_the_one_that_was_there(
+    tmp_path, said
+):
+    """A restart with autoload then finds no snapshot, and not that of another run at an earlier iteration."""
+    run(tmp_path / "a", 3)
+    run(tmp_path / "b", 2)
+
+    def killed(trainer):
+        raise KeyboardInterrupt
+
+    killed.initialize = killed
+    with pytest.warns(UserWarning, match="other extensions"), pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b", 5, killed, load=tmp_path / "a" / "snapshot_iter_3")
+    assert snapshots(tmp_path / "b") == []
+    assert snapshots(tmp_path / "b" / "abandoned" / "1") == taken(1, 2)
+    assert not run(tmp_path / "b", 1, autoload=True).is_resumed
+    assert any("resumed from" in line and "moved to" in line for line in said())

@@ -10,6 +10,7 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from toys import updater_of
 import chainring
 from chainring import _environment, serializers, training
 from chainring.training import extensions
+from chainring.training._run_directory import NamePattern
 
 
 class Opaque:
@@ -374,3 +376,54 @@ def test_a_rehearsal_writes_nothing_into_out(tmp_path):
         trainer.rehearse()
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     assert not (tmp_path / "new").exists()
+
+
+DAMAGED = {
+    "a flipped bit": lambda text: text.replace('"files"', '"fileq"'),
+    "a flipped bit in a name": lambda text: text.replace('"snapshot_iter_{', '"snapshot_iter_}'),
+    "a flipped bit in a start": lambda text: text.replace('"starts": [\n  {', '"starts": [ 1,{'),
+    "deep": lambda text: "[" * 1_000_000,
+    "huge": lambda text: text + " " * (17 << 20),
+    "names of no text": lambda text: text.replace('"log"', "3"),
+    "a name that takes a regular expression for ever": lambda text: text.replace('"log"', json.dumps("{}x" * 2000)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_record_is_set_aside_with_a_warning_and_the_run_goes_on(tmp_path, damage):
+    """Whatever a disk, a person or a stranger has made of it."""
+    run(tmp_path)
+    content = json.loads((tmp_path / "run.json").read_text())
+    text = DAMAGED[damage](json.dumps({**content, "files": [*content["files"], "log"]}, indent=1))
+    (tmp_path / "run.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"run\.json is passed over and moved to .*abandoned/1/run\.json"):
+        found = run(tmp_path, 2, load="snapshot_iter_1")
+    assert [start["iteration"] for start in found["starts"]] == [1]
+    assert (tmp_path / "abandoned" / "1" / "run.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink("x", path)]
+)
+def test_what_lies_in_the_place_of_the_record_is_neither_read_nor_waited_for(tmp_path, put):
+    """A pipe, a directory, a link to a device, a dangling link."""
+    run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    put(tmp_path / "run.json")
+    with pytest.warns(UserWarning, match=r"run\.json is passed over and moved to "):
+        found = run(tmp_path, 2, load="snapshot_iter_1")
+    assert [start["iteration"] for start in found["starts"]] == [1]
+
+
+def test_names_of_any_form_are_compared_in_no_time():
+    """What would take a regular expression longer than anybody waits is compared field by field."""
+    for template, name in [("{}a" * 40, "a" * 100 + "b"), ("{.iteration}{.epoch}" * 60 + "x", "1" * 250)]:
+        began = time.monotonic()
+        assert NamePattern(template).match(name) is None
+        assert time.monotonic() - began < 1
+    match = NamePattern("a{.epoch}_{.updater.iteration}.{}").match
+    assert match("a1_23.txt").iteration == 23
+    assert [match(name) for name in ("a1_23.", "a1_2x.txt", "a_23.txt", "b1_23.txt", "")] == [None] * 5
+    assert NamePattern("{}").match("anything") is None
+    assert NamePattern("{.iteration}").match("12").iteration == 12
+    assert NamePattern("log").match("log").iteration is None

@@ -1,11 +1,13 @@
 """What comes before the first update: calls before training, what a resume finds changed, and the directory."""
 
+import os
 import re
 
 import pytest
 from counting import CountingUpdater, Fires, a_trainer
 
 from chainring import report, training
+from chainring.training import extensions
 
 
 def resumed_from(saved, out, stop=(4, "iteration")):
@@ -109,3 +111,18 @@ def test_construction_makes_no_directory_and_a_run_makes_it_with_its_parents(tmp
     before = (tmp_path / "a").exists()
     trainer.run()
     assert (before, (tmp_path / "a" / "b").is_dir()) == (False, True)
+
+
+def test_a_change_of_the_working_directory_does_not_move_the_run(tmp_path, monkeypatch):
+    """A relative out is resolved when the trainer is made; a later os.chdir, by a data set say, changes nothing."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = training.Trainer(CountingUpdater(), (3, "iteration"), "result")
+    trainer.extend(extensions.LogReport(), trigger=(1, "iteration"))
+    trainer.extend(extensions.snapshot(), trigger=(3, "iteration"))
+    trainer.extend(lambda trainer: trainer.updater.iteration == 1 and os.chdir(tmp_path / "elsewhere"), name="moves")
+    trainer.run()
+    assert trainer.out == str(tmp_path / "result")
+    assert len((tmp_path / "result" / "log.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "result" / "snapshot_iter_3").is_dir()
+    assert os.listdir(tmp_path / "elsewhere") == []

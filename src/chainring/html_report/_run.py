@@ -14,7 +14,7 @@ from typing import Any
 from chainring._files import from_json
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store
 from chainring.serializers._store import verify as verify_snapshot
-from chainring.training._run_directory import RECORD, compile_template, parse_record
+from chainring.training._run_directory import RECORD, NamePattern, parse_record
 from chainring.writers.base import COUNTERS
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -153,16 +153,16 @@ def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -
             links.setdefault(target, []).append(name)
     snapshots = []
     for name, manifest in store.listing():
-        if (directory / name / MANIFEST).is_file() or any(pattern.fullmatch(name) for pattern in patterns):
+        if (directory / name / MANIFEST).is_file() or any(pattern.match(name) for pattern in patterns):
             snapshot = _read_snapshot(directory / name, manifest, links.get(name, []), verify)
             snapshots += [] if snapshot is None else [snapshot]
     return snapshots
 
 
-def _pattern(template: str) -> re.Pattern[str] | None:
+def _pattern(template: str) -> NamePattern | None:
     """Return the pattern of the names of snapshots; a name without fields is that of a link or of a file."""
     try:
-        return compile_template(template) if "{" in template else None
+        return NamePattern(template) if "{" in template else None
     except ValueError:  # a person may have edited the list
         return None
 

@@ -317,16 +317,19 @@ class Run:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
         _check_names(trainer.entries)
         loaded = self.loaded_state
-        earlier = read_record(directory.path)
+        earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in getattr(entry.extension, "writes", ())} | {RECORD}
         known = names.union(earlier.get("files", ()))
-        if loaded.exists:
-            directory.archive_later_snapshots(known, trainer.updater.iteration)
-            earlier = (read_record(loaded.directory) if loaded.directory is not None else {}) or earlier
-            write_record(trainer, earlier, known, loaded.changes)
-        else:
+        if not loaded.exists:
             directory.archive_earlier_run(known)
             write_record(trainer, {}, names, loaded.changes)
+            return
+        if loaded.directory is not None and loaded.directory.resolve() != directory.path.resolve():
+            directory.archive_other_snapshots(known, loaded.directory)
+            earlier = read_record(loaded.directory) or earlier
+        else:
+            directory.archive_later_snapshots(known, trainer.updater.iteration)
+        write_record(trainer, earlier, known, loaded.changes)
 
     def _restore_generators(self, trainer: Trainer) -> None:
         loaded, rank = self.loaded_state, trainer.comm.rank

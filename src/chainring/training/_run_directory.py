@@ -12,6 +12,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from chainring import _environment
-from chainring._files import DirectoryLock, flush, make_numbered_directory, replace_file, temporary_path, to_json
+from chainring._files import (
+    DirectoryLock,
+    flush,
+    make_numbered_directory,
+    read_regular,
+    replace_file,
+    set_aside,
+    temporary_path,
+    to_json,
+)
 from chainring._messages import announce_change, info
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store
@@ -34,11 +44,14 @@ _FORMAT = 1
 _TYPES = {"config": dict, "versions": dict, "files": list, "starts": list}
 _MAX_SHOWN = 6
 _ARCHIVES = ("previous", "abandoned")
-_COUNTS = {"iteration": r"(?P<iteration>\d+)", "epoch": r"\d+", "epoch_detail": r"[\d.e+-]+"}
+_DIGITS = frozenset("0123456789")
+_COUNTS = {"iteration": _DIGITS, "epoch": _DIGITS, "epoch_detail": _DIGITS | frozenset(".e+-")}
+_LARGEST_RECORD = 16 << 20  # bytes
+_MAX_FIELDS = 1000  # of all names in a record
 
 
-def check_out(out: str | os.PathLike[str]) -> None:
-    """Check that ``out`` is, or can become, a directory to write to, without creating anything."""
+def resolve_out(out: str) -> str:
+    """Return the absolute path of ``out``, which is, or can become, a directory to write to; nothing is created."""
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
     path = Path(out).absolute()
@@ -47,6 +60,7 @@ def check_out(out: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(f"out must be a directory, and {existing} is not a directory; choose another out")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
+    return path if isinstance(out, Path) else str(path)  # a Path that is given stays one
 
 
 def create_out(out: str | os.PathLike[str]) -> None:
@@ -90,38 +104,58 @@ class RunDirectory:
 
         The files beside them, such as the log, are copied there, because the run will cut them back.
         """
+        if moved := self._archive_snapshots(templates, iteration):
+            info(f"resumed at iteration {iteration}: the later {moved}")
+
+    def archive_other_snapshots(self, templates: Iterable[str], source: Path) -> None:
+        """Move all snapshots to ``abandoned/<n>``, for a run that continues from one that lies elsewhere.
+
+        A restart with ``autoload`` would else continue the run that was here, if this one is killed before it has saved.
+        """
+        if moved := self._archive_snapshots(templates, -1):
+            info(f"resumed from {source}: of the run that was in {self.path}, {moved}")
+
+    def _archive_snapshots(self, templates: Iterable[str], after: int) -> str:
+        """Move the snapshots after an iteration to ``abandoned/<n>``; return what was moved in words."""
         found = self._find(templates)
-        later = [name for name, saved_at in found.items() if saved_at is not None and saved_at > iteration]
+        later = [name for name, saved_at in found.items() if saved_at is not None and saved_at > after]
         if not later:
-            return
+            return ""
         # Links go first, so that none is left dangling when the process is killed in between.
         later = [name for name in found if "/" not in name and self._store.link_target(name) in later] + later
         files = [name for name in found if (self.path / name).is_file() and name not in later]
-        archive = self._move(later, "abandoned", copies=files)
-        info(f"resumed at iteration {iteration}: the later {_list_names(later)} moved to {archive}")
+        return f"{_list_names(later)} moved to {self._move(later, 'abandoned', copies=files)}"
 
     def _find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
-        patterns = {template: compile_template(template) for template in templates}
+        patterns = {template: NamePattern(template) for template in templates}
         manifests = dict(self._store.listing())
         found: dict[str, float | None] = {}
         names = sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
-            matches = [match for pattern in patterns.values() if (match := pattern.fullmatch(name))]
+            matches = [match for pattern in patterns.values() if (match := pattern.match(name))]
             manifest = manifests.get(name)
             if manifest is not None and (matches or "series" in manifest.about):
                 found[name] = manifest.iteration
             elif matches:
-                found[name] = _iteration_of(matches, math.inf if name in manifests else None)
+                iterations = [match.iteration for match in matches if match.iteration is not None]
+                found[name] = next(iter(iterations), math.inf if name in manifests else None)
         found |= {name: None for name in names if name not in found and self._store.link_target(name) in found}
         for template, pattern in patterns.items():
             folder = template.partition("{")[0].rpartition("/")[0]
             if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
-                for path in sorted((self.path / folder).rglob("*")):
-                    name = path.relative_to(self.path).as_posix()
-                    if path.is_file() and (match := pattern.fullmatch(name)):
-                        found[name] = _iteration_of([match], None)
+                found |= {name: match.iteration for name in self._files_below(folder) if (match := pattern.match(name))}
         return found
+
+    def _files_below(self, folder: str) -> list[str]:
+        """Return the files in a folder and in those below it, as paths from here. No link to a folder is followed."""
+        place = self.path
+        for part in Path(folder).parts:
+            place /= part
+            if place.is_symlink():
+                return []
+        paths = (Path(where, name) for where, _, names in os.walk(place) for name in names)
+        return sorted(path.relative_to(self.path).as_posix() for path in paths)
 
     def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> Path:
         archive = make_numbered_directory(self.path / archives)
@@ -136,53 +170,96 @@ class RunDirectory:
         return archive
 
 
-def compile_template(template: str) -> re.Pattern[str]:
-    """Return the pattern of the names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
+@dataclass(frozen=True, slots=True)
+class NameMatch:
+    """A name that fits a pattern, with the iteration that it tells, if the template has one."""
 
-    Fields that count, iterations and epochs, stand for digits; the first iteration is the group of that name. Any other
-    field stands for any text, unless the template consists of it alone, which would then match every name.
+    iteration: int | None
+
+
+class NamePattern:
+    """The names that a template such as ``snapshot_iter_{.updater.iteration}`` stands for.
+
+    Fields that count, iterations and epochs, stand for digits. Any other field stands for any text, unless the template
+    consists of it alone, which would then match every name. Templates come from files that anybody may have written, so
+    names are compared field by field, in a time that a template cannot draw out as it can that of a regular expression.
+
+    Raises:
+        ValueError: the template is not a format string.
     """
-    fields = list(Formatter().parse(template))
-    any_text = ".+" if any(literal for literal, *_ in fields) else r"(?!)"
-    regexes: list[str] = []
-    for literal, field, _, _ in fields:
-        regexes.append(re.escape(literal))
-        if field is not None:
-            regex = _COUNTS.get(field.rpartition(".")[2], any_text)
-            regexes.append(r"\d+" if regex in regexes and "<" in regex else regex)
-    return re.compile("".join(regexes))
 
+    def __init__(self, template: str) -> None:
+        parts = [(literal, field) for literal, field, _, _ in Formatter().parse(template)]
+        self._has_text = any(literal for literal, _ in parts)
+        self._parts = [(literal, None if field is None else field.rpartition(".")[2]) for literal, field in parts]
+        self.fields = sum(field is not None for _, field in parts)
 
-def _iteration_of(matches: list[re.Match[str]], default: float | None) -> float | None:
-    return next((int(match["iteration"]) for match in matches if "iteration" in match.re.groupindex), default)
+    def match(self, name: str) -> NameMatch | None:
+        """Return whether a name fits, and its first iteration."""
+        if self.fields > len(name):  # each stands for one character or more
+            return None
+        ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
+        for literal, field in self._parts:
+            ends = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
+            if field is not None:
+                ends = self._after_field(name, field, ends)
+            if not ends:
+                return None
+        if len(name) not in ends:
+            return None
+        digits = ends[len(name)]
+        return NameMatch(None if digits is None else int(digits))
+
+    def _after_field(self, name: str, field: str, starts: dict[int, str | None]) -> dict[int, str | None]:
+        allowed, ends = _COUNTS.get(field), dict[int, str | None]()
+        if allowed is None and not self._has_text:
+            return ends
+        for start in sorted(starts):
+            if start in ends:  # the run of characters from an earlier start goes past this one
+                continue
+            for end in range(start + 1, len(name) + 1):
+                if end in ends or (allowed is not None and name[end - 1] not in allowed):
+                    break
+                is_first = field == "iteration" and starts[start] is None
+                ends[end] = name[start:end] if is_first else starts[start]
+        return ends
 
 
 def _list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
-def read_record(directory: Path) -> dict[str, Any]:
-    """Return the record of the run in this directory; empty if there is none that can be read."""
+def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, Any]:
+    """Return the record of the run in this directory; empty if there is none that can be read.
+
+    A damaged one is warned about, and moved to ``abandoned/<n>`` by the run that ``moves_damaged``.
+    """
     path = directory / RECORD
     try:
         return parse_record(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is passed over and written anew: {error}", stacklevel=2)
+        moved = set_aside(path) if moves_damaged else None
+        warnings.warn(f"{path} is passed over{f' and moved to {moved}' if moved else ''}: {error}", stacklevel=2)
         return {}
 
 
 def parse_record(path: Path) -> dict[str, Any]:
     """Return the record in this file; raise a `ValueError` if a person has edited it into something else."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_regular(path, _LARGEST_RECORD))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ValueError(f"it is not a record of format {_FORMAT}")
-    if wrong := [key for key, cls in _TYPES.items() if not isinstance(record.get(key), cls)]:
-        raise ValueError(f"these entries are not of the type that was written: {wrong}")
+    wrong = [key for key, cls in _TYPES.items() if not isinstance(record.get(key), cls)]
+    if wrong or not all(isinstance(start, dict) for start in record["starts"]):
+        raise ValueError(f"these entries are not of the type that was written: {wrong or ['starts']}")
+    if not all(isinstance(name, str) for name in record["files"]):
+        raise ValueError("files is a list of names")
+    if sum(NamePattern(name).fields for name in record["files"]) > _MAX_FIELDS:
+        raise ValueError(f"its files have more than {_MAX_FIELDS} fields")
     return record
 
 

@@ -23,7 +23,7 @@ from chainring.serializers.base import (
 )
 from chainring.training import _preview
 from chainring.training._run import Identity, Run, identify, optional_method
-from chainring.training._run_directory import check_out
+from chainring.training._run_directory import resolve_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
 from chainring.training.triggers import TriggerLike, get_stop_trigger
@@ -47,7 +47,8 @@ class Trainer(Stateful):
         updater: does one update of the parameters when asked.
         stop_trigger: when training ends. A pair means *reached*: ``(20, "epoch")``, ``(1000, "iteration")``,
             ``(3600, "second")``, those before a resume included. ``None`` trains until the data end.
-        out: the directory in which the run writes; it is created when the run starts.
+        out: the directory in which the run writes; it is created when the run starts. A relative path is resolved here, so
+            that a later change of the working directory does not move the run.
         extensions: extensions to begin with, as by `extend`.
         config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
 
@@ -78,10 +79,9 @@ class Trainer(Stateful):
             raise TypeError(f"a trainer takes an updater, such as StandardUpdater, first; got {type(updater).__name__}")
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
-        check_out(out)
         self.updater = updater
         self.stop_trigger = get_stop_trigger(stop_trigger)
-        self.out = out
+        self.out = resolve_out(out)
         self.config = dict(config or {})
         self.reporter = Reporter()
         self.observation: dict[str, Any] = {}

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chainring._files import make_numbered_directory, replace_file
+from chainring._files import parse_strict, read_regular, replace_file, set_aside
 from chainring._messages import info
+
+_LARGEST_DESCRIPTION = 1 << 16  # bytes
 
 
 def import_optional(module: str, extra: str, writer: str) -> Any:
@@ -36,27 +38,24 @@ def escape_fields(name: str) -> str:
     return name.replace("{", "{{").replace("}", "}}")
 
 
-def set_aside(path: Path) -> None:
+def set_rows_aside(path: Path) -> None:
     """Move a file with rows of another run to ``abandoned/<n>`` beside it, and say so."""
-    if path.exists() and path.stat().st_size:
-        destination = make_numbered_directory(path.parent / "abandoned") / path.name
-        os.rename(path, destination)
+    if (destination := set_aside(path)) is not None:
         info(f"{path} holds rows that this run does not continue: moved to {destination}")
 
 
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:
     """Save the id under which a service knows the run, so that a resumed run goes on under the same id."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(description) + "\n")
 
 
 def load_service_run(path: Path) -> dict[str, Any]:
     """Return what `save_service_run` saved; empty if there is nothing that can be read."""
     try:
-        description = json.loads(path.read_bytes())
+        description = parse_strict(read_regular(path, _LARGEST_DESCRIPTION))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         description = error
     if not isinstance(description, dict):
         warnings.warn(f"{path} does not hold the id of a run, and will be replaced: {description}", stacklevel=2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from chainring._files import replace_file, to_json
-from chainring.writers._common import check_path, escape_fields, set_aside
+from chainring._files import append, make_folder, open_regular, replace_file, to_json
+from chainring.writers._common import check_path, escape_fields, set_rows_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 
 
@@ -38,11 +39,11 @@ class CsvWriter(Writer):
         self._columns: list[str] = []
 
     def begin(self, run: Run) -> None:
-        path = run.out / self._filename
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(run.out, Path(self._filename).parent)
+        path = folder / Path(self._filename).name
         rows = [_cells(record) for record in run.records]
         if not _is_continued(path, rows, run.iteration):
-            set_aside(path)
+            set_rows_aside(path)
         self._path, self._columns = path, _columns(rows)
         self._replace(rows)
 
@@ -56,8 +57,7 @@ class CsvWriter(Writer):
             self._columns = _columns(rows)
             self._replace(rows)
             return
-        with open(self._path, "ab") as file:
-            file.write(_text(self._columns, [row]))
+        append(self._path, _text(self._columns, [row]))
 
     def _replace(self, rows: Iterable[dict[str, str]]) -> None:
         assert self._path is not None
@@ -80,17 +80,17 @@ def _text(columns: list[str], rows: Iterable[dict[str, str]]) -> bytes:
 
 def _read(path: Path) -> list[dict[str, str]]:
     """Return the rows of the file, without their empty cells."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(open_regular(path), encoding="utf-8", newline="") as file:
         return [{key: cell for key, cell in row.items() if key and cell} for row in csv.DictReader(file, restval="")]
 
 
 def _is_continued(path: Path, rows: list[dict[str, str]], iteration: int) -> bool:
     """Return True if the file holds these rows up to this iteration, so that later rows may be cut off."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return True
     try:
         found = _read(path)
-    except (ValueError, csv.Error):
+    except (OSError, ValueError, csv.Error):
         return False
     if iteration == 0:
         return not found

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from chainring._files import make_folder
 from chainring.writers._common import check_path, escape_fields, import_optional
 from chainring.writers.base import Record, Run, Writer, scalars
 
@@ -46,8 +47,7 @@ class TensorBoardWriter(Writer):
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        directory = run.out / self._directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = make_folder(run.out, self._directory)
         earlier = sorted(path.name for path in directory.glob(f"{_PREFIX}*"))
         self._file = open(directory / _next_name(earlier), "xb")  # noqa: SIM115 - it stays open until the run ends
         self._records = RecordWriter(self._file)

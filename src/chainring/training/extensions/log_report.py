@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring._files import from_json, replace_file, to_json
+from chainring._files import append, from_json, make_folder, open_regular, replace_file, to_json
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
-from chainring.writers._common import set_aside
+from chainring.writers._common import set_rows_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class LogReport(Extension):
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(self._filename)
             if self._written != self._filename:
-                set_aside(run.out / f"{self._filename}.jsonl")
+                set_rows_aside(run.out / f"{self._filename}.jsonl")
             self._file.begin(replace(run, records=[_record(row, whole=True) for row in self.log]))
         self._written = self._filename
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
@@ -235,9 +235,9 @@ class LogFile(Writer):
         self._array, self.path = (run.out / name for name in self.writes)
         self._lines = [_line(record.values) for record in run.records]
         text = "".join(self._lines).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(run.out, Path(self.writes[1]).parent)
         if _head(self.path, len(text)) != text:
-            set_aside(self.path)
+            set_rows_aside(self.path)
             replace_file(self.path, text)
         os.truncate(self.path, len(text))
         self.size, self.crc = len(text), zlib.crc32(text)
@@ -246,8 +246,7 @@ class LogFile(Writer):
     def write(self, record: Record) -> None:
         line = _line(record.values)
         text = line.encode()
-        with open(self.path, "ab") as file:
-            file.write(text)
+        append(self.path, text)
         self._lines.append(line)
         self.size, self.crc = self.size + len(text), zlib.crc32(text, self.crc)
         self._is_stale = True
@@ -268,7 +267,7 @@ class LogFile(Writer):
 
 
 def _head(path: Path, size: int) -> bytes | None:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
         return file.read(size)
     return None
 

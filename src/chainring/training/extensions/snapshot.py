@@ -26,7 +26,7 @@ from chainring.serializers._checkpoint import (
 )
 from chainring.serializers._store import Manifest, Store, find_newest, read_manifest
 from chainring.serializers.base import StateCollector, has_state, is_module, serialize_method
-from chainring.training._run_directory import compile_template
+from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 
 if TYPE_CHECKING:
@@ -482,7 +482,7 @@ class _Series:
 
         def belongs(name: str, manifest: Manifest | None) -> bool:
             if manifest is None:
-                return any(compile_template(template).fullmatch(name) for template in self.templates)
+                return any(NamePattern(template).match(name) for template in self.templates)
             return manifest.about.get(_SERIES) == self.label and "error" not in manifest.about
 
         return [(name, manifest) for name, manifest in store.listing(without) if belongs(name, manifest)]
