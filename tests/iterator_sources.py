@@ -55,6 +55,22 @@ class Counting:
         self.at, self.is_loaded = state["at"], True
 
 
+class Streaming:
+    """The same without a length."""
+
+    def __init__(self):
+        self.source = Counting()
+
+    def __iter__(self):
+        return iter(self.source)
+
+    def state_dict(self):
+        return self.source.state_dict()
+
+    def load_state_dict(self, state):
+        self.source.load_state_dict(state)
+
+
 def batches(length=3):
     return [(torch.arange(4) + 10 * k, np.ones(4) * k) for k in range(length)]
 
@@ -103,6 +119,7 @@ LOADER = {
     "a function": lambda size=SIZE: LoaderIterator(passes()),
     "a function with epoch_length": lambda size=SIZE: LoaderIterator(passes(), epoch_length=2 if size == SIZE else 5),
     "a loader with state_dict": lambda size=SIZE: LoaderIterator(Counting()),
+    "a loader with state_dict and no length": lambda size=SIZE: LoaderIterator(Streaming()),
 }
 FUNCTION = {"a function of the index": lambda size=SIZE: FunctionIterator(drawing_batch, 3)}
 ONCE = {

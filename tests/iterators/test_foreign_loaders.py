@@ -147,10 +147,10 @@ class TestHuggingFaceStreams:
         assert_resumes_after_every_batch(lambda: LoaderIterator(stream().batch(BATCH)))
 
     def test_an_epoch_is_one_pass_or_epoch_length(self):
-        """It has no length, so its end is known when the next pass begins."""
+        """It has no length, so it is read one batch ahead."""
         iterator = LoaderIterator(stream().batch(BATCH))
         rows = [(len(next(iterator)), iterator.epoch, iterator.is_new_epoch) for _ in range(4)]
-        assert rows == [(4, 0, False), (4, 0, False), (2, 0, False), (4, 1, True)]
+        assert rows == [(4, 0, False), (4, 0, False), (2, 1, True), (4, 1, False)]
         iterator = LoaderIterator(stream().batch(BATCH), epoch_length=2)
         assert [(len(next(iterator)), iterator.epoch_detail) for _ in range(3)] == [(4, 0.5), (4, 1.0), (2, 1.5)]
 
@@ -216,7 +216,7 @@ class TestWebdatasetLike:
         """With the number of batches."""
         iterator = LoaderIterator(Shards(endless=True), epoch_length=4)
         taken(iterator, 6)
-        with pytest.warns(UserWarning, match="fetches 6 batches again and skips them.*Shards has no state_dict"):
+        with pytest.warns(UserWarning, match="fetches 2 batches again and skips them.*Shards has no state_dict"):
             LoaderIterator(Shards(endless=True), epoch_length=4).load_state_dict(iterator.state_dict())
 
     def test_no_generator_is_disturbed(self):

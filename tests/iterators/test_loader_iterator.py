@@ -1,5 +1,7 @@
 """LoaderIterator: what makes batches already."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from chainring.datasets import TupleDataset
 from chainring.iterators import LoaderIterator, SerialIterator, as_iterator
+from chainring.training import StandardUpdater, Trainer
 
 DATA = TensorDataset(torch.arange(10), torch.arange(10) * 0.5)
 
@@ -53,12 +56,111 @@ def test_epoch_length_counts_batches_over_passes():
     assert rows == [(0, 0.5, False), (1, 1.0, True), (2, 1.5, False), (0, 2.0, True)]
 
 
-def test_without_a_length_an_epoch_ends_when_the_next_begins():
-    """Whole epochs only; progress has no size."""
-    iterator = LoaderIterator(lambda: (torch.tensor([k]) for k in range(2)))
+def counted(length, begun=None, fetched=None):
+    """A function that begins a pass of so many batches, or an endless one, and takes down what it does."""
+    begun, fetched = [] if begun is None else begun, [] if fetched is None else fetched
+
+    def begin():
+        begun.append(len(begun))
+        for k in itertools.count() if length is None else range(length):
+            fetched.append(k)
+            yield torch.tensor([k])
+
+    return begin
+
+
+def test_without_a_length_an_epoch_ends_with_the_last_batch_of_the_pass():
+    """It is read one batch ahead; whole epochs only, so progress has no size."""
+    iterator = LoaderIterator(counted(2))
     rows = [(next(iterator).columns.item(), iterator.epoch_detail, iterator.is_new_epoch) for _ in range(5)]
-    assert rows == [(0, 0, False), (1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True)]
+    assert rows == [(0, 0, False), (1, 1, True), (0, 1, False), (1, 2, True), (0, 2, False)]
     assert iterator.progress[2] is None
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_of_whole_epochs_over_a_loader_without_a_length_ends_with_their_last_batch(tmp_path, stop):
+    """Eight batches are eight updates, and what is triggered by an epoch comes after the eighth."""
+    model = torch.nn.Linear(1, 1)
+
+    def batches():
+        return (torch.ones(2, 1) * k for k in range(8))
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    updater = StandardUpdater(batches, optimizer, model, loss_func=lambda model, x: model(x).mean())
+    trainer = Trainer(updater, (stop, "epoch"), out=tmp_path)
+    fired = []
+    trainer.extend(lambda trainer: fired.append(trainer.updater.iteration), trigger=(1, "epoch"))
+    trainer.run()
+    assert updater.iteration == 8 * stop
+    assert fired == [8 * (k + 1) for k in range(stop)]
+
+
+def test_an_error_in_a_batch_that_is_read_ahead_comes_when_it_is_its_turn():
+    """The batch before it is returned first, and its state is that of a run that never looked ahead."""
+
+    def begin():
+        yield torch.tensor([0])
+        yield torch.tensor([1])
+        raise OSError("no third batch")
+
+    iterator = LoaderIterator(begin)
+    assert [next(iterator).columns.item() for _ in range(2)] == [0, 1]
+    assert iterator.epoch == 0
+    with pytest.raises(OSError, match="no third batch"):
+        next(iterator)
+
+
+def test_a_batch_that_was_read_ahead_is_not_lost_by_a_reset():
+    """The next pass is a whole one, and so is an evaluation that was broken off."""
+    for again in ("reset", "rewind"):
+        iterator = LoaderIterator(counted(3), repeat=False)
+        next(iterator)
+        getattr(iterator, again)()
+        assert [batch.columns.item() for batch in iterator] == [0, 1, 2]
+        assert (iterator.epoch, iterator.is_new_epoch) == (1, True)
+
+
+class TestEndless:
+    """A loader that has no length, with epoch_length."""
+
+    def test_each_epoch_begins_a_new_pass(self):
+        """A new iter(), and nothing is read ahead."""
+        begun, fetched = [], []
+        iterator = LoaderIterator(counted(None, begun, fetched), epoch_length=3)
+        rows = [(next(iterator).columns.item(), iterator.epoch_detail, len(begun)) for _ in range(7)]
+        assert [row[0] for row in rows] == fetched == [0, 1, 2, 0, 1, 2, 0]
+        assert [row[2] for row in rows] == [1, 1, 1, 2, 2, 2, 3]
+        assert (iterator.epoch, iterator.epoch_detail) == (2, 2 + 1 / 3)
+
+    @pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
+    @pytest.mark.parametrize("place", range(9))
+    def test_a_resume_fetches_one_epoch_again_at_most(self, place):
+        """What was taken of the current one; nothing between epochs."""
+
+        def make(fetched):
+            return LoaderIterator(counted(None, fetched=fetched), epoch_length=3)
+
+        iterator = make([])
+        taken = [next(iterator).columns.item() for _ in range(place)]
+        again = make(fetched := [])
+        again.load_state_dict(iterator.state_dict())
+        assert len(fetched) == place % 3
+        assert taken + [next(again).columns.item() for _ in range(9 - place)] == [0, 1, 2] * 3
+
+    def test_passes_that_end_before_the_epoch_are_read_to_their_ends(self):
+        """Over the ends of epochs, so that every batch comes equally often."""
+        iterator = LoaderIterator(counted(2), epoch_length=3)
+        assert [next(iterator).columns.item() for _ in range(7)] == [0, 1, 0, 1, 0, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
+def test_a_state_saved_before_loaders_were_read_ahead_counts_its_epoch():
+    """There the end of a pass was not known before the first batch of the next one."""
+    iterator = LoaderIterator(counted(2))
+    state = iterator.state_dict() | {"passes": 1, "taken": 2, "position": 2, "previous_epoch_detail": 0.0}
+    iterator.load_state_dict(state)
+    rows = [(next(iterator).columns.item(), iterator.epoch, iterator.is_new_epoch) for _ in range(3)]
+    assert rows == [(0, 1, True), (1, 2, True), (0, 2, False)]
 
 
 def test_a_generator_gives_one_pass_and_the_data_end_with_it():

@@ -118,8 +118,14 @@ def loaded(data):
     return DataLoader(TensorDataset(torch.from_numpy(points()), torch.from_numpy(labels())), 8, shuffle=True)
 
 
+def drawn(index):
+    x = torch.rand(BATCH, 4) + index
+    return x, (x.sum(1) * 10).long() % 3
+
+
 ITERATORS = {
     "DevicePrefetcher": {"iterate": lambda data: iterators.DevicePrefetcher(in_order(data), "cpu")},
+    "FunctionIterator": {"iterate": lambda data: iterators.FunctionIterator(drawn, 4)},
     "Iterator": {"iterate": lambda data: EndlessDigits()},
     "LoaderIterator": {"iterate": lambda data: iterators.LoaderIterator(batches)},
     "LoaderIterator: an epoch of another length": {

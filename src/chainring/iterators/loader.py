@@ -34,11 +34,16 @@ class LoaderIterator(Iterator):
     A run resumes in the middle of an epoch through the loader's own ``state_dict`` if it has one; otherwise its
     batches are fetched again and skipped, with a warning that gives their number.
 
+    An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
+    ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
+    counts as endless: a pass that has given ``epoch_length`` batches is left, and the next epoch begins another one, which
+    must not give the same data again (``set_epoch`` is called, and what it draws is seeded anew). A resumed run then fetches
+    one epoch again at most. Leave ``epoch_length`` out where passes end by themselves.
+
     Args:
-        loader: an iterable of batches, iterated anew for every pass, or a function that returns one. An iterator (such
+        loader: an iterable of batches, iterated again for every pass, or a function that returns one. An iterator (such
             as a generator) gives one pass, and the data end with it.
-        epoch_length: batches in an epoch; by default ``len(loader)``. If the loader has no length, an epoch is one pass,
-            whose end is known only when it is reached.
+        epoch_length: batches in an epoch; by default ``len(loader)``, or one pass.
         repeat: whether to begin another pass after one. Otherwise the loader's own generators are restored after each
             pass, so that an evaluation changes nothing and sees the same each time.
 
@@ -67,6 +72,11 @@ class LoaderIterator(Iterator):
         self._epoch_size = (self._pass_length or None) if epoch_length is None else epoch_length
         self._epoch_position = 0
         self._seed: int | None = None
+        self._uses_state = has_state(loader)
+        self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
+        # The pass of a loader with a state is not left: it is resumed without fetching anything again.
+        has_no_end = self._pass_length is None and not self._is_single_pass and not self._uses_state
+        self._is_endless = has_no_end and epoch_length is not None
         self._may_draw = _may_draw(loader)
         self._generators = _own_generators(loader)
         self._initial_generators = self._outer_generators = self._get_generators()
@@ -74,10 +84,10 @@ class LoaderIterator(Iterator):
         self._pass: PythonIterator[Any] | None = None
         self._workers: _WorkerGuard | None = None
         self._position = self._returned = LoaderPosition(0, 0, self._initial_generators)  # of the batch fetched, returned
-        self._pending: list[tuple[Any, LoaderPosition]] = []  # batches that were fetched and are not returned yet
-        self._since_mark: list[tuple[Any, LoaderPosition]] | None = None  # batches returned since the last `mark`
+        self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
+        self._error: Exception | None = None  # that came when reading ahead; raised when it is its turn
+        self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
         self._has_ended = False  # there is no other pass
-        self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
         self._is_spent = False  # a loader of a single pass was begun
 
     @property
@@ -85,33 +95,39 @@ class LoaderIterator(Iterator):
         return self.epoch, self._epoch_position, self._epoch_size
 
     def __next__(self) -> Batch:
-        fetched = self._pending.pop(0) if self._pending else self._fetch()
+        if not self._pending:
+            self._fetch()
+        if self._epoch_size is None and len(self._pending) == 1 and self._error is None:
+            self._look_ahead()
+        fetched = self._pending.pop(0)
         if self._since_mark is not None:
             self._since_mark.append(fetched)
-        item, position = fetched
-        self._advance(position)
-        return cut_share(make_batch(item), self.rank, self.size)
+        self._advance(fetched)
+        return cut_share(fetched.batch, self.rank, self.size)
 
-    def _advance(self, position: LoaderPosition) -> None:
+    def _advance(self, fetched: _Fetched) -> None:
         """Count a batch that is returned."""
+        position = fetched.position
         begins_pass = self._returned.taken > 0 and position.passes > self._returned.passes
         self._returned = position
         self.previous_epoch_detail = self.epoch_detail
         self.is_new_epoch = False
-        self._epoch_position += 1
-        if self._epoch_size is None:
-            if begins_pass:
-                self.epoch, self._epoch_position, self.is_new_epoch = self.epoch + 1, 1, True
-            self.epoch_detail = float(self.epoch)
-            return
-        if self._epoch_position == self._epoch_size:
+        if self._epoch_size is None and begins_pass and self._epoch_position:  # the end was not known before
             self.epoch, self._epoch_position, self.is_new_epoch = self.epoch + 1, 0, True
-        self.epoch_detail = self.epoch + self._epoch_position / self._epoch_size
+        self._epoch_position += 1
+        if fetched.is_last if self._epoch_size is None else self._epoch_position == self._epoch_size:
+            self.epoch, self._epoch_position, self.is_new_epoch = self.epoch + 1, 0, True
+        self.epoch_detail = float(self.epoch)
+        if self._epoch_size is not None:
+            self.epoch_detail = self.epoch + self._epoch_position / self._epoch_size
 
     # --- passes over the loader ---
 
-    def _fetch(self) -> tuple[Any, LoaderPosition]:
-        """Return the loader's next batch, from another pass if one has ended, and the position after it."""
+    def _fetch(self) -> None:
+        """Fetch the loader's next batch, from another pass if one has ended."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         if not self.repeat and self.epoch:  # epoch_length batches have come
             self._end_pass()
         is_new_pass = self._pass is None
@@ -119,7 +135,8 @@ class LoaderIterator(Iterator):
             if self._pass is None:
                 self._begin_pass()
             try:
-                return self._take()
+                self._pending.insert(0, self._take())
+                return
             except StopIteration:
                 is_empty = is_new_pass and self._position.taken == 0
                 self._end_pass()
@@ -131,25 +148,44 @@ class LoaderIterator(Iterator):
                 is_new_pass = True
         raise StopIteration
 
-    def _take(self) -> tuple[Any, LoaderPosition]:
-        item = self._next_item()
+    def _look_ahead(self) -> None:
+        """Fetch one batch more of this pass, to learn whether the one that is returned next is its last."""
+        batch, position, is_last = self._pending[0]
+        if is_last or self._pass is None:
+            return
+        if self._uses_state:  # of which only the newest can be had
+            position = LoaderPosition(*position[:3], self._get_loader_state(), self._get_generators())
+            self._pending[0] = _Fetched(batch, position)
+        try:
+            self._pending.append(self._take())
+        except StopIteration:
+            self._end_pass()
+            # A loader with a state goes on from there, and is found at its end when the run is resumed.
+            self._pending[0] = _Fetched(batch, position if self._uses_state else self._position, is_last=True)
+        except Exception as error:
+            self._error = error
+
+    def _take(self) -> _Fetched:
+        batch = self._next_batch()
         position = self._position
-        if position.taken == self._pass_length and not has_state(self.loader):
+        if self._is_endless and position.taken >= (self._epoch_size or 0):
+            self._end_pass()
+        elif position.taken == self._pass_length and not self._uses_state:
             # The pass is ended with its last batch, so that a run saved here need not fetch it again to find that out.
             try:
-                self._pending.append((self._next_item(), self._position))  # the loader's length was too small
+                self._pending.append(_Fetched(self._next_batch(), self._position))  # the loader's length was too small
+                return _Fetched(batch, position)
             except StopIteration:
                 self._end_pass()
-                position = self._position
-        return item, position
+        return _Fetched(batch, self._position)
 
-    def _next_item(self) -> Any:
+    def _next_batch(self) -> Batch:
         assert self._pass is not None
-        passes, taken, generators = self._position
+        passes, taken, generators = self._position[:3]
         with _seeded(self._get_seed(), passes - 1, taken) if self._may_draw else nullcontext():
             item = next(self._pass)
         self._position = LoaderPosition(passes, taken + 1, generators)
-        return item
+        return make_batch(item)
 
     def _begin_pass(self) -> None:
         epoch = self._position.passes
@@ -211,9 +247,11 @@ class LoaderIterator(Iterator):
                 "and cannot begin again: hand over a function that returns a fresh one"
             )
         self.finalize()
+        if self._returned.current_generators is not None:  # before the batch that was read ahead
+            self._set_generators(self._returned.current_generators)
         self._position = self._returned = LoaderPosition(passes, 0, self._get_generators())
         self._epoch_position = 0
-        self._pending = []
+        self._pending, self._error = [], None
         self._since_mark = None
         self._has_ended = False
         self.epoch = 0
@@ -256,20 +294,30 @@ class LoaderIterator(Iterator):
         self.previous_epoch_detail = serializer("previous_epoch_detail", self.previous_epoch_detail)
         self.is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         has_ended = serializer("has_ended", self._has_ended and not self._pending)
-        passes, taken, generators = self._returned if self._pending else self._position
-        if self._pass is None and taken == 0 and not self._pending:
-            generators = self._get_generators()
-        saved = serializer("passes", passes), serializer("taken", taken), serializer("generators", generators)
-        position = LoaderPosition(*saved)
-        loader_state = serializer("loader", self._get_loader_state() if saving else None)
-        current_generators = serializer("generators_now", self._get_generators())  # after the loader's, which may draw
+        generators = self._get_generators
+        position = self._describe_position() if saving else LoaderPosition(0, 0, generators(), None, generators())
+        names = ("passes", "taken", "generators", "loader", "generators_now")
+        position = LoaderPosition(*[serializer(name, value) for name, value in zip(names, position, strict=True)])
         if not saving:
             self._check_sizes(sizes, position.taken)
-            self._resume(position, loader_state, current_generators)
+            self._resume(position)
             self._has_ended = has_ended
 
+    def _describe_position(self) -> LoaderPosition:
+        """Return the position after the batch last returned, with all that is to be saved of it."""
+        if self._pending or self._returned.loader_state is not None:
+            position = self._returned
+        else:
+            passes, taken, generators = self._position[:3]
+            if self._pass is None and taken == 0:
+                generators = self._get_generators()
+            position = LoaderPosition(passes, taken, generators, self._get_loader_state())
+        if position.current_generators is None:  # after the loader's state, which may draw
+            position = LoaderPosition(*position[:4], self._get_generators())
+        return position
+
     def _get_loader_state(self) -> Any:
-        if self._pending or not has_state(self.loader):
+        if not self._uses_state:
             return None
         with _seeded(self._get_seed(), self._position.passes, -1):  # some begin a pass for it
             return self.loader.state_dict()
@@ -289,21 +337,21 @@ class LoaderIterator(Iterator):
                 sizes = f"{key} = {current[key]}, the saved run had {saved[key]}"
                 raise ValueError(f"iterator {self.name!r} has {sizes}; {remedy}")
 
-    def _resume(self, position: LoaderPosition, loader_state: Any, current_generators: dict[str, Any]) -> None:
-        passes, taken, generators = position
+    def _resume(self, saved: LoaderPosition) -> None:
+        passes, taken, generators, loader_state, current_generators = saved
         self.finalize()
-        self._pending, self._since_mark = [], None
-        if loader_state is not None and has_state(self.loader):
+        self._pending, self._since_mark, self._error = [], None, None
+        if loader_state is not None and self._uses_state:
             # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
             # workers), and the next pass would be another one.
-            self._resumed_generators = current_generators if self.repeat else {}
+            self._resumed_generators = current_generators or {} if self.repeat else {}
             if taken:
                 _set_epoch(self.loader, passes - 1)
             with preserve_host_rng():
                 self.loader.load_state_dict(loader_state)
             if taken:
                 self._open(passes - 1)
-            self._position = position
+            self._position = LoaderPosition(passes, taken, generators)
         else:
             if self.repeat or not taken:
                 self._set_generators(generators)
@@ -322,7 +370,7 @@ class LoaderIterator(Iterator):
         self._begin_pass()
         for skipped in range(taken):
             try:
-                self._take()
+                self._next_batch()
             except StopIteration:
                 raise ValueError(
                     f"the saved run had taken {taken} batches of this pass, and the loader of iterator {self.name!r} "
@@ -336,6 +384,16 @@ class LoaderPosition(NamedTuple):
     passes: int  # over the loader that were begun
     taken: int  # batches of the last pass that were fetched; 0 if it is over
     generators: dict[str, Any]  # the states of the loader's own generators at the beginning of that pass
+    loader_state: Any = None  # the loader's own, and that of its generators: kept if a batch beyond it was fetched
+    current_generators: dict[str, Any] | None = None
+
+
+class _Fetched(NamedTuple):
+    """A batch, the position after it, and True if it is known to be the last of its pass."""
+
+    batch: Batch
+    position: LoaderPosition
+    is_last: bool = False
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
