@@ -23,10 +23,11 @@ def concat_examples(batch: Sequence[Any], device: Device = None, padding: Paddin
 
     The first example decides the structure: tuples give a tuple of tensors, mappings a dict, anything else one tensor
     (a list is the data of an array). Python floats become float32, integers int64, booleans bool; arrays and
-    tensors keep their dtype. A batch that already holds columns is passed through.
+    tensors keep their dtype. A batch that already holds columns is passed through: a `Batch` of them, a mapping, or a tuple
+    with an array in it.
 
     Args:
-        batch: the examples, all of the same structure.
+        batch: a list of examples, all of the same structure.
         device: where the tensors go; ``None`` leaves them where they are.
         padding: fills arrays of different shapes up to the largest, at their ends. One number for all, or a tuple or
             mapping with one for each item of an example.
@@ -49,6 +50,8 @@ def concat_examples(batch: Sequence[Any], device: Device = None, padding: Paddin
     target = as_device(device)
     if columns is not None:
         return _move(target, columns)
+    if isinstance(batch, Mapping) or (isinstance(batch, tuple) and _holds_array(batch)):
+        return _move(target, batch)
     if len(batch) == 0:
         raise ValueError("a batch needs at least one example, got none")
     return _move(target, _collate(batch, padding, "example"))
@@ -62,6 +65,12 @@ def _view_column(x: Any) -> Any:
         except (TypeError, ValueError):  # not of numbers, or a byte order or strides that torch does not have
             pass
     return _move(None, x)
+
+
+def _holds_array(x: Any) -> bool:
+    if isinstance(x, (tuple, Mapping)):
+        return any(map(_holds_array, x.values() if isinstance(x, Mapping) else x))
+    return isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0
 
 
 def to_device(device: Device, x: Any) -> Any:

@@ -242,3 +242,79 @@ def test_it_serves_a_trainer_with_an_evaluator_and_snapshots(tmp_path):
     assert ours == train(SerialIterator, tmp_path / "theirs")
     assert len(ours) == 3
     assert {"main/loss", "validation/main/error"} <= set(ours[0])
+
+
+class Converter:
+    """Keeps the examples that it is given, with their types."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, batch, device):
+        self.seen.append([[(type(item), str(item)) for item in example] for example in batch])
+        return torch.ones(len(batch))
+
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (self.factor * x).mean()
+
+
+def raw(i):
+    return i, np.float32(i), np.int16(i), i % 2 == 0, 0.5 * i, np.full(2, i), torch.tensor([i]), {"i": i}
+
+
+def seen_by(iterator, use):
+    converter, model = Converter(), Plain()
+    with iterator:
+        if use == "updater":
+            updater = StandardUpdater(iterator, torch.optim.SGD(model.parameters()), model, converter=converter)
+            for _ in range(3):
+                updater.update()
+        else:
+            extensions.Evaluator(iterator, model, converter).evaluate()
+    return converter.seen
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("use", ["updater", "evaluator"])
+def test_a_converter_of_the_updaters_own_gets_the_examples_as_the_dataset_gives_them(start_method, use):
+    """Numbers stay numbers of their type, so that a mapping finds them: as from a SerialIterator, values and types."""
+    settings = {"repeat": use == "updater", "shuffle": False}
+    iterator = MultiprocessIterator(Dataset(5, raw), 2, n_processes=1, start_method=start_method, **settings)
+    assert seen_by(iterator, use) == seen_by(SerialIterator(Dataset(5, raw), 2, **settings), use)
+
+
+def test_workers_that_have_begun_to_collate_begin_again_for_another_converter():
+    """Batches that were taken by hand before came as tensors."""
+    with MultiprocessIterator(Dataset(6, STRUCTURES["numbers"]), 2, shuffle=False, n_processes=1) as iterator:
+        assert next(iterator).columns is not None
+        model = Plain()
+        seen = []
+        updater = StandardUpdater(
+            iterator,
+            torch.optim.SGD(model.parameters()),
+            model,
+            converter=lambda batch, device: seen.extend(batch) or torch.ones(2),
+        )
+        updater.update()
+        assert seen == [2, 3]
+        assert all(type(example) is int for example in seen)
+
+
+def test_a_converter_in_the_workers_still_makes_the_columns():
+    """The one that the iterator is given; the updater's sees their rows."""
+    seen, model = [], Plain()
+    with MultiprocessIterator(Dataset(4, STRUCTURES["numbers"]), 2, shuffle=False, n_processes=1, converter=doubled) as it:
+        convert = lambda batch, device: seen.extend(batch) or torch.ones(2)  # noqa: E731
+        StandardUpdater(it, torch.optim.SGD(model.parameters()), model, converter=convert).update()
+    assert [int(example) for example in seen] == [0, 2]
+    assert all(isinstance(example, torch.Tensor) for example in seen)
+
+
+def doubled(batch, device):
+    return 2 * concat_examples(batch, device)

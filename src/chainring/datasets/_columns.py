@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import call
@@ -33,7 +33,7 @@ class Batch(Sequence[Any]):
     def __init__(self, examples: Sequence[Any] | None = None, *, columns: Any = None, length: int | None = None) -> None:
         self._examples, self.columns = examples, columns
         self._length: int = len(examples) if length is None else length  # type: ignore[arg-type]
-        self.weight: int = self._length
+        self.weight: Any = self._length
 
     def __len__(self) -> int:
         return self._length
@@ -111,15 +111,105 @@ def select_rows(columns: Any, index: int | slice | Indices) -> Any:
     if hasattr(columns, "items"):
         return {key: select_rows(column, index) for key, column in columns.items()}
     is_single = getattr(columns, "ndim", 1) == 0 or isinstance(columns, (str, bytes))
-    return columns if is_single or not hasattr(columns, "__getitem__") else columns[index]
+    if is_single or not hasattr(columns, "__getitem__"):
+        return columns
+    return _with_own_memory(columns[index]) if isinstance(index, slice) and index.step not in (None, 1) else columns[index]
 
 
-def count_rows(columns: Any) -> int | None:
-    """Return the first dimension of the first array in ``columns``, depth first, or ``None`` if there is no array."""
+def _with_own_memory(rows: Any) -> Any:
+    """Return every n-th row of an array in memory without gaps, as the whole array had it: ``view`` works on it."""
+    if isinstance(rows, torch.Tensor):
+        return rows if rows.is_contiguous() else rows.clone()
+    return np.ascontiguousarray(rows) if type(rows) is np.ndarray and rows.ndim else rows
+
+
+def count_rows(columns: Any) -> Any:
+    """Return the first dimension that all arrays in ``columns`` have; ``None`` if there is no array.
+
+    Tuples and mappings are entered. Lists are only where no other array is, since they may hold anything of each example,
+    such as its boxes. If the arrays differ, the result is `Uncounted`.
+    """
+    counts = dict.fromkeys(_list_rows(columns, False)) or dict.fromkeys(_list_rows(columns, True))
+    return Uncounted(list(counts)) if len(counts) > 1 else next(iter(counts), None)
+
+
+def _list_rows(columns: Any, enters_lists: bool) -> Iterator[int]:
     if isinstance(columns, (torch.Tensor, np.ndarray)):
-        return int(columns.shape[0]) if columns.ndim else None
-    if hasattr(columns, "items"):
-        columns = [column for _, column in columns.items()]
-    if isinstance(columns, (tuple, list)):
-        return next((count for column in columns if (count := count_rows(column)) is not None), None)
-    return None
+        if columns.ndim:
+            yield int(columns.shape[0])
+    elif hasattr(columns, "items"):
+        for column in dict(columns.items()).values():  # of a class with this method alone
+            yield from _list_rows(column, enters_lists)
+    elif isinstance(columns, tuple) or (enters_lists and isinstance(columns, list)):
+        for column in columns:
+            yield from _list_rows(column, enters_lists)
+
+
+class Uncounted:
+    """Stands for the number of examples of a batch whose arrays have different numbers of rows."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows
+
+    def __repr__(self) -> str:
+        return f"a batch of arrays with {' and '.join(map(str, self._rows))} rows"
+
+    def error(self) -> ValueError:
+        """Return what is raised where the number is needed."""
+        return ValueError(
+            "the examples of a batch are the rows of its arrays, its first dimension, "
+            f'and this is {self!r}. Give its number: let the model return a "weight" beside "loss", or the '
+            "iterator or loader a chainring.iterators.Batch(columns=..., length=...)"
+        )
+
+
+def count_examples(batch: Any) -> Any:
+    """Return the number of examples of a batch that count: a `Batch` has it, a tuple or mapping of arrays has rows.
+
+    A list, or any other sequence, holds examples. The result is `Uncounted` where the arrays differ.
+    """
+    if isinstance(batch, (tuple, Mapping)):
+        rows = count_rows(batch)
+        return len(batch) if rows is None else rows
+    weight = getattr(batch, "weight", None)
+    return len(batch) if weight is None else weight
+
+
+def require_count(examples: Any) -> Any:
+    """Return the number of examples that `count_examples` has found.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if isinstance(examples, Uncounted):
+        raise examples.error()
+    return examples
+
+
+def batch_of_columns(columns: Any, examples: Any) -> Batch:
+    """Return a batch of columns with that number of examples, which may be `Uncounted`."""
+    return _UncountedBatch(columns, examples) if isinstance(examples, Uncounted) else Batch(columns=columns, length=examples)
+
+
+class _UncountedBatch(Batch):
+    """A batch of columns whose number of examples is not known, and needed for a part of it only."""
+
+    __slots__ = ()
+
+    def __init__(self, columns: Any, examples: Uncounted) -> None:
+        super().__init__(columns=columns, length=1)
+        self.weight: Any = examples
+
+    def __len__(self) -> int:
+        raise self.weight.error()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self.weight.error()
+
+    def __repr__(self) -> str:
+        return repr(self.weight)
+
+
+def take_examples(batch: Any, index: slice) -> Any:
+    """Return a part of the examples of a batch, in the structure that the batch has."""
+    return select_rows(batch, index) if isinstance(batch, (tuple, Mapping)) else batch[index]

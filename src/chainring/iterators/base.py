@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterator as PythonIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -104,6 +105,9 @@ class Iterator(Stateful):
                 f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"
             )
+
+    def use_converter(self, converter: Callable[..., Any]) -> None:
+        """Learn which converter the batches go to, as an updater and an Evaluator say before the first."""
 
     def base_seed(self) -> int:
         """Return the number from which, with the name, a seed of ``None`` is derived."""

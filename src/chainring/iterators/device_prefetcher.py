@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from chainring.converters import Device, as_device, concat_examples, to_device
+from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, serialize_method
@@ -56,6 +57,7 @@ class DevicePrefetcher(Iterator):
             )
         if not callable(converter):
             raise TypeError(f"a converter is called with (batch, device), got {type(converter).__name__}")
+        source.use_converter(converter)
         self.iterator: Any = source
         self._refetches = isinstance(source, LoaderIterator) and not has_state(source.loader)
         self.converter = converter
@@ -132,8 +134,10 @@ class DevicePrefetcher(Iterator):
             batch = next(self.iterator)
             self._unsent = batch, _SourceState(_counts(self.iterator))
         batch, state = self._unsent  # after an error of the converter it is tried again, as the updater would
-        copied = Batch(columns=self._copier.copy(self.converter(batch, None)), length=len(batch))
-        copied.weight = getattr(batch, "weight", len(batch))
+        examples = count_examples(batch)
+        length = len(batch) if isinstance(batch, Batch) and not isinstance(examples, Uncounted) else examples
+        copied = batch_of_columns(self._copier.copy(self.converter(batch, None)), length)
+        copied.weight = examples
         self._ready.append((copied, state))
         self._unsent = None
 

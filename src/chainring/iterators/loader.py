@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from chainring._checks import is_integer
 from chainring._random import preserve_host_rng, seed_host, stable_hash
-from chainring.datasets._columns import count_rows
+from chainring.datasets._columns import batch_of_columns, count_rows
 from chainring.iterators.base import Batch, Iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_setting
 
@@ -27,7 +27,8 @@ class LoaderIterator(Iterator):
     """Takes batches as they come from a loader: a ``DataLoader``, a list of batches, a generator, or a function.
 
     A list (which ``default_collate`` makes) counts as a tuple; nothing else is changed and nothing concatenated again.
-    The number of examples in a batch is the first dimension of its first array. The random numbers that the loader draws
+    The number of examples in a batch is the first dimension that all of its arrays have; where they differ, the model
+    returns a ``"weight"`` beside ``"loss"``, or the loader makes a `Batch`. The random numbers that the loader draws
     in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of the
     seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch.
 
@@ -450,7 +451,10 @@ def make_batch(item: Any) -> Batch:
     if isinstance(item, Batch):
         return item
     columns = tuple(item) if type(item) is list else item
-    return Batch(columns=columns, length=_count_examples(columns))
+    if (rows := count_rows(columns)) is None:
+        column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
+        rows = len(column) if hasattr(column, "__len__") else 1
+    return batch_of_columns(columns, rows)
 
 
 def cut_share(batch: Batch, rank: int, size: int) -> Batch:
@@ -472,13 +476,6 @@ def cut_share(batch: Batch, rank: int, size: int) -> Batch:
         share = batch[:1]
         share.weight = 0
     return share
-
-
-def _count_examples(columns: Any) -> int:
-    if (count := count_rows(columns)) is not None:
-        return count
-    column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
-    return len(column) if hasattr(column, "__len__") else 1
 
 
 def _samplers(loader: Any) -> list[Any]:

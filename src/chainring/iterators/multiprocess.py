@@ -27,8 +27,9 @@ class MultiprocessIterator(IndexedIterator):
     The batches are the same for any number of workers, and so is the state, which is that of the batch last returned,
     whatever has been fetched ahead: one may load the other's. A worker makes a whole batch, collates it by
     ``converter`` and sends it through shared memory; examples that cannot be collated (of unequal shapes, or not of
-    numbers) are sent one by one. A dataset that holds whole arrays is gathered in this process and starts no worker: a
-    gather takes microseconds, which is less than sending it.
+    numbers) are sent one by one, and so are all where the updater or Evaluator has another converter than
+    `concat_examples`, which gets them as the dataset gives them. A dataset that holds whole arrays is gathered in this
+    process and starts no worker: a gather takes microseconds, which is less than sending it.
 
     Workers start with the first batch. They ignore SIGINT and SIGTERM, which the trainer acts on, and end with this
     process in whatever way it ends. An exception of the dataset is raised here when the turn of its batch comes, with
@@ -41,8 +42,8 @@ class MultiprocessIterator(IndexedIterator):
         example_rng: True to seed the generators for each example. ``False`` gives each worker its own stream.
         dataset_timeout: seconds that an example may take (and a worker to start).
         converter: ``converter(examples, None)`` runs in the worker and returns the batch's columns, which
-            `concat_examples` passes on; a converter of the updater's own sees their rows as the examples. ``None`` sends
-            the examples as the dataset gives them.
+            `concat_examples` passes on; if it is your own, a converter of the updater's own sees their rows as the
+            examples. ``None`` sends the examples as the dataset gives them.
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``. ``None`` is fork on Linux: it starts in milliseconds
             and needs neither a dataset that can be pickled nor a main module that can be imported again. A library that
             hangs in forked processes (OpenCV's threads, say) needs one of the others. On other systems it is spawn, since
@@ -91,6 +92,11 @@ class MultiprocessIterator(IndexedIterator):
         self._converter = converter
         self._start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self._pool: WorkerPool | None = None
+
+    def use_converter(self, converter: Callable[..., Any]) -> None:
+        if self._converter is concat_examples and converter is not concat_examples:
+            self._converter = None
+            self.finalize()  # workers that were started collate
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         if self._pool is None or not self._pool.is_open:

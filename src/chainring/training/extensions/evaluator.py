@@ -14,6 +14,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
+from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting.reporter import Reporter, report
@@ -82,7 +83,7 @@ class Evaluator(Extension):
         loss_func: Callable[..., Any] | None = None,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
-        self._iterators = {name: _one_pass_iterator(name, source) for name, source in iterators.items()}
+        self._iterators = {name: _one_pass_iterator(name, source, converter) for name, source in iterators.items()}
         self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
         for name, model in self._targets.items():
             if not isinstance(model, nn.Module):
@@ -185,9 +186,8 @@ class Evaluator(Extension):
             output = (self.eval_func or self._targets["main"])(*args, **kwargs)
         _report_mapping(output)
         _, loss_weight = loss_and_weight(output, "main")
-        examples = getattr(batch, "weight", None)
-        examples = len(batch) if examples is None else examples
-        return examples if loss_weight is None or examples == 0 else loss_weight
+        examples = count_examples(batch)
+        return require_count(examples) if loss_weight is None or examples == 0 else loss_weight
 
     def finalize(self) -> None:
         for iterator in self._iterators.values():
@@ -206,7 +206,7 @@ def _report_mapping(output: Any) -> None:
         report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
 
 
-def _one_pass_iterator(name: str, source: Any) -> Any:
+def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:
     if isinstance(source, PythonIterator) and not hasattr(source, "epoch_detail"):
         raise ValueError(
             f"every evaluation is a pass of its own, and iterator {name!r}, a {type(source).__name__}, gives one pass "
@@ -228,6 +228,7 @@ def _one_pass_iterator(name: str, source: Any) -> Any:
         )
     if isinstance(iterator, Iterator):
         iterator.name = f"validation/{name}"  # from which, with the initial seed, a seed of None is derived
+        iterator.use_converter(converter)
     return iterator
 
 

@@ -25,7 +25,8 @@ class Throughput(Extension):
     Keys begin with the name of the extension, for example ``throughput/examples_per_second``:
 
     - ``iterations_per_second``.
-    - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks`.
+    - ``examples_per_second``: of the batches that the updater converted, if it has `UpdateCallbacks` and their numbers of
+      examples are known.
     - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` that is not its number of
       examples.
     - ``peak_memory_mib``: the peak since the process began, in MiB: of memory allocated on the accelerator of the models,
@@ -60,6 +61,7 @@ class Throughput(Extension):
         self._iterations = self._examples = self._examples_of_update = 0
         self._tokens: Any = 0  # a tensor if weights are, so that none of them is read
         self._is_weighted = False
+        self._are_counted = True
 
     def initialize(self, trainer: Trainer) -> None:
         parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
@@ -76,7 +78,10 @@ class Throughput(Extension):
         self._callbacks = None
 
     def _count_examples(self, context: UpdateContext) -> None:
-        self._examples_of_update += context.examples
+        if context.examples is None:
+            self._are_counted = False
+        else:
+            self._examples_of_update += context.examples
 
     def observe(self, trainer: Trainer) -> None:
         self._iterations += 1
@@ -97,7 +102,7 @@ class Throughput(Extension):
         counts = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / 2**20
         examples, tokens, memory = zip(*trainer.comm.gather_object(counts), strict=True)
         values = {"iterations_per_second": self._iterations / seconds}
-        if self._callbacks is not None:
+        if self._callbacks is not None and self._are_counted:
             values["examples_per_second"] = sum(examples) / seconds
         if self._is_weighted:
             values["tokens_per_second"] = sum(tokens) / seconds

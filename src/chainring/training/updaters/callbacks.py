@@ -31,7 +31,8 @@ class UpdateContext:
         batch: the converted micro-batch, on the device. At ``batch_on_finish`` a callback may put another in its place. In a
             `ParallelUpdater`, a list with the share of each replica.
         loss: its loss, once the forward has run.
-        examples: the number of its examples; one repeated to fill a rank's share does not count.
+        examples: the number of its examples; one repeated to fill a rank's share does not count. ``None`` where it is not
+            known, because the arrays of the batch have different numbers of rows.
 
     Example::
 

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from chainring._naming import named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples, device_scope, to_device
+from chainring.datasets._columns import count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.training.updaters._forward import check_loss
-from chainring.training.updaters.standard import StandardUpdater, check_models, count_examples
+from chainring.training.updaters.standard import StandardUpdater, check_models
 
 
 class ParallelUpdater(StandardUpdater):
@@ -78,9 +79,9 @@ class ParallelUpdater(StandardUpdater):
     def update_core(self) -> None:
         """Run one update: the shares of the next batch, their losses, one backward through all, and a step."""
         batch = next(self._iterators["main"])
-        count = max(1, min(len(batch), len(self._replicas)))
+        count = max(1, min(require_count(count_examples(batch)), len(self._replicas)))
         replicas = self._replicas[:count]
-        shares = [batch[index::count] for index in range(count)]
+        shares = [take_examples(batch, slice(index, None, count)) for index in range(count)]
         converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
         inputs = self._finish_batch(converted, count_examples(batch))
         compute = partial(self._compute_gradients_in_replicas, replicas, shares, inputs)

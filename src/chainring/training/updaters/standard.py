@@ -19,6 +19,7 @@ from torch.optim import optimizer as hooks
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring.converters import Device, as_device, concat_examples
+from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import as_iterator
 from chainring.reporting.reporter import current_observation, report_scope
@@ -157,6 +158,7 @@ class StandardUpdater(Updater):
         for name, source in self._iterators.items():
             if isinstance(source, Iterator):
                 source.name = name
+                source.use_converter(self.converter)
                 source.check_share(self.comm.size)
 
     def _choose_path(self, compiles: bool) -> None:
@@ -220,7 +222,9 @@ class StandardUpdater(Updater):
             self._context = UpdateContext(self, self.iteration, 0)
             inputs = self._finish_batch(inputs, count_examples(batch))
         weight = self._compute(inputs)
-        self.weight = weight if weight is not None else batch.weight if type(batch) is Batch else len(batch)
+        if weight is None:
+            weight = batch.weight if type(batch) is Batch else require_count(count_examples(batch))
+        self.weight = weight
 
     def _update_without_data(self) -> None:
         weight = self._compute(())
@@ -242,7 +246,7 @@ class StandardUpdater(Updater):
         self._begin_update()
         if self.accumulate == 1:
             self.update_core()
-            self.weight = self._weights.get(0, self._examples)
+            self.weight = require_count(self._weights.get(0, self._examples))
         else:
             self._accumulate()
         if self._precision.scaler is not None:
@@ -298,7 +302,7 @@ class StandardUpdater(Updater):
                 break
             self._weights.setdefault(micro_step, self._examples)  # of an update_core that does without `backward`
             observed.append(observation)
-        weights = [self._weights[micro_step] for micro_step in range(len(observed))]
+        weights = [require_count(self._weights[micro_step]) for micro_step in range(len(observed))]
         self.weight = sum(weights)
         if outer is not None:
             outer.update(weighted_means(list(zip(observed, weights, strict=True))))
@@ -370,7 +374,7 @@ class StandardUpdater(Updater):
     def _finish_batch(self, converted: Any, examples: Any) -> Any:
         """Call the callbacks of a converted batch; return the batch, which they may have replaced."""
         context = self._context
-        context.batch, context.examples = converted, examples
+        context.batch, context.examples = converted, None if isinstance(examples, Uncounted) else examples
         if self.callbacks.batch_on_finish:
             run(self.callbacks.batch_on_finish, context)
         return context.batch
@@ -420,7 +424,7 @@ class StandardUpdater(Updater):
         check_loss(loss)
         examples = self._examples
         if weight is None or (type(examples) is int and examples == 0):  # a repeated example never counts
-            weight = examples
+            weight = require_count(examples)
         self._weights.setdefault(self._context.micro_step, weight)
         self._backward_weight = weight
         if self._stepped:
@@ -599,10 +603,10 @@ class StandardUpdater(Updater):
                 "DDP and fully_shard exchange gradients in the backward, before which self.backward(loss) weighs the loss; "
                 "write self.backward(loss) in the closure, not loss.backward()"
             )
-        self._backward_weight = self._examples
-        self._weights.setdefault(self._context.micro_step, self._examples)
+        self._backward_weight = weight = require_count(self._examples)
+        self._weights.setdefault(self._context.micro_step, weight)
         if self._averages:
-            scale(optimizer, self._examples / self._reference_weight)
+            scale(optimizer, weight / self._reference_weight)
 
     def _average_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
         """Turn the weighted sums of gradients into means, over the micro-batches and over the ranks."""
@@ -691,12 +695,6 @@ class StandardUpdater(Updater):
                     f"{type(optimizer).__name__}.step{inspect.signature(type(optimizer).step)}; "
                     "write update_core in a subclass, which calls it otherwise"
                 )
-
-
-def count_examples(batch: Any) -> Any:
-    """Return the number of examples of a batch that count."""
-    weight = getattr(batch, "weight", None)
-    return len(batch) if weight is None else weight
 
 
 def check_models(given: Any) -> dict[str, nn.Module]:
