@@ -19,7 +19,7 @@ ROWS = [
     "reporting iterators",
     "serializers",
     "_distributed datasets writers _environment",
-    "_random _files _naming _messages _progress _version _checks converters",
+    "_random _files _media _naming _messages _progress _version _checks converters",
 ]
 LONGEST_FUNCTION = 40
 

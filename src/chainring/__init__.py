@@ -13,7 +13,19 @@ State flows beside it, from `Trainer.serialize` down through ``serializers/``; s
 
 from chainring._random import deterministic
 from chainring._version import __version__ as __version__
+from chainring.reporting.media import report_histogram, report_image, report_text
 from chainring.reporting.reporter import Reporter, get_current_reporter, report, report_scope
 from chainring.reporting.summary import DictSummary, Summary
 
-__all__ = ["DictSummary", "Reporter", "Summary", "deterministic", "get_current_reporter", "report", "report_scope"]
+__all__ = [
+    "DictSummary",
+    "Reporter",
+    "Summary",
+    "deterministic",
+    "get_current_reporter",
+    "report",
+    "report_histogram",
+    "report_image",
+    "report_scope",
+    "report_text",
+]

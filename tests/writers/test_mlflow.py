@@ -1,14 +1,16 @@
 """MlflowWriter: what MLflow's own client finds in a database of SQLite."""
 
+import json
 import math
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from mlflow import MlflowClient
-from written import LATE, LOSSES, KilledError, train
+from written import LATE, LOSSES, SEEN, KilledError, Showing, train
 
 from chainring.writers import MlflowWriter, Record
 
@@ -118,3 +120,21 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ImportError, match=r"MlflowWriter writes with mlflow.*pip install 'chainring\[mlflow\]'"):
         MlflowWriter()
+
+
+def test_images_texts_and_histograms_are_artifacts(tmp_path, database):
+    """PNG, text and JSON files in a folder of their iteration, the same after a resume."""
+    MlflowClient(database).create_experiment("media", str(tmp_path / "artifacts"))
+    with pytest.raises(KilledError):
+        train(tmp_path / "out", MlflowWriter(database, "media"), kill=7, updater=Showing())
+    train(tmp_path / "out", MlflowWriter(database, "media"), updater=Showing())
+    (run,) = runs_of(database, "media")
+    assert points(database, run, "main/loss") == LOSSES
+    found = Path(MlflowClient(database).download_artifacts(run.info.run_id, "media", str(tmp_path)))
+    assert sorted(path.name for path in found.iterdir()) == [f"{step:08d}" for step in SEEN]
+    for step in SEEN:
+        patterns = ("weights.json", "main_loss*.txt", "seen_image*.png")
+        histogram, text, image = (next((found / f"{step:08d}").glob(pattern)) for pattern in patterns)
+        assert sum(json.loads(histogram.read_text())["counts"]) == step
+        assert text.read_text() == f"<b> of {step}"
+        assert image.read_bytes().startswith(b"\x89PNG")

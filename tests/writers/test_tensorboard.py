@@ -5,16 +5,17 @@ import sys
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-from written import LATE, LOSSES, KilledError, train
+from written import LATE, LOSSES, SEEN, KilledError, Showing, train
 
 from chainring.writers import Record, Run, TensorBoardWriter
 
 
 def read(directory):
     """The points of each scalar, and the reader."""
-    reader = EventAccumulator(str(directory)).Reload()
+    reader = EventAccumulator(str(directory), {"histograms": 0}).Reload()  # all of them, as of scalars
     points = {key: [(event.step, event.value) for event in reader.Scalars(key)] for key in reader.Tags()["scalars"]}
     return points, reader
 
@@ -117,3 +118,23 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         ImportError, match=r"TensorBoardWriter writes with tensorboard.*pip install 'chainring\[tensorboard\]'"
     ):
         TensorBoardWriter()
+
+
+def test_images_texts_and_histograms_are_in_their_tabs_once_after_a_resume(tmp_path):
+    """The text has the key of a number too, so its kind is added."""
+    with pytest.raises(KilledError):
+        train(tmp_path, TensorBoardWriter(), kill=7, updater=Showing())
+    train(tmp_path, TensorBoardWriter(), updater=Showing())
+    points, reader = read(tmp_path / "tensorboard")
+    assert points["main/loss"] == LOSSES
+    images = reader.Images("seen/image")
+    assert [(each.step, each.width, each.height) for each in images] == [(step, 4, 2) for step in SEEN]
+    assert images[0].encoded_image_string.startswith(b"\x89PNG")
+    whole = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # what TensorBoard shows
+    texts = [(each.step, each.tensor_proto.string_val[0]) for each in whole.Tensors("main/loss/text")]
+    assert texts == [(step, f"<b> of {step}".encode()) for step in SEEN]
+    assert reader.SummaryMetadata("main/loss/text").plugin_data.plugin_name == "text"
+    histograms = [(each.step, each.histogram_value) for each in reader.Histograms("weights")]
+    assert [(step, value.num, value.min, value.max, value.sum) for step, value in histograms] == [
+        (step, step, 0, step - 1, step * (step - 1) / 2) for step in SEEN
+    ]

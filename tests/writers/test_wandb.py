@@ -6,7 +6,7 @@ import sys
 import pytest
 import wandb
 from offline import folders, read
-from written import LATE, LOSSES, KilledError, train
+from written import LATE, LOSSES, SEEN, KilledError, Showing, train
 
 from chainring.writers import Record, WandbWriter
 
@@ -87,3 +87,21 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"WandbWriter writes with wandb.*pip install 'chainring\[wandb\]'"):
         WandbWriter()
+
+
+def test_images_texts_and_histograms_are_its_own_of_these_kinds(tmp_path):
+    """A text is shown as it is, also if it looks like HTML; after a resume those of earlier rows are sent again."""
+    with pytest.raises(KilledError):
+        train(tmp_path, WandbWriter(), kill=7, updater=Showing())
+    train(tmp_path, WandbWriter(), updater=Showing())
+    folder = folders(tmp_path)[1]
+    _, _, rows = read(folder)
+    assert losses(rows) == LOSSES
+    assert [row["iteration"] for row in rows] == SEEN
+    for row, step in zip(rows, SEEN, strict=True):
+        kinds = row["seen/image/_type"], row["main/loss/text/_type"], row["weights/_type"]
+        assert kinds == ("image-file", "html-file", "histogram")
+        assert (row["seen/image/width"], row["seen/image/height"]) == (4, 2)
+        assert sum(row["weights/values"]) == step
+        text = (folder / "files" / row["main/loss/text/path"]).read_text()
+        assert f"<pre>&lt;b&gt; of {step}</pre>" in text

@@ -2,7 +2,9 @@
 
 import math
 
-from chainring import report, training
+import torch
+
+from chainring import report, report_histogram, report_image, report_text, training
 from chainring.training import extensions
 
 LENGTH = 8
@@ -41,3 +43,17 @@ def train(out, *writers, length=LENGTH, kill=None, config=None, load=None, updat
 
 LOSSES = [(2, 1.5), (4, 3.5), (6, 5.5), (8, 7.5)]
 LATE = [(6, -5.5), (8, -7.5)]
+
+
+class Showing(Losing):
+    """Reports besides an image, a text and a histogram, one of them under the key of a value."""
+
+    def update_core(self):
+        super().update_core()
+        k = self.iteration + 1
+        report_image("seen/image", torch.full((3, 2, 4), k / 51))
+        report_text("main/loss", f"<b> of {k}")
+        report_histogram("weights", torch.arange(float(k)))
+
+
+SEEN = [2, 4, 6, 8]

@@ -23,6 +23,7 @@ _MAX_ROWS = 300  # of a table
 _MAX_CELLS = 4_000  # of the table of a log
 _MAX_COLUMNS = 40
 _MAX_CHARACTERS = 600  # of one text
+_SMALL = 160  # pixels up to which an image is enlarged
 
 
 def page_of(run: Run, made: datetime.datetime) -> str:
@@ -31,7 +32,7 @@ def page_of(run: Run, made: datetime.datetime) -> str:
     Every text from a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
     """
     from jinja2 import Environment
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.finalize = lambda value: value if isinstance(value, Markup) else _text(value)
@@ -61,6 +62,8 @@ def page_of(run: Run, made: datetime.datetime) -> str:
         max_curves=MAX_CURVES,
         made=made.isoformat(" ", "minutes"),
         version=__version__,
+        markup=lambda text: Markup(escape(text)),
+        small=_SMALL,
         licence=_file("vendor/LICENSE").splitlines()[2],
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json
+from chainring.html_report._media import Series, read_media
 from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store
 from chainring.serializers._store import verify as verify_snapshot
 from chainring.training._run_directory import RECORD, NamePattern, parse_record
@@ -100,6 +101,7 @@ class Log:
     name: str
     rows: list[dict[str, Any]]  # NaN and infinities as floats
     unreadable: int = 0  # the number of complete lines that are not rows
+    media: list[Series] = field(default_factory=list)
 
     @property
     def keys(self) -> list[str]:
@@ -117,13 +119,14 @@ def read_logs(directory: Path, files: Iterable[str]) -> list[Log]:
     logs = sorted(name for name in names if name.endswith(".jsonl") and name.removesuffix(".jsonl") in names)
     if "log.jsonl" not in logs:
         logs.insert(0, "log.jsonl")
-    return [_read_log(path, name) for name in logs if (path := inside(directory, name)) is not None]
+    return [_read_log(directory, path, name) for name in logs if (path := inside(directory, name)) is not None]
 
 
-def _read_log(path: Path, name: str) -> Log:
+def _read_log(directory: Path, path: Path, name: str) -> Log:
     *lines, _ = path.read_bytes().split(b"\n")  # a last line without its end is being written, or was cut by a kill
     rows = [row for line in lines if (row := _json_object(line)) is not None]
-    return Log(name, rows, len(lines) - len(rows))
+    media = inside(directory, f"{name.removesuffix('.jsonl')}.media.jsonl")
+    return Log(name, rows, len(lines) - len(rows), [] if media is None else read_media(media, len(rows)))
 
 
 VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"

@@ -34,11 +34,13 @@ class Reporter:
     Attributes:
         observation: the values reported so far.
         watchers: called with the full name and the value of each report, the value as it was given, with its graph.
+        media_watchers: called with the key and the content of each `report_image`, `report_text` and `report_histogram`.
     """
 
     def __init__(self) -> None:
         self.observation: dict[str, Any] = {}
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
+        self.media_watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
 
     def add_observer(self, name: str, observer: Any) -> None:

@@ -389,8 +389,10 @@ def _check_names(entries: list[Entry]) -> None:
 
 def _call_before_training(trainer: Trainer) -> None:
     """Call the extensions with ``invoke_before_training``; in a resumed run, discard what they report."""
-    observation = trainer.observation
+    observation, watchers = trainer.observation, trainer.reporter.media_watchers
     trainer.observation = {}
+    if trainer.is_resumed:
+        trainer.reporter.media_watchers = ()
     with trainer.reporter.scope(trainer.observation):
         for entry in trainer.entries:
             skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
@@ -405,7 +407,7 @@ def _call_before_training(trainer: Trainer) -> None:
                 entry.extension.observe_start(trainer)
     trainer.extension_name = None
     if trainer.is_resumed:
-        trainer.observation = observation
+        trainer.observation, trainer.reporter.media_watchers = observation, watchers
 
 
 def _position(trainer: Trainer) -> str:

@@ -1,9 +1,21 @@
 """Writers: the places that log rows go to besides the log."""
 
+from chainring._media import Histogram, Image, Text
 from chainring.writers.base import Record, Run, Writer
 from chainring.writers.csv import CsvWriter
 from chainring.writers.mlflow import MlflowWriter
 from chainring.writers.tensorboard import TensorBoardWriter
 from chainring.writers.wandb import WandbWriter
 
-__all__ = ["CsvWriter", "MlflowWriter", "Record", "Run", "TensorBoardWriter", "WandbWriter", "Writer"]
+__all__ = [
+    "CsvWriter",
+    "Histogram",
+    "Image",
+    "MlflowWriter",
+    "Record",
+    "Run",
+    "TensorBoardWriter",
+    "Text",
+    "WandbWriter",
+    "Writer",
+]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import warnings
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,12 @@ def check_path(argument: str, path: str | os.PathLike[str]) -> str:
 def escape_fields(name: str) -> str:
     """Return a name for `Writer.writes`, where braces are fields."""
     return name.replace("{", "{{").replace("}", "}}")
+
+
+def safe_name(key: str) -> str:
+    """Return a key as a part of a file name; different keys have different names."""
+    name = re.sub(r"[^\w-]", "_", key, flags=re.ASCII)[:60]
+    return name if name == key else f"{name}-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def set_rows_aside(path: Path) -> None:

@@ -8,6 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from chainring._media import Media
+
 COUNTERS = ("epoch", "iteration", "elapsed_time")
 """The keys of a row that are not means of reported values."""
 
@@ -26,12 +28,14 @@ class Record:
         iteration: updates completed.
         elapsed_time: seconds of training, those before a resume included.
         values: the means of the interval by key.
+        media: the images, texts and histograms of the interval by key.
     """
 
     epoch: int
     iteration: int
     elapsed_time: float
     values: Mapping[str, float]
+    media: Mapping[str, Media] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,12 @@ class Writer:
 def counters_of(record: Record) -> dict[str, float]:
     """Return epoch, iteration and elapsed time by key."""
     return {key: getattr(record, key) for key in COUNTERS}
+
+
+def media_of(record: Record) -> dict[str, Media]:
+    """Return the images, texts and histograms of a row by key, with their kind where a number has the key too."""
+    taken = {*record.values, *COUNTERS}
+    return {f"{key}/{media.kind}" if key in taken else key: media for key, media in record.media.items()}
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from chainring.writers._common import import_optional, load_service_run, save_service_run
-from chainring.writers.base import Record, Run, Writer, scalars
+from chainring._media import Histogram, Image, Text, media_to_json
+from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run
+from chainring.writers.base import Record, Run, Writer, media_of, scalars
 
 _FILE = "mlflow_run.json"
 _METRICS, _PARAMS = 1000, 100  # the most in one request
@@ -20,7 +23,8 @@ class MlflowWriter(Writer):
     The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id. Each row arrives at least
     once: a resumed run sends the earlier rows that MLflow lacks, and a row that is computed again is sent again, at the
     same step. The config becomes the parameters; MLflow does not let them change, so those of the first start stay. Its
-    databases hold infinity as the largest double. A run that the script has begun with ``mlflow.start_run`` is another one
+    databases hold infinity as the largest double. Images, texts and histograms are artifacts, PNG, text and JSON files in
+    ``media/<iteration>``. A run that the script has begun with ``mlflow.start_run`` is another one
     and is left alone.
 
     Example::
@@ -75,6 +79,19 @@ class MlflowWriter(Writer):
         metrics = [metric(key, value, now, record.iteration) for key, value in scalars(record).items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
+        for key, media in media_of(record).items():
+            self._send(f"media/{record.iteration:08d}/{safe_name(key)}", media)
+
+    def _send(self, path: str, media: Image | Text | Histogram) -> None:
+        if isinstance(media, Image):
+            folder, _, name = path.rpartition("/")
+            with tempfile.TemporaryDirectory(prefix="chainring-mlflow-") as scratch:
+                (Path(scratch) / f"{name}.png").write_bytes(media.png())
+                self._client.log_artifact(self._run_id, str(Path(scratch) / f"{name}.png"), folder)
+        elif isinstance(media, Text):
+            self._client.log_text(self._run_id, media.text.encode("utf-8", "backslashreplace").decode(), f"{path}.txt")
+        else:
+            self._client.log_dict(self._run_id, media_to_json(media), f"{path}.json")
 
     def close(self) -> None:
         run_id, self._run_id = self._run_id, None

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from chainring._files import make_folder
+from chainring._media import Histogram, Image, Media
 from chainring.writers._common import check_path, escape_fields, import_optional
-from chainring.writers.base import Record, Run, Writer, scalars
+from chainring.writers.base import Record, Run, Writer, media_of, scalars
 
 _PREFIX = "events.out.tfevents."  # TensorBoard recognises its files by it
 
@@ -20,8 +21,9 @@ class TensorBoardWriter(Writer):
     """Writes each row at once into an event file, for ``tensorboard --logdir result``.
 
     Each number of a row, its epoch and its elapsed time too, is a scalar of its key at the step of its iteration, in single
-    precision, as TensorBoard has them. The run's config is shown under HPARAMS. A run that is resumed writes a further file,
-    which tells TensorBoard to forget what earlier ones hold of later iterations: its reader finds each row exactly once.
+    precision, as TensorBoard has them. Images, texts and histograms are in the tabs of these names. The run's config is
+    shown under HPARAMS. A run that is resumed writes a further file, which tells TensorBoard to forget what earlier ones
+    hold of later iterations: its reader finds each row exactly once.
 
     Example::
 
@@ -66,6 +68,7 @@ class TensorBoardWriter(Writer):
         if self._file is None:
             self.begin(Run())
         values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars(record).items()]
+        values += [_media_value(key, media) for key, media in media_of(record).items()]
         self._add(step=record.iteration, summary=Summary(value=values))
 
     def close(self) -> None:
@@ -78,6 +81,26 @@ class TensorBoardWriter(Writer):
 
         self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
         self._records.flush()
+
+
+def _media_value(key: str, media: Media) -> Any:
+    """Return an image, a text or a histogram as TensorBoard's summary of it."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    if isinstance(media, Image):
+        height, width, channels = media.pixels.shape
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=media.png())
+        return Summary.Value(tag=key, image=image)
+    if isinstance(media, Histogram):
+        limits = {"bucket_limit": media.edges[1:] or (0.0,), "bucket": media.counts or (0,)}
+        ends = {"min": media.edges[0], "max": media.edges[-1]} if media.edges else {}
+        sums = {"num": sum(media.counts), "sum": media.sum, "sum_squares": media.sum_of_squares}
+        return Summary.Value(tag=key, histo=HistogramProto(**limits, **ends, **sums))
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    text = TensorProto(dtype=DT_STRING, string_val=[media.text.encode("utf-8", "backslashreplace")])
+    return Summary.Value(tag=key, metadata=SummaryMetadata(plugin_data=plugin), tensor=text)
 
 
 def _next_name(earlier: Sequence[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chainring._media import Image, Media, Text
 from chainring.writers._common import import_optional, load_service_run, save_service_run
-from chainring.writers.base import Record, Run, Writer, counters_of
+from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 
 _FILE = "wandb_run.json"
 
@@ -57,7 +59,16 @@ class WandbWriter(Writer):
         if self._run is None:
             self._open(self._init)
         step = record.iteration if record.iteration >= self._run.step else None
-        self._run.log({**record.values, **counters_of(record)}, step=step, commit=True)
+        media = {key: self._convert(item) for key, item in media_of(record).items()}
+        self._run.log({**record.values, **counters_of(record), **media}, step=step, commit=True)
+
+    def _convert(self, media: Media) -> Any:
+        """Return an image, a text or a histogram as W&B's own; the numbers of an empty histogram are none."""
+        if isinstance(media, Image):
+            return self._wandb.Image(media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0])
+        if isinstance(media, Text):
+            return self._wandb.Html(f"<pre>{html.escape(media.text)}</pre>")
+        return self._wandb.Histogram(np_histogram=(list(media.counts), list(media.edges))) if media.counts else None
 
     def _open(self, settings: Mapping[str, Any]) -> None:
         self._owns = self._wandb.run is None

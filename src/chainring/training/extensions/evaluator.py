@@ -12,11 +12,13 @@ from torch import nn
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
+from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
 from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
+from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
 from chainring.serializers.base import AbstractSerializer
@@ -109,6 +111,7 @@ class Evaluator(Extension):
         self._precision = precision or "fp32"
         self._loss_func = loss_func
         self._comm: Communicator = Communicator()
+        self._media: dict[str, Media] = {}  # reported in the last evaluation
 
     def get_iterator(self, name: str) -> Any:
         """Return the iterator of that name."""
@@ -149,9 +152,12 @@ class Evaluator(Extension):
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluate, report the means under the name that the extension has in the trainer, and return them so."""
         means = self.evaluate()
-        if trainer is not None and trainer.extension_name is not None:
-            means = {f"{trainer.extension_name}/{key}": value for key, value in means.items()}
+        prefix = "" if trainer is None or trainer.extension_name is None else f"{trainer.extension_name}/"
+        means = {prefix + key: value for key, value in means.items()}
         report(means)
+        for key, media in self._media.items():
+            report_media(prefix + key, media)
+        self._media = {}
         return means
 
     def evaluate(self) -> dict[str, float]:
@@ -161,7 +167,8 @@ class Evaluator(Extension):
         iterator = self._iterators["main"]
         getattr(iterator, "rewind", iterator.reset)()
         models = list(self._targets.values())
-        reporter = Reporter()
+        reporter, self._media = Reporter(), {}
+        reporter.media_watchers = (self._media.__setitem__,)
         for name, model in self._targets.items():
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)

@@ -6,28 +6,32 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
 from chainring._files import append, from_json, make_folder, open_regular, replace_file, to_json
+from chainring._media import Media, media_from_json, media_to_json
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.writers._common import set_rows_aside
 from chainring.writers.base import COUNTERS, Record, Run, Writer
 
 if TYPE_CHECKING:
+    from chainring.reporting.reporter import Reporter
     from chainring.training.trainer import Trainer
 
 _SMALL = 1_000_000  # bytes up to which the array is replaced after each row
 _SECONDS = 30.0  # between two replacements of a larger array
+_ROW = re.compile(rb'{"row": (\d+), ')  # how a line of the file of images, texts and histograms begins
 
 
 class RecordWriter(Protocol):
@@ -46,6 +50,8 @@ class LogReport(Extension):
     ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
     JSON array. What was reported before training, such as an evaluation with ``invoke_before_training=True``, is a row of
     iteration 0. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
+
+    The last image, text and histogram of each key of an interval are kept with its row, in ``<filename>.media.jsonl``.
 
     Example::
 
@@ -87,6 +93,7 @@ class LogReport(Extension):
         self._means = IntervalMeans(None if keys is None else key_list("keys", keys))
         self._postprocess = postprocess
         self._filename = filename
+        self._media = _MediaLog(None if filename is None else f"{filename}.media.jsonl")
         self._writers = _checked_writers(writers)
         names = list(self.writes)
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
@@ -98,14 +105,18 @@ class LogReport(Extension):
 
     @property
     def writes(self) -> Sequence[str]:
-        files = () if self._filename is None else (self._filename, f"{self._filename}.jsonl")
+        name = self._filename
+        files = () if name is None else (name, f"{name}.jsonl", f"{name}.media.jsonl")
         return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return () if self._filename is None else (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
-        run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, tuple(map(_record, self.log)))
+        if trainer.comm.rank == 0:
+            self._media.begin(trainer.reporter, Path(trainer.out), is_rehearsing=trainer.is_rehearsing)
+        records = tuple(_record(row, self._media.of_row(index)) for index, row in enumerate(self.log))
+        run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(self._filename)
             if self._written != self._filename:
@@ -133,10 +144,11 @@ class LogReport(Extension):
         row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
+        media = self._media.write(len(self.log), counters)
         self.log.append(row)
         if self._file is not None:
             self._file.write(_record(row, whole=True))
-        self._call_writers("write", _record({**row, **counters}))
+        self._call_writers("write", _record({**row, **counters}, media))
 
     def _call_writers(self, method: str, argument: Run | Record) -> None:
         """Call a method of each working writer. Random numbers that its service draws do not change the run."""
@@ -151,6 +163,7 @@ class LogReport(Extension):
                 warnings.warn(f"{failure}. Training goes on, and so do the log and the other writers", stacklevel=2)
 
     def finalize(self) -> None:
+        self._media.close()
         if self._file is not None:
             self._file.close()
         for writer in self._open:
@@ -175,6 +188,7 @@ class LogReport(Extension):
             is_in_file = rows is None and checksum is not None
             self.log = self._read(serializer.directory, *checksum) if is_in_file else rows or []
         self._means.serialize(serializer)
+        self._media.serialize(serializer["media"])
 
     def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
         """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""
@@ -191,10 +205,10 @@ class LogReport(Extension):
         return []
 
 
-def _record(row: Mapping[str, Any], *, whole: bool = False) -> Record:
+def _record(row: Mapping[str, Any], media: Mapping[str, Media] | None = None, *, whole: bool = False) -> Record:
     """Return the record of a row; its values are the means, or the ``whole`` row. A removed counter is 0."""
     values = row if whole else {key: value for key, value in row.items() if key not in COUNTERS}
-    return Record(row.get("epoch", 0), row.get("iteration", 0), row.get("elapsed_time", 0.0), values)
+    return Record(row.get("epoch", 0), row.get("iteration", 0), row.get("elapsed_time", 0.0), values, media or {})
 
 
 def key_list(argument: str, keys: Iterable[str]) -> list[str]:
@@ -274,3 +288,120 @@ def _head(path: Path, size: int) -> bytes | None:
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(to_json(row), default=str, allow_nan=False) + "\n"
+
+
+class _MediaLog:
+    """Collects what is reported until the next row of a log, and appends it as one line to a file beside the log.
+
+    A line has the number of its row, counted from 0, the counters, and what was reported by key. The file is made with the
+    first line. When a run goes on from a snapshot, it is cut back to the lines that it had then.
+    """
+
+    def __init__(self, filename: str | None) -> None:
+        self.filename = filename
+        self._waiting: dict[str, Media] = {}
+        self._reporter: Reporter | None = None
+        self._path: Path | None = None
+        self._size = self._crc = 0  # of the lines in the file: their length in bytes, and their CRC-32
+        self._places: dict[int, tuple[int, int]] = {}  # where the line of a row begins, and its length
+
+    def begin(self, reporter: Reporter, out: Path, *, is_rehearsing: bool) -> None:
+        """Listen to a reporter, and cut the file in ``out`` back to the earlier rows."""
+        self._reporter = reporter
+        reporter.media_watchers += (self._add,)
+        self._path, self._places = None if self.filename is None else out / self.filename, {}
+        if is_rehearsing:  # in a scratch directory
+            self._size = self._crc = 0
+        elif self._path is not None:
+            self._cut(self._path)
+
+    def _cut(self, path: Path) -> None:
+        """Cut the file back to the lines that a snapshot knows; move it away if it does not begin with them."""
+        places = _cut_lines(path, self._size, self._crc) if self._size else None
+        if places is not None:
+            self._places = places
+            return
+        if self._size:
+            warnings.warn(
+                f"the log goes on without the images, texts and histograms of its earlier rows: {path} does not begin "
+                f"with the {self._size} bytes that it had when the snapshot was taken; move a snapshot together with "
+                "the files beside it",
+                stacklevel=2,
+            )
+        self._size = self._crc = 0
+        if os.path.lexists(path):
+            set_rows_aside(path)
+
+    def _add(self, key: str, media: Media) -> None:
+        self._waiting[key] = media
+
+    def write(self, row: int, counters: Mapping[str, Any]) -> dict[str, Media]:
+        """Append what has waited to the file, as that of a row; return it."""
+        media, self._waiting = self._waiting, {}
+        if media and self._path is not None:
+            content = {"row": row, **counters, "media": {key: media_to_json(item) for key, item in media.items()}}
+            line = (json.dumps(content, allow_nan=False) + "\n").encode()
+            append(self._path, line)
+            self._places[row] = self._size, len(line)
+            self._size, self._crc = self._size + len(line), zlib.crc32(line, self._crc)
+        return media
+
+    def of_row(self, row: int) -> Mapping[str, Media]:
+        """Return what an earlier row has; it is read from the file when it is asked for."""
+        place = self._places.get(row)
+        return {} if place is None or self._path is None else _StoredMedia(self._path, *place)
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._reporter is not None:
+            watchers = self._reporter.media_watchers
+            self._reporter.media_watchers = tuple(watcher for watcher in watchers if watcher != self._add)
+            self._reporter = None
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load what waits, and the length and the checksum of the file."""
+        if isinstance(serializer, Deserializer) and not any(serializer.paths()):
+            return  # saved by a version without images, texts and histograms
+        if isinstance(serializer, Serializer) and self._path is not None and self._size:
+            serializer.refer(self._path)
+        waiting = serializer("waiting", {key: media_to_json(item) for key, item in self._waiting.items()})
+        self._size, self._crc = serializer("file", [self._size, self._crc])
+        if isinstance(serializer, Deserializer):
+            self._waiting = {key: media_from_json(item) for key, item in waiting.items()}
+
+
+class _StoredMedia(Mapping[str, Media]):
+    """What a row in the file has, read when it is asked for."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._place = path, start, length
+
+    def _read(self) -> dict[str, Any]:
+        path, start, length = self._place
+        with open(open_regular(path), "rb") as file:
+            file.seek(start)
+            media: dict[str, Any] = json.loads(file.read(length))["media"]
+        return media
+
+    def __getitem__(self, key: str) -> Media:
+        return media_from_json(self._read()[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+def _cut_lines(path: Path, size: int, crc: int) -> dict[int, tuple[int, int]] | None:
+    """Cut off all but these bytes; return where the line of each row begins and its length, ``None`` if it has others."""
+    places, start, found = {}, 0, 0
+    with contextlib.suppress(OSError), open(open_regular(path, os.O_RDWR), "r+b") as file:
+        while start < size and (line := file.readline()):
+            if match := _ROW.match(line):
+                places[int(match[1])] = start, len(line)
+            start, found = start + len(line), zlib.crc32(line, found)
+        if (start, found) == (size, crc):
+            file.truncate(size)
+            return places
+    return None
