@@ -165,3 +165,63 @@ def test_where_nothing_is_set_otherwise_nothing_is_printed(tmp_path, capsys, oft
     """Whatever the triggers are, and whatever they have seen since."""
     resumed(tmp_path, {"often": often}, {"stop": (2, "iteration"), "often": often})
     assert "resumed with" not in capsys.readouterr().out
+
+
+class TestALearningRateThatIsATensor:
+    """A tensor of one number is a setting as a number is, and stays the tensor that the script has made."""
+
+    def group(self, lr, state=None, beta=0.9):
+        """The settings after two updates, each of which a schedule halves the rate, and the state there."""
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr, betas=(torch.tensor(beta), torch.tensor(0.5)))
+        source = iterators.SerialIterator(TupleDataset(X), 2, seed=0)
+        updater = training.StandardUpdater(source, optimizer, model, loss_func=loss)
+        group = optimizer.param_groups[0]
+        if state is not None:
+            updater.load_state_dict(state)
+            group = optimizer.param_groups[0]
+            assert group["lr"] is lr or not isinstance(lr, torch.Tensor)
+        for _ in range(2):
+            updater.update()
+            group["lr"] *= 0.5
+        return group, updater.state_dict()
+
+    def test_what_a_schedule_has_made_of_it_comes_back_into_the_tensor_of_the_script(self, capsys):
+        """Which a captured or compiled step reads."""
+        _, state = self.group(torch.tensor(0.5))
+        assert self.group(torch.tensor(0.5), state)[0]["lr"] == 0.5 / 16
+        assert capsys.readouterr().out == ""
+
+    def test_another_one_in_the_script_holds_and_is_printed(self, capsys):
+        """It fills the tensor; so does one of a pair of tensors."""
+        _, state = self.group(torch.tensor(0.5))
+        group, _ = self.group(torch.tensor(0.25), state, beta=0.75)
+        assert (group["lr"], group["betas"]) == (0.25 / 4, (0.75, 0.5))
+        printed = capsys.readouterr().out
+        assert "resumed with lr of optimizer 'main', group 0, 0.25, where the saved run had 0.5" in printed
+        assert "resumed with betas of optimizer 'main', group 0, (0.75, 0.5), where the saved run had (0.8999" in printed
+
+    def test_a_number_in_place_of_a_tensor_is_a_number(self, capsys):
+        """In the form in which the script has it now."""
+        _, state = self.group(torch.tensor(0.5))
+        group, _ = self.group(0.125, state)
+        assert type(group["lr"]) is float
+        assert group["lr"] == 0.125 / 4
+        assert "lr of optimizer 'main', group 0, 0.125, where the saved run had 0.5" in capsys.readouterr().out
+
+    def test_a_tensor_that_a_scheduler_has_written_to_is_as_it_was_constructed(self, capsys):
+        """The scheduler is made before the updater, and its first value differs from that of the script."""
+        model = nn.Linear(2, 1)
+
+        def made(lr):
+            optimizer = torch.optim.SGD(model.parameters(), torch.tensor(lr))
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
+            source = iterators.SerialIterator(TupleDataset(X), 2, seed=0)
+            return training.StandardUpdater(source, optimizer, model, loss_func=loss)
+
+        first, second = made(0.5), made(0.25)
+        assert [updater.constructed["main"][0]["lr"] for updater in (first, second)] == [0.5, 0.25]
+        second.load_state_dict(first.state_dict())
+        group = second.get_optimizer("main").param_groups[0]
+        assert (group["lr"], group["initial_lr"]) == (0.25, 0.25)
+        assert "0.25, where the saved run had 0.5" in capsys.readouterr().out

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import announce_change
-from chainring._naming import name_cleaner, unwrap
+from chainring._naming import name_cleaner, submodules, unwrap
 from chainring._progress import find_main_iterator
 from chainring.serializers.base import (
     AbstractSerializer,
@@ -76,6 +77,7 @@ class Updater(Stateful):
     weight: Any = 1
     constructed: Mapping[str, list[Any]] = MappingProxyType({})
     _layouts: Mapping[str, Layouts] = MappingProxyType({})  # of each model's buffers, as the script had made them
+    _flags: Mapping[str, Flags] = MappingProxyType({})  # of each model, as the script had set them
     _groups: Mapping[str, list[list[str]]] = MappingProxyType({})  # of each optimizer, the names of its parameters
     epoch: int = _FromIterator(0)  # type: ignore[assignment]
     epoch_detail: float = _FromIterator(0.0)  # type: ignore[assignment]
@@ -94,19 +96,26 @@ class Updater(Stateful):
     def connect_trainer(self, trainer: Trainer) -> None:
         """Prepare for a trainer; called at the end of its construction.
 
-        Buffers and parameter groups that change their form later on, such as by ``add_param_group``, are restored on resume
-        because it is noted here how the script has made them.
+        What changes later on besides numbers, such as parameter groups by ``add_param_group``, the form of buffers, frozen
+        parameters or the mode of a module, is restored on resume because it is noted here how the script has made it.
         """
         models = {name: model for name, model in self.get_all_models().items() if isinstance(model, nn.Module)}
         optimizers = self.get_all_optimizers()
         names = parameter_names(models)
         self._layouts = {name: buffer_layouts(unwrap(model)) for name, model in models.items()}
+        self._flags = {name: Flags(unwrap(model), self.iteration) for name, model in models.items()}
         self._groups = {
             name: _group_names(optimizers[name], names) for name in optimizers if hasattr(optimizers[name], "param_groups")
         }
 
     def start(self) -> None:
         """Prepare for a run; called when it starts, after the state of a resumed run was put back."""
+        self._note_flags()
+
+    def _note_flags(self) -> None:
+        for name, model in self.get_all_models().items():
+            if name in self._flags:
+                self._flags[name].note(unwrap(model), self.iteration)
 
     def finalize(self) -> None:
         """Release the iterators; called once when a run ends, with or without an error."""
@@ -171,6 +180,8 @@ class Updater(Stateful):
         raise NotImplementedError(f"{type(self).__name__} must define update_core()")
 
     def serialize(self, serializer: AbstractSerializer) -> None:
+        if not isinstance(serializer, Serializer):
+            self._note_flags()
         self.iteration = serializer("iteration", self.iteration)
         for name, iterator in self.get_all_iterators().items():
             serializer.visit(f"iterator:{name}", iterator)
@@ -178,10 +189,84 @@ class Updater(Stateful):
         for name, model in models.items():
             if name in self._layouts:
                 serialize_layouts(serializer, name, unwrap(model), self._layouts[name])
+            if name in self._flags:
+                self._flags[name].serialize(serializer, name, unwrap(model), self.iteration)
             serializer.visit(f"model:{name}", unwrap(model))
         for name, optimizer in self.get_all_optimizers().items():
             state = OptimizerState(optimizer, models, name, self.constructed.get(name), self._groups.get(name))
             serializer.visit(f"optimizer:{name}", state)
+
+
+_Flag = tuple[str, str]
+"""``requires_grad`` and the path of a parameter, or ``training`` and the path of a module."""
+
+
+class Flags:
+    """Which parameters of a model are trained and which modules are in training mode: as the script says, and now.
+
+    What has changed in a run, such as parameters that an extension has unfrozen, is saved and put back. All else is as the
+    script of the resumed run sets it.
+    """
+
+    def __init__(self, model: nn.Module, iteration: int) -> None:
+        self._made = self._known = self._read(model)
+        self._iteration = iteration  # up to which the script has set what has changed
+        self._values: list[bool] | None = _flag_values(model)  # without names, which take time; None where some have changed
+
+    def note(self, model: nn.Module, iteration: int) -> None:
+        """Note what the script has set since; after an update it may have been an extension."""
+        if iteration == self._iteration and _flag_values(model) != self._values:
+            current = self._read(model)
+            self._made = self._made | {key: value for key, value in current.items() if self._known.get(key) is not value}
+            self._known = current
+            self._values = _flag_values(model) if current == self._made else None
+
+    def serialize(self, serializer: AbstractSerializer, name: str, model: nn.Module, iteration: int) -> None:
+        """Save what has changed since the script had set it, or put all back."""
+        key = f"changed_flags:{name}"
+        if isinstance(serializer, Serializer):
+            if _flag_values(model) == self._values:
+                return
+            changed: dict[str, dict[str, bool]] = {}
+            for (flag, path), value in self._read(model).items():
+                if self._made.get((flag, path)) is not value:
+                    changed.setdefault(flag, {})[path] = value
+            if changed:
+                serializer(key, changed)
+            return
+        changed = visit_optional(serializer, key, {})
+        for (flag, path), owners in _flag_owners(model).items():
+            saved = changed.get(flag, {}).get(path, self._made.get((flag, path)))
+            for owner in owners:
+                if saved is not None and getattr(owner, flag) is not saved:
+                    setattr(owner, flag, saved)
+        self._known, self._iteration = self._read(model), iteration
+        self._values = _flag_values(model) if self._known == self._made else None
+
+    @staticmethod
+    def _read(model: nn.Module) -> dict[_Flag, bool]:
+        return {key: getattr(owners[0], key[0]) for key, owners in _flag_owners(model).items()}
+
+
+def _flag_values(model: nn.Module) -> list[bool]:
+    values = []
+    for module in submodules(model):
+        values.append(module.training)
+        values += [parameter.requires_grad for parameter in module._parameters.values() if parameter is not None]
+    return values
+
+
+def _flag_owners(model: nn.Module) -> dict[_Flag, list[Any]]:
+    """Return what has each flag; a wrapper has the path of the module inside."""
+    clean = name_cleaner(model)
+    owners: dict[_Flag, list[Any]] = {}
+    for name, module in model.named_modules():
+        path = clean(name).replace(".", "/")
+        owners.setdefault(("training", path), []).append(module)
+        for own_name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners["requires_grad", f"{path}/{own_name}".removeprefix("/")] = [parameter]
+    return owners
 
 
 class OptimizerState:
@@ -222,6 +307,7 @@ class OptimizerState:
         if isinstance(serializer, Serializer):
             self._check_state()
         live = self._optimizer.state_dict()
+        made = [dict(group) for group in self._optimizer.param_groups]
         named = {self._names[key]: entries for key, entries in live["state"].items() if type(key) is int}
         other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
         groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
@@ -245,7 +331,8 @@ class OptimizerState:
         if initial == _members(self._groups or []) and _members([group["params"] for group in groups]) != members:
             groups = self._regroup(saved_groups)
         self._load(state, saved_groups, {**extra, "other": other}, groups)
-        self._apply_changes(constructed)
+        self._keep_tensors(made)
+        self._apply_changes(constructed, made)
 
     def _check_state(self) -> None:
         """Refuse to save state of what is not a parameter, unless its key is a name of the optimizer's own."""
@@ -313,15 +400,22 @@ class OptimizerState:
         self._optimizer.load_state_dict({**extra, "state": {**by_index, **other}, "param_groups": groups})
         self._restore_dtypes(state)
 
-    def _apply_changes(self, saved: list[Any] | None) -> None:
+    def _keep_tensors(self, made: list[dict[str, Any]]) -> None:
+        """Put loaded settings into the tensors that the script has made, which a captured step reads."""
+        for group, settings in zip(self._optimizer.param_groups, made, strict=False):
+            group.update(
+                {key: _filled(settings[key], value) for key, value in group.items() if _has_tensor(settings.get(key))}
+            )
+
+    def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
         """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
         for index, (settings, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
             group = self._optimizer.param_groups[index]
             for key, value in settings.items():
                 if key in before and before[key] != value:
-                    group[key] = value
+                    group[key] = _filled(made[index].get(key), value)
                     if key == "lr" and "initial_lr" in group:
-                        group["initial_lr"] = value
+                        group["initial_lr"] = _filled(group["initial_lr"], value)
                     announce_change(f"{key} of optimizer {self._label!r}, group {index},", before[key], value)
 
     def _restore_dtypes(self, state: Mapping[str, Any]) -> None:
@@ -343,13 +437,39 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain settings of each parameter group; the learning rate is that before a scheduler wrote to it."""
+    """Return the plain settings of each parameter group; the learning rate is that before a scheduler wrote to it.
+
+    A tensor of one number, such as a learning rate, is that number.
+    """
     plain = (bool, int, float, str, tuple, type(None))
     groups = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "initial_lr" and isinstance(value, plain)}
-        groups.append({**settings, "lr": group["initial_lr"]} if "initial_lr" in group else settings)
+        settings = {key: _as_number(value) for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in settings.items() if isinstance(value, plain)}
+        initial = settings.pop("initial_lr", None)
+        groups.append(settings if initial is None else {**settings, "lr": initial})
     return groups
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_number, value))
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex()
+    return value.item() if is_number else value
+
+
+def _has_tensor(setting: Any) -> bool:
+    return isinstance(setting, Tensor) or (isinstance(setting, tuple) and any(map(_has_tensor, setting)))
+
+
+def _filled(setting: Any, value: Any) -> Any:
+    """Return a value in the form of the setting: where that is a tensor, it is filled in place."""
+    if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
+        return tuple(map(_filled, setting, value))
+    if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, bool, int, float)):
+        return value
+    with torch.no_grad():
+        return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)
 
 
 def _shard_like(entries: Any, parameter: Tensor) -> Any:
