@@ -6,6 +6,7 @@ import pytest
 import torch
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
 
+from chainring import report
 from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
 from chainring.training import StandardUpdater
@@ -107,6 +108,36 @@ def test_data_that_end_after_an_empty_share_end_on_every_rank_alike():
     ranks, _, _ = compare(2, 4, 2, data=regression_data(9), repeat=False, accumulate=2)
     assert [weight for _, _, weight in ranks] == [1, 0]
     assert all(torch.isfinite(seen[-1]["main/loss"]) for _, seen, _ in ranks)
+
+
+@pytest.mark.parametrize("as_number", [True, False])
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_a_weight_beside_a_loss_is_logged_as_its_sum_over_micro_batches_and_ranks(size, accumulate, as_number):
+    """As one batch of all examples reports it: the tokens of an update, say."""
+
+    def three_for_each_row(model, x, t):
+        weight = (x[:, 0] * 0 + 3).sum()
+        return {"loss": model(x, t), "weight": weight.item() if as_number else weight}
+
+    def work(comm):
+        updater = build(
+            [same_regression() for _ in range(size)], 4, comm, loss_func=three_for_each_row, accumulate=accumulate
+        )
+        return [float(observed_update(updater)["main/weight"]) for _ in range(2)]
+
+    assert on_ranks(size, work) == [[4 * 3 * accumulate] * 2] * size
+
+
+def test_a_weight_that_the_model_reports_by_itself_is_averaged():
+    """It is a value as any other; the one beside a loss is what the mean in the loss counts."""
+
+    class Heavy(Regression):
+        def forward(self, x, t):
+            report({"weight": float(len(x))}, self)
+            return super().forward(x, t)
+
+    updater = updater_of(4, data=regression_data(6), model=Heavy(), repeat=False, accumulate=2)
+    assert observed_update(updater)["main/weight"] == (4 * 4 + 2 * 2) / 6
 
 
 def test_weighted_means_over_ranks_are_the_means_of_one_batch():

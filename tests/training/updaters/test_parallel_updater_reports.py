@@ -93,3 +93,14 @@ def test_a_metric_that_every_replica_has_for_itself_is_refused():
 
     assert observed_update(pair(Regression, loss_func=loss_func)[0])["metric"] is shared
     assert shared.seen == 5
+
+
+def test_a_weight_beside_a_loss_is_its_sum_over_the_replicas():
+    """As one device reports that of the whole batch."""
+
+    class Weighted(Regression):
+        def forward(self, x, t):
+            return {"loss": (self.predictor(x) - t).square().mean(), "weight": float(len(x))}
+
+    ours, whole = pair(Weighted)
+    assert observed_update(ours)["main/weight"] == observed_update(whole)["main/weight"]

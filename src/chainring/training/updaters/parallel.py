@@ -97,12 +97,15 @@ class ParallelUpdater(StandardUpdater):
         with self.autocast():
             losses, weights, observations = zip(*self._forward_replicas(replicas, inputs), strict=True)
         device = losses[0].device
+        has_loss_weight = any(weight is not None for weight in weights)
         weights = tuple(
             count_examples(share) if weight is None else to_device(device, weight)
             for weight, share in zip(weights, shares, strict=True)
         )
         if (outer := current_observation()) is not None:
             outer.update(merge_observations(observations, weights, device))
+            if has_loss_weight:
+                outer["main/weight"] = sum(weights)
         weighted = [(loss.to(device), weight) for loss, weight in zip(losses, weights, strict=True)]
         loss: Tensor
         loss, weight = weighted[0] if len(weighted) == 1 else weighted_mean(weighted)

@@ -250,6 +250,8 @@ class StandardUpdater(Updater):
             self.weight = require_count(self._weights.get(0, self._examples))
         else:
             self._accumulate()
+        if self._averages and self._has_loss_weight and (observation := current_observation()) is not None:
+            observation["main/weight"] = self._total_weight  # of all micro-batches and ranks, and not their mean
         if self._precision.scaler is not None:
             self._precision.scaler.update()
         if self.comm.size > 1 and (buffers := list_buffers(list(self._models.values()))):
@@ -261,6 +263,7 @@ class StandardUpdater(Updater):
     def _begin_update(self) -> None:
         self._context = UpdateContext(self, self.iteration, 0)
         self._examples: Any = 1
+        self._has_loss_weight = False  # True if a loss came with a weight
         self._weights: dict[int, Any] = {}  # of the micro-batches by their number: of the first backward of each
         self._backward_weight: Any = None
         self._closures: dict[str, list[Evaluation]] = {}
@@ -352,6 +355,7 @@ class StandardUpdater(Updater):
         with self.autocast():
             loss, weight = self._compute_loss(self._models["main"], batch)
             self._context.loss = loss
+        self._has_loss_weight = self._has_loss_weight or weight is not None
         self.backward(loss, weight)
         return loss
 
@@ -619,6 +623,7 @@ class StandardUpdater(Updater):
             run(self.callbacks.comm_on_start, self._context)
             totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
             run(self.callbacks.comm_on_finish, self._context)
+        self._total_weight = totals[0]
         for optimizer, total in zip(optimizers, totals, strict=True):
             rescale(optimizer, self._reference_weight, total, exchanged, self.comm.size)
 
