@@ -96,3 +96,13 @@ def test_a_rank_that_waits_for_one_that_fails_is_told_its_traceback(ranks):
     assert text.startswith("rank 1 has failed, and all stop with it")
     assert "in _fail" in text
     assert "ValueError: broken" in text
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")])
+def test_several_tasks_that_cannot_join_are_refused(monkeypatch, name, launcher):
+    """And do not become so many runs of one; a single task is a world of one."""
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(RuntimeError, match=f"{launcher} has started 4 tasks.*torchrun"):
+        create_communicator("cpu")
+    monkeypatch.setenv(name, "1")
+    assert create_communicator("cpu").size == 1

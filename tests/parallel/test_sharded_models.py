@@ -98,3 +98,53 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused(refusals):
     """ZeroRedundancyOptimizer keeps a part of the state on each rank; the words name what to use in its place."""
     for words in refusals:
         assert "fully_shard" in words[0]
+
+
+def tensor_parallel(comm):
+    """The words with which tensor parallelism over the ranks that share a batch is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    net = a_net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    try:
+        an_updater(net, (), comm)
+    except ValueError as error:
+        return str(error)
+
+
+def test_tensor_parallelism_over_the_ranks_that_share_a_batch_is_refused():
+    """Each of them would see other rows, and the gradients would be those of nothing."""
+    for words in on_two_ranks(tensor_parallel):
+        assert "would see different rows" in words
+        assert "fully_shard(model, mesh=" in words
+
+
+def statistics(comm):
+    """The keys of statistics in an epoch with an evaluation in the middle."""
+    net = a_net()
+    fully_shard(net[0])
+    fully_shard(net)
+    found = extensions.ParameterStatistics(net, {"norm": torch.norm}, trigger=(2, "iteration"))
+    with tempfile.TemporaryDirectory() as out:
+        out = comm.broadcast_object(out)
+        trainer = Trainer(an_updater(net, (), comm), (2, "iteration"), out=out)
+        keys = []
+        held_out = SerialIterator(list(zip(X, T, strict=True)), 4, repeat=False, shuffle=False)
+        loss = lambda x, t: ((net(x) - t) ** 2).mean()  # noqa: E731
+        trainer.extend(extensions.Evaluator(held_out, net, eval_func=loss), trigger=(1, "iteration"))
+        trainer.extend(found)
+        trainer.extend(lambda trainer: keys.append(sorted(k for k in trainer.observation if k.startswith("main/"))))
+        trainer.run()
+        comm.barrier()
+    return keys[-1]
+
+
+def test_statistics_of_a_sharded_model_are_complete_after_an_evaluation():
+    """An evaluation leaves parameters of the root gathered, which are other objects than those that have gradients."""
+    wanted = {
+        f"main/{layer}/{name}/{kind}/norm" for layer in (0, 2) for name in ("weight", "bias") for kind in ("data", "grad")
+    }
+    for keys in on_two_ranks(statistics):
+        assert wanted <= set(keys), keys

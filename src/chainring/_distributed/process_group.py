@@ -23,6 +23,8 @@ from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
+_TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""The variables in which launchers other than torchrun say how many tasks they have started."""
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
 _FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
@@ -46,7 +48,8 @@ def create_communicator(device: Device = None) -> Communicator:
             there is none. The updater and the extensions take it from ``comm.device``.
 
     Raises:
-        RuntimeError: a variable of the environment is missing while others are there.
+        RuntimeError: a variable of the environment is missing while others are there, or another launcher, such as
+            ``srun``, has started several tasks without them.
         ValueError: there is no such device.
     """
     started = dist.is_available() and dist.is_initialized()
@@ -65,6 +68,7 @@ def create_communicator(device: Device = None) -> Communicator:
 def _read_environment() -> tuple[int, int, int]:
     """Return rank, size and local rank, as the launcher says."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        _refuse_other_launchers()
         return 0, 1, 0
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
@@ -73,6 +77,18 @@ def _read_environment() -> tuple[int, int, int]:
             "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
         )
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _local_rank()
+
+
+def _refuse_other_launchers() -> None:
+    for name, launcher in _TASK_COUNTS.items():
+        count = os.environ.get(name, "1")
+        if count not in ("0", "1"):
+            raise RuntimeError(
+                f"{launcher} has started {count} tasks, as {name} says, and each would train alone on all data, because "
+                "RANK and WORLD_SIZE are not set: let it start one task a machine, and in it torchrun, such as "
+                f"`{launcher} torchrun --nproc-per-node N script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                f"MASTER_PORT; unset {name} to train in one process"
+            )
 
 
 def _local_rank() -> int:

@@ -33,6 +33,22 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [] if module is None else [child for child in model.modules() if isinstance(child, module.FSDPModule)]
 
 
+def find_misplaced(model: nn.Module, size: int) -> tuple[str, Any] | None:
+    """Return a sharded parameter, with its name, that `fully_shard` has not placed over ``size`` ranks; ``None`` if all are.
+
+    Over one dimension each rank has a shard; over two, as for hybrid sharding, the first has copies.
+    """
+    fsdp = {parameter for module in fsdp_modules(model) for parameter in module.parameters()}
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if is_sharded(parameter):
+            sharded = [placement.is_shard() for placement in parameter.placements]
+            ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
+            if parameter not in fsdp or sharded not in ([True], [False, True]) or ranks != list(range(size)):
+                return name, parameter
+    return None
+
+
 def to_local(tensor: Any) -> Tensor:
     """Return the shard of a tensor that lies on this rank, in the same memory; a plain tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]

@@ -129,8 +129,18 @@ PythonIterator.register(Iterator)
 
 
 def share_among_ranks(iterator: Any, comm: Communicator) -> None:
-    """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks."""
+    """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks.
+
+    Raises:
+        ValueError: ranks were given different seeds, so that they would take shares of different batches.
+    """
     if hasattr(iterator, "share"):
         if comm.size > 1:
             iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
         iterator.share(comm.rank, comm.size)
+        seeds = comm.gather_object(getattr(iterator, "seed", None)) if comm.size > 1 else [None]
+        if other := [(rank, seed) for rank, seed in enumerate(seeds) if seed != seeds[0]]:
+            raise ValueError(
+                f"all ranks take their shares of the same batches, and iterator {iterator.name!r} has the seed {seeds[0]} "
+                f"on rank 0 and {other[0][1]} on rank {other[0][0]}; give all ranks the same, or none, which is rank 0's"
+            )

@@ -18,6 +18,7 @@ from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers.base import Deserializer, visit_if_stateful
+from chainring.training._agreement import check_agreement, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
 from chainring.training.extension import RollBack
@@ -262,6 +263,9 @@ class Run:
                 if trainer.comm.rank == 0:  # the only rank that writes there
                     create_out(trainer.out)
                     self._directory = RunDirectory(trainer.out)
+                if trainer.comm.size > 1:
+                    check_agreement(trainer)
+                    check_out(trainer.out, trainer.comm)
                 self._start(trainer, initialized, lambda: _load_newest(trainer))
                 yield
             except BaseException as error:

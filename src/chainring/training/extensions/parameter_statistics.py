@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from chainring._distributed.sharding import to_full
+from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictMeans
@@ -117,6 +117,7 @@ class ParameterStatistics(Extension):
         """Yield each tensor that is not empty, with the beginning of its keys."""
         for name, model in self._models.items():
             clean = name_cleaner(model)
+            reshard(fsdp_modules(model))  # an evaluation leaves parameters gathered, which have no gradients then
             for path, parameter in model.named_parameters():
                 for attribute in self._attributes:
                     tensor = parameter.detach() if attribute == "data" else parameter.grad

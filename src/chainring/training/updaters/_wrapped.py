@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import fsdp_modules, is_sharded
+from chainring._distributed.sharding import find_misplaced, fsdp_modules, is_sharded
 
 
 class WrappedModules:
@@ -33,6 +35,18 @@ class WrappedModules:
             module.require_backward_grad_sync = enabled  # what DDP's own no_sync() sets
         for sharded in self._sharded:
             sharded.set_requires_gradient_sync(enabled)
+
+    def warn_of_hooks(self) -> None:
+        """Warn of communication hooks of DDP with a state of their own, such as that of PowerSGD, which is not saved."""
+        for module in self._replicated:
+            for hook, state in getattr(module, "_comm_hooks", ()):
+                if state is not None and not isinstance(state, dist.ProcessGroup):
+                    name = getattr(hook, "__name__", type(hook).__name__)
+                    warnings.warn(
+                        f"the communication hook {name} of DDP keeps a {type(state).__name__}, which no snapshot holds: a "
+                        "resumed run trains on, and not as the uninterrupted one would",
+                        stacklevel=2,
+                    )
 
     def build_ddp_buckets(self) -> None:
         """Let DDP assign its buckets before the first update, by two backwards that touch no data.
@@ -65,6 +79,23 @@ class _Surrogate(nn.Module):
 
     def forward(self) -> Tensor:
         return torch.stack([parameter.sum() * 0 for parameter in self._trained]).sum()
+
+
+def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
+    """Refuse tensors that are sharded in another way than over the ranks that share the batch.
+
+    Raises:
+        ValueError: of tensor parallelism, for example, whose ranks must all see the same rows.
+    """
+    for label, model in models.items() if comm.size > 1 else ():
+        if found := find_misplaced(model, comm.size):
+            name, parameter = found
+            raise ValueError(
+                f"with comm each of the {comm.size} ranks takes its share of a batch, and parameter {name!r} of model "
+                f"{label!r} is placed as {parameter.placements} on {parameter.device_mesh}, so that ranks which belong "
+                "together would see different rows: shard it by "
+                "fully_shard(model, mesh=init_device_mesh(comm.device.type, (comm.size,)))"
+            )
 
 
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:

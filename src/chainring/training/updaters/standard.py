@@ -54,7 +54,7 @@ from chainring.training.updaters._gradients import (
     unstash,
 )
 from chainring.training.updaters._precision import Precision, device_type_of
-from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, list_buffers
+from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, list_buffers
 from chainring.training.updaters.base import Updater, hyperparameters, parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
@@ -142,6 +142,7 @@ class StandardUpdater(Updater):
         self.accumulate = accumulate
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
+        check_sharding(self.comm, self._models)
         self._communicates = comm is not None
         self._prepare_iterators()
         if self.device is not None:
@@ -196,6 +197,7 @@ class StandardUpdater(Updater):
         super().start()
         if self.comm.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
+            self._wrapped.warn_of_hooks()
             self._wrapped.build_ddp_buckets()
 
     # --- an update ---
