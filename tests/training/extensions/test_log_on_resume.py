@@ -5,11 +5,14 @@ import math
 import os
 import shutil
 import time
+import tracemalloc
 
 import pytest
 from scripted import Counting, trainer_of
 
 from chainring import serializers, training
+from chainring.serializers._checkpoint import capture
+from chainring.serializers.base import DictionaryDeserializer
 from chainring.training import extensions
 from chainring.training.extensions import LogReport
 
@@ -243,3 +246,132 @@ def test_the_log_is_on_the_disk_before_the_snapshot_that_refers_to_it_has_its_na
     first, second = (seen.index(("rename", f"snapshot_iter_{iteration}")) for iteration in (1, 2))
     assert log in seen[:first]
     assert log in seen[first:second]
+
+
+LONG = 40_000  # bytes of a row, so that some thirty rows are more than stay in memory
+
+
+def long_log(**settings):
+    return LogReport(trigger=(1, "iteration"), postprocess=lambda row: row.update(text="x" * LONG), **settings)
+
+
+@pytest.mark.parametrize("filename", ["log", None])
+def test_the_rows_of_a_long_log_are_read_from_its_file_on_a_resume_too(tmp_path, filename):
+    """Without a file they stay in memory and in the snapshot."""
+    first, whole = long_log(filename=filename), long_log(filename=filename)
+    run(tmp_path / "whole", 70, whole, every=100)
+    run(tmp_path / "out", 40, first, every=35)
+    log = long_log(filename=filename)
+    trainer = made(tmp_path / "out", 70, log, every=35)
+    serializers.load(tmp_path / "out" / "snapshot_iter_35", trainer)
+    assert iterations(log.log) == list(range(1, 36))
+    trainer.run()
+    assert timeless(log.log) == timeless(whole.log)
+    assert iterations(log.rows_from(60)) == iterations(log.log[60:]) == list(range(61, 71))
+    assert iterations(log.rows_from(3)) == list(range(4, 71))
+    if filename:
+        assert both(tmp_path / "out") == both(tmp_path / "whole")
+
+
+def test_a_long_log_takes_no_memory_and_a_snapshot_no_time_for_its_rows(tmp_path):
+    """Of 400 rows, which are 16 MB, a few are in memory; a snapshot reads none of them."""
+    sizes, opened = [], []
+    log = long_log()
+    trainer = trainer_of(Counting([{"loss": 1.0}] * 400), 400, tmp_path, log)
+    measure = training.make_extension(trigger=(100, "iteration"), priority=-1)(
+        lambda trainer: (
+            sizes.append(tracemalloc.get_traced_memory()[0]),
+            opened.append(capture(trainer, tmp_path).referred),
+        )
+    )
+    trainer.extend(measure)
+    tracemalloc.start()
+    try:
+        trainer.run()
+    finally:
+        tracemalloc.stop()
+    assert max(sizes) - min(sizes) < 2_000_000
+    assert opened == [[tmp_path / "log.jsonl"]] * 4
+    assert len(log.log) == 400
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "a pipe", "a directory", "a device"])
+def test_a_long_log_that_was_damaged_is_named_with_the_number_of_rows_that_are_lost(tmp_path, damage):
+    """And nothing is waited for; what is there is set aside."""
+    run(tmp_path, 40, long_log(), every=40)
+    path = tmp_path / "log.jsonl"
+    if damage == "cut":
+        os.truncate(path, 1_500_000)
+    else:
+        path.unlink()
+    put = {"a pipe": os.mkfifo, "a directory": os.mkdir, "a device": lambda path: os.symlink("/dev/zero", path)}
+    put.get(damage, lambda path: None)(path)
+    log = long_log()
+    trainer = made(tmp_path, 42, log, every=40)
+    with pytest.warns(UserWarning, match=r"goes on without its earlier rows, 40 of them: .*log\.jsonl does not begin"):
+        serializers.load(tmp_path / "snapshot_iter_40", trainer)
+    trainer.run()
+    assert iterations(log.log) == iterations(lines(path)) == [41, 42]
+    assert os.path.lexists(tmp_path / "abandoned" / "1" / "log.jsonl") == (damage != "gone")
+
+
+def test_a_torn_last_row_is_cut_off(tmp_path):
+    """As a loss of power leaves it, or a kill while a row is written."""
+    run(tmp_path, 30, long_log(), every=30)
+    with open(tmp_path / "log.jsonl", "ab") as file:
+        file.write(b'{"loss": 0.1, "te')
+    log = long_log()
+    run(tmp_path, 31, log, every=30, load=tmp_path / "snapshot_iter_30")
+    assert iterations(log.log) == iterations(lines(tmp_path / "log.jsonl")) == list(range(1, 32))
+
+
+@pytest.mark.parametrize("form", ["rows in the state", "without their number"])
+def test_snapshots_of_earlier_versions_bring_their_rows(tmp_path, form):
+    """Those that had the rows in the state, and those that had the length and checksum of the file alone."""
+    first = long_log()
+    trainer = made(tmp_path, 30, first, every=100)
+    trainer.run()
+    state = read_state_of(trainer, tmp_path)
+    assert state["extensions/LogReport/log"] is None
+    if form == "rows in the state":
+        state["extensions/LogReport/log"], state["extensions/LogReport/file"] = first.log, None
+    else:
+        state["extensions/LogReport/file"] = state["extensions/LogReport/file"][:3]
+    log = long_log()
+    again = made(tmp_path, 31, log, every=100)
+    source = DictionaryDeserializer(state)
+    source.directory = tmp_path
+    again.serialize(source)
+    assert timeless(log.log) == timeless(first.log)
+    again.run()
+    assert iterations(log.log) == list(range(1, 32))
+
+
+def read_state_of(trainer, directory):
+    """The state as a snapshot in this directory has it."""
+    return dict(capture(trainer, directory).target)
+
+
+def test_the_state_in_memory_has_the_rows_themselves(tmp_path):
+    """It can be put into a fresh trainer whose out has no file."""
+    first = long_log()
+    trainer = made(tmp_path / "first", 40, first, every=100)
+    trainer.run()
+    log = long_log()
+    again = made(tmp_path / "second", 41, log, every=100)
+    again.load_state_dict(trainer.state_dict())
+    again.run()
+    assert timeless(log.log[:40]) == timeless(first.log)
+    assert both(tmp_path / "second") == timeless(lines(tmp_path / "second" / "log.jsonl"))
+    assert iterations(lines(tmp_path / "second" / "log.jsonl")) == list(range(1, 42))
+
+
+def test_a_log_that_a_person_removes_during_the_run_leaves_a_valid_array(tmp_path):
+    """With the rows until then; the loss is told at a resume."""
+    log = LogReport(trigger=(1, "iteration"))
+    remove = training.make_extension(priority=-1)(
+        lambda trainer: trainer.updater.iteration == 3 and (tmp_path / "log.jsonl").unlink()
+    )
+    trainer_of(Counting(observations()), 5, tmp_path, log, remove).run()
+    assert iterations(json.loads((tmp_path / "log").read_text())) == [1, 2, 3]
+    assert iterations(lines(tmp_path / "log.jsonl")) == [4, 5]

@@ -11,12 +11,12 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
-from chainring._files import append, from_json, make_folder, open_regular, replace_file, to_json
+from chainring._files import append, atomic_write, from_json, is_regular, make_folder, open_regular, to_json
 from chainring._media import Media, media_from_json, media_to_json
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from chainring.reporting.reporter import Reporter
     from chainring.training.trainer import Trainer
 
-_SMALL = 1_000_000  # bytes up to which the array is replaced after each row
+_SMALL = 1_000_000  # bytes up to which the array is replaced after each row, and the rows stay in memory
+_CHUNK = 1 << 20  # bytes that are read at once
 _SECONDS = 30.0  # between two replacements of a larger array
 _ROW = re.compile(rb'{"row": (\d+), ')  # how a line of the file of images, texts and histograms begins
 
@@ -48,8 +49,9 @@ class LogReport(Extension):
     It observes each iteration what has been reported when its turn comes. Means are weighted as the updates are; a key
     that was not reported in an iteration does not count as zero there. A row has the means, then ``epoch``,
     ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
-    JSON array. What was reported before training, such as an evaluation with ``invoke_before_training=True``, is a row of
-    iteration 0. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
+    JSON array. Up to 1 MB the rows are in memory too; of a longer log `log` reads them from the file. What was reported
+    before training, such as an evaluation with ``invoke_before_training=True``, is a row of iteration 0. NaN and infinities
+    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
 
     The last image, text and histogram of each key of an interval are kept with its row, in ``<filename>.media.jsonl``.
 
@@ -67,7 +69,8 @@ class LogReport(Extension):
         writers: further destinations of the rows; rank 0 opens them. One that fails is warned about and gets no more rows.
 
     Attributes:
-        log: the rows so far, those of the runs before a resume included.
+        log: the rows so far, those of the runs before a resume included: a list, which of a log of more than 1 MB is a new
+            one each time, read from the file; `rows_from` reads the last ones alone.
 
     Raises:
         TypeError: the keys, the file name, a writer or the trigger has the wrong type, or ``postprocess`` cannot be called.
@@ -89,7 +92,8 @@ class LogReport(Extension):
         if filename is not None and (not isinstance(filename, str) or not filename):
             raise TypeError(f'filename is a name in out, such as "log", or None for no file; got {filename!r}')
         self.trigger = get_trigger(trigger)
-        self.log: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []  # those after the stored ones
+        self._stored: StoredRows | None = None
         self._means = IntervalMeans(None if keys is None else key_list("keys", keys))
         self._postprocess = postprocess
         self._filename = filename
@@ -104,6 +108,20 @@ class LogReport(Extension):
         self._written: str | None = None  # the file that holds these rows, and is cut back to them
 
     @property
+    def log(self) -> list[dict[str, Any]]:
+        return self._rows if self._stored is None else [*self._stored.read(), *self._rows]
+
+    @property
+    def _count(self) -> int:
+        return len(self._rows) + (0 if self._stored is None else self._stored.count)
+
+    def rows_from(self, number: int) -> list[dict[str, Any]]:
+        """Return the rows from this one on, counted from 0, without reading the file if they are in memory."""
+        if self._stored is not None and number >= self._stored.count:
+            return self._rows[number - self._stored.count :]
+        return self.log[number:]
+
+    @property
     def writes(self) -> Sequence[str]:
         name = self._filename
         files = () if name is None else (name, f"{name}.jsonl", f"{name}.media.jsonl")
@@ -115,13 +133,18 @@ class LogReport(Extension):
     def initialize(self, trainer: Trainer) -> None:
         if trainer.comm.rank == 0:
             self._media.begin(trainer.reporter, Path(trainer.out), is_rehearsing=trainer.is_rehearsing)
-        records = tuple(_record(row, self._media.of_row(index)) for index, row in enumerate(self.log))
+        rows = self.log if self._writers and trainer.comm.rank == 0 else []
+        records = tuple(_record(row, self._media.of_row(index)) for index, row in enumerate(rows))
         run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records)
         if self._filename is not None and trainer.comm.rank == 0:
             self._file = LogFile(self._filename)
             if self._written != self._filename:
                 set_rows_aside(run.out / f"{self._filename}.jsonl")
-            self._file.begin(replace(run, records=[_record(row, whole=True) for row in self.log]))
+            self._file.begin(replace(run, records=[_record(row, whole=True) for row in self._rows]), self._stored)
+            self._stored = self._file.stored
+            self._store_rows()
+        else:
+            self._rows, self._stored = self.log, None
         self._written = self._filename
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
         self._open = [] if trainer.comm.rank != 0 or trainer.is_rehearsing else list(self._writers)
@@ -144,11 +167,19 @@ class LogReport(Extension):
         row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
-        media = self._media.write(len(self.log), counters)
-        self.log.append(row)
+        media = self._media.write(self._count, counters)
+        self._rows.append(row)
         if self._file is not None:
             self._file.write(_record(row, whole=True))
+            self._store_rows()
         self._call_writers("write", _record({**row, **counters}, media))
+
+    def _store_rows(self) -> None:
+        """Let go of the rows in memory when there are many; the file has them."""
+        assert self._file is not None
+        if self._file.size - (0 if self._stored is None else self._stored.size) > _SMALL:
+            self._stored = StoredRows(self._file.path, self._file.size, self._file.crc, self._count)
+            self._rows = []
 
     def _call_writers(self, method: str, argument: Run | Record) -> None:
         """Call a method of each working writer. Random numbers that its service draws do not change the run."""
@@ -174,35 +205,80 @@ class LogReport(Extension):
         self._open = []
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        rows: list[dict[str, Any]] | None = self.log
-        checksum = None
-        if self._file is not None and isinstance(serializer, Serializer):
-            self._file.flush()
+        rows: list[dict[str, Any]] | None = None
+        in_file = None
+        directory, file = serializer.directory, self._file
+        if isinstance(serializer, Serializer):
+            if file is not None:
+                file.flush()
             # In a snapshot beside the file its length is enough: otherwise a log of n rows would be written n times.
-            if serializer.directory is not None and serializer.directory.resolve() == self._file.path.parent.resolve():
-                serializer.refer(self._file.path)
-                rows, checksum = None, [self._file.path.name, self._file.size, self._file.crc]
-        rows, checksum = serializer("log", rows), serializer("file", checksum)
+            if file is not None and directory is not None and directory.resolve() == file.path.parent.resolve():
+                serializer.refer(file.path)
+                in_file = [file.path.name, file.size, file.crc, self._count]
+            else:
+                rows = self.log
+        rows, in_file = serializer("log", rows), serializer("file", in_file)
         self._written = serializer("written", self._written)
         if not isinstance(serializer, Serializer):
-            is_in_file = rows is None and checksum is not None
-            self.log = self._read(serializer.directory, *checksum) if is_in_file else rows or []
+            self._rows, self._stored = list(rows or ()), None
+            if rows is None and in_file is not None:
+                self._find_rows((directory or Path()) / Path(in_file[0]).name, *in_file[1:])
         self._means.serialize(serializer)
         self._media.serialize(serializer["media"])
 
-    def _read(self, directory: Path | None, name: str, size: int, crc: int) -> list[dict[str, Any]]:
-        """Return the rows of the file beside a snapshot, up to its length at the time of the snapshot."""
-        path = (directory or Path()) / Path(name).name
-        text = _head(path, size)
-        if text is not None and len(text) == size and zlib.crc32(text) == crc:
+    def _find_rows(self, path: Path, size: int, crc: int, count: int | None = None) -> None:
+        """Find the rows in the file beside a snapshot, up to its length at the time of the snapshot."""
+        stored = StoredRows(path, size, crc, count or 0)
+        if (lines := stored.lines()) is None:
+            self._written = None
+            _warn_of_loss(stored)
+        elif size <= _SMALL:
+            self._rows = stored.read()
+        else:  # earlier versions did not save the number
+            self._stored = stored if count is not None else replace(stored, count=lines)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """The rows at the beginning of a file of lines: their length in bytes, the CRC-32 of these, and their number."""
+
+    path: Path
+    size: int
+    crc: int
+    count: int
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield the bytes, as far as they are there."""
+        # The path may be a link, of a log that a person has moved: the checksum tells whose rows it leads to.
+        with contextlib.suppress(OSError), open(open_regular(self.path.resolve()), "rb") as file:
+            left = self.size
+            while chunk := file.read(min(left, _CHUNK)):
+                left -= len(chunk)
+                yield chunk
+
+    def lines(self) -> int | None:
+        """Return the number of lines, ``None`` if the bytes are not those that were written."""
+        size = crc = lines = 0
+        for chunk in self.chunks():
+            size, crc, lines = size + len(chunk), zlib.crc32(chunk, crc), lines + chunk.count(b"\n")
+        return lines if (size, crc) == (self.size, self.crc) else None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows; none, with a warning, if the file has been damaged or removed."""
+        text = b"".join(self.chunks())
+        if len(text) == self.size and zlib.crc32(text) == self.crc:
             return [from_json(json.loads(line)) for line in text.splitlines()]
-        self._written = None
-        warnings.warn(
-            f"the log goes on without its earlier rows: {path} does not begin with the {size} bytes that it had "
-            "when the snapshot was taken; move a snapshot together with the files beside it",
-            stacklevel=2,
-        )
+        _warn_of_loss(self)
         return []
+
+
+def _warn_of_loss(stored: StoredRows) -> None:
+    number = f", {stored.count} of them" if stored.count else ""
+    warnings.warn(
+        f"the log goes on without its earlier rows{number}: {stored.path} does not begin with the {stored.size} bytes that "
+        "it had when the snapshot was taken; move a snapshot together with the files beside it",
+        stacklevel=4,
+    )
 
 
 def _record(row: Mapping[str, Any], media: Mapping[str, Media] | None = None, *, whole: bool = False) -> Record:
@@ -236,54 +312,68 @@ class LogFile(Writer):
     record are the whole row, because the ``postprocess`` of a `LogReport` may have moved or removed the counters.
     """
 
+    # To replace the array of a long log takes a hundredth of the time at most, however often snapshots are taken.
     def __init__(self, filename: str) -> None:
         self.writes = (filename, f"{filename}.jsonl")
         self._array, self.path = map(Path, self.writes)
-        self._lines: list[str] = []
         self.size = self.crc = 0  # of the file of lines: its length in bytes, and its CRC-32
+        self.stored: StoredRows | None = None  # those that were stored when it began, as they lie in this file
         self._replaced_at = -math.inf
+        self._pause = 0.0  # until it may be replaced at a snapshot
         self._is_stale = False
 
-    def begin(self, run: Run) -> None:
-        """Begin with the rows of the run that is continued: the file is cut back to them, or set aside if it has others."""
+    def begin(self, run: Run, stored: StoredRows | None = None) -> None:
+        """Begin with the ``stored`` rows and the records of the run: the file is cut back to them, or set aside."""
         self._array, self.path = (run.out / name for name in self.writes)
-        self._lines = [_line(record.values) for record in run.records]
-        text = "".join(self._lines).encode()
+        text = "".join(_line(record.values) for record in run.records).encode()
         make_folder(run.out, Path(self.writes[1]).parent)
-        if _head(self.path, len(text)) != text:
-            set_rows_aside(self.path)
-            replace_file(self.path, text)
-        os.truncate(self.path, len(text))
-        self.size, self.crc = len(text), zlib.crc32(text)
+        if stored is not None and stored.lines() is None:
+            _warn_of_loss(stored)
+            stored = None
+        start = StoredRows(self.path, 0, 0, 0) if stored is None else stored
+        here = replace(start, path=self.path)
+        self.size, self.crc = start.size + len(text), zlib.crc32(text, start.crc)
+        if not is_regular(self.path) or replace(here, size=self.size, crc=self.crc).lines() is None:
+            with atomic_write(self.path) as file:
+                for chunk in start.chunks():
+                    file.write(chunk)
+                file.write(text)
+                set_rows_aside(self.path)
+        with open(open_regular(self.path, os.O_RDWR), "r+b") as file:
+            file.truncate(self.size)
         self._replace_array()
+        self.stored = None if stored is None else here
 
     def write(self, record: Record) -> None:
-        line = _line(record.values)
-        text = line.encode()
+        text = _line(record.values).encode()
         append(self.path, text)
-        self._lines.append(line)
         self.size, self.crc = self.size + len(text), zlib.crc32(text, self.crc)
         self._is_stale = True
-        if self.size <= _SMALL or time.monotonic() - self._replaced_at >= _SECONDS:
+        if self.size <= _SMALL or time.monotonic() >= self._replaced_at + max(_SECONDS, self._pause):
             self._replace_array()
 
     def flush(self) -> None:
+        """Bring the array up to date for a snapshot, unless that was done just now."""
+        if self._is_stale and time.monotonic() >= self._replaced_at + self._pause:
+            self._replace_array()
+
+    def close(self) -> None:
         """Bring the array up to date."""
         if self._is_stale:
             self._replace_array()
 
-    close = flush
-
     def _replace_array(self) -> None:
-        body = ",\n".join(line.rstrip("\n") for line in self._lines)
-        replace_file(self._array, f"[\n{body}\n]\n" if body else "[]\n")
+        began = time.monotonic()
+        if not is_regular(self.path) or os.path.getsize(self.path) < self.size:
+            return  # a person has removed it or cut it off: the array stays as it was
+        with atomic_write(self._array) as file:
+            file.write(b"[\n" if self.size else b"[")
+            without_last_end = StoredRows(self.path, max(self.size - 1, 0), 0, 0)
+            for chunk in without_last_end.chunks():
+                file.write(chunk.replace(b"\n", b",\n"))
+            file.write(b"\n]\n" if self.size else b"]\n")
         self._replaced_at, self._is_stale = time.monotonic(), False
-
-
-def _head(path: Path, size: int) -> bytes | None:
-    with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
-        return file.read(size)
-    return None
+        self._pause = 100 * (self._replaced_at - began)
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import importlib
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +54,21 @@ class PrintReport(Extension):
         self._entries = None if entries is None else key_list("entries", entries)
         self._log_report = log_report
         self._out = out
-        self._log: list[dict[str, Any]] | None = None
+        self._report: Any = None  # during the run
+        self._keys: dict[str, None] = {}  # of the rows so far
         self._printed = 0
         self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
     def initialize(self, trainer: Trainer) -> None:
-        self._printed, self._lines = 0, None
+        self._printed, self._lines, self._keys = 0, None, {}
         if trainer.comm.rank == 0:
-            self._log = self._find(trainer)
+            self._report = self._find(trainer)
             out = self._stream()
             self._table = _NotebookTable(self._entries, out) if _display.is_notebook(out) else None
             self._print_new(immediately=True)
 
-    def _find(self, trainer: Trainer) -> list[dict[str, Any]]:
+    def _find(self, trainer: Trainer) -> Any:
         report: Any = self._log_report
         try:
             report = report if hasattr(report, "log") else trainer.get_extension(report)
@@ -75,7 +77,7 @@ class PrintReport(Extension):
             raise KeyError(f"PrintReport shows the rows of a LogReport: {error.args[0]}; {remedy}") from None
         if not hasattr(report, "log"):
             raise TypeError(f"PrintReport shows the rows of a LogReport, and {self._log_report!r} has no log")
-        return report.log  # type: ignore[no-any-return]
+        return report
 
     def observe_start(self, trainer: Trainer) -> None:
         """Print the row of iteration 0, if the log has one."""
@@ -86,30 +88,34 @@ class PrintReport(Extension):
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         self._print_new(immediately=True)
-        self._log = None  # no warning of keys that have not come yet
+        self._report = None  # no warning of keys that have not come yet
 
     def finalize(self) -> None:
         self._print_new(immediately=True)
         # Only now, because a key may come late, such as that of an occasional evaluation.
-        log, self._log = self._log, None
-        keys = dict.fromkeys(key for row in log or () for key in row)
-        blank = [entry for entry in self._entries or () if entry not in keys]
-        if keys and blank:
-            warnings.warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(keys)}", stacklevel=2)
+        blank = [entry for entry in self._entries or () if entry not in self._keys]
+        if self._report is not None and self._keys and blank:
+            warnings.warn(
+                f"PrintReport has found nothing to show as {blank}; the rows have {list(self._keys)}", stacklevel=2
+            )
+        self._report = None
 
     def _print_new(self, immediately: bool = False) -> None:
-        log = self._log
-        if log is None or len(log) == self._printed:
+        report = self._report
+        if report is None:
             return
+        rows = report.rows_from(self._printed) if hasattr(report, "rows_from") else report.log[self._printed :]
+        if not rows or (self._table is not None and not self._table.show(rows, immediately)):
+            return
+        self._printed += len(rows)
+        self._keys |= dict.fromkeys(key for row in rows for key in row)
         if self._table is not None:
-            self._printed = self._table.show(log, immediately)
             return
         if self._lines is None:
-            self._lines = self._layout(log[0])
+            self._lines = self._layout(rows[0])
             self._print({key: key for line in self._lines for key, _ in line})
-        for row in log[self._printed :]:
+        for row in rows:
             self._print(row)
-        self._printed = len(log)
 
     def _layout(self, row: dict[str, Any]) -> list[list[tuple[str, int]]]:
         """Return columns side by side up to the width of the terminal; further lines begin under the second column."""
@@ -143,25 +149,30 @@ class _NotebookTable:
         self._entries = entries
         self._out = out
         self._handle: Any = None
-        self._shown = 0
+        self._columns: list[str] | None = None
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=_ROWS)
+        self._count = 0
         self._next = 0.0
 
-    def show(self, rows: Sequence[Mapping[str, Any]], immediately: bool) -> int:
-        """Show these rows, unless the last update was just now; return how many rows are shown."""
+    def show(self, rows: Sequence[Mapping[str, Any]], immediately: bool) -> bool:
+        """Show further rows; return False, having done nothing, if the last update was just now."""
         now = time.monotonic()
         if now < self._next and not immediately:
-            return self._shown
-        columns = list(rows[0] if self._entries is None else self._entries)
-        self._cells = [columns, *([_format_cell(row.get(key, "")) for key in columns] for row in rows[-_ROWS:])]
-        left_out = len(rows) - _ROWS
+            return False
+        if self._columns is None:
+            self._columns = list(rows[0] if self._entries is None else self._entries)
+        self._rows.extend(rows)
+        self._count += len(rows)
+        self._cells = [self._columns, *([_format_cell(row.get(key, "")) for key in self._columns] for row in self._rows)]
+        left_out = self._count - _ROWS
         self._notes = [f"the newest {_ROWS} rows; the log has {left_out} earlier ones"] if left_out > 0 else []
         if self._handle is None:
             with tqdm.external_write_mode(file=self._out):
                 self._handle = importlib.import_module("IPython.display").display(self, display_id=True)
         else:
             self._handle.update(self)
-        self._shown, self._next = len(rows), now + _SECONDS
-        return self._shown
+        self._next = now + _SECONDS
+        return True
 
     def _repr_html_(self) -> str:
         head, *rows = [[html.escape(text) for text in row] for row in self._cells]
