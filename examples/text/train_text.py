@@ -3,10 +3,11 @@
     python train_text.py --out result
 
 The text is that of ``help("for")`` and the other topics, which is part of every Python. The same command again continues a
-run that was stopped; the state that its last batch has ended with is in the snapshot.
+run that was stopped: the state in which the last batch has left the LSTM is in the snapshot.
 """
 
 import argparse
+import copy
 import math
 from pydoc_data.topics import topics
 
@@ -21,57 +22,34 @@ from chainring.training import UpdateCallbacks, clip_grad_norm, extensions
 
 
 class LanguageModel(nn.Module):
-    """Predicts each character from those before it, with a GRU."""
+    """Predicts each character from those before it, with an LSTM that goes on where it ended in the batch before."""
 
     def __init__(self, characters: int, units: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(characters, 64)
-        self.recurrent = nn.GRU(64, units, batch_first=True)
+        self.lstm = nn.LSTM(64, units, batch_first=True)
         self.scores = nn.Linear(units, characters)
+        self.reset()
 
-    def forward(self, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return scores (batch, length, characters) of the character after each of (batch, length), and the state there."""
-        outputs, state = self.recurrent(self.embedding(text), state)
-        return self.scores(outputs), state
+    def reset(self) -> None:
+        """Forget what was read."""
+        self.state: tuple[Tensor, Tensor] | None = None
 
+    def read(self, text: Tensor) -> Tensor:
+        """Return scores (batch, length, characters) of the character after each of (batch, length)."""
+        outputs, (hidden, cell) = self.lstm(self.embedding(text), self.state)
+        self.state = hidden.detach(), cell.detach()  # gradients stop where a batch begins
+        return self.scores(outputs)
 
-def read(model: LanguageModel, text: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean loss in nats a character over (batch, length + 1), which is reported, and the state at its end."""
-    scores, state = model(text[:, :-1], state)
-    loss = cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
-    report({"loss": loss}, model)
-    return loss, state
-
-
-class BPTTUpdater(training.StandardUpdater):
-    """Gradients stop where a batch begins; the state goes on, to the end of the epoch."""
-
-    state: Tensor | None = None
-
-    def update_core(self) -> None:
-        text = self.next_batch()
-        with self.autocast():
-            loss, state = read(self.get_model("main"), text, self.state)
-        self.backward(loss)
-        self.step()
-        self.state = None if self.get_iterator("main").is_new_epoch else state.detach()
+    def forward(self, text: Tensor) -> Tensor:
+        """Return the mean loss in nats a character over (batch, length + 1), which is reported."""
+        loss = cross_entropy(self.read(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        report({"loss": loss}, self)
+        return loss
 
     def serialize(self, serializer) -> None:
-        super().serialize(serializer)
+        """Save the state beside the parameters, or load it."""
         self.state = serializer("state", self.state)
-
-
-class Reading:
-    """Goes on with the state of the batch before: what an Evaluator calls, and at the beginning of a pass `begin`."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-
-    def begin(self, _: extensions.Evaluator) -> None:
-        self.state: Tensor | None = None
-
-    def __call__(self, text: Tensor) -> None:
-        _, self.state = read(self.model, text, self.state)
 
 
 def load() -> str:
@@ -102,9 +80,10 @@ def baselines(train: np.ndarray, test: np.ndarray, characters: int) -> dict[str,
 @torch.no_grad()
 def write(model: LanguageModel, alphabet: list[str], length: int, seed: int) -> str:
     """Characters drawn from the model one by one."""
-    generator, state, text = torch.Generator().manual_seed(seed), None, ["\n"]
+    generator, text = torch.Generator().manual_seed(seed), ["\n"]
+    model.reset()
     for _ in range(length):
-        scores, state = model(torch.tensor([[alphabet.index(text[-1])]]), state)
+        scores = model.read(torch.tensor([[alphabet.index(text[-1])]]))
         text.append(alphabet[torch.multinomial(scores[0, -1].softmax(-1), 1, generator=generator).item()])
     return "".join(text[1:])
 
@@ -115,7 +94,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=50, help="characters that gradients go back (default: %(default)s)")
     parser.add_argument("--epoch", "-e", type=float, default=10, help="epochs to train (default: %(default)s)")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
-    parser.add_argument("--unit", "-u", type=int, default=256, help="units of the GRU (default: %(default)s)")
+    parser.add_argument("--unit", "-u", type=int, default=256, help="units of the LSTM (default: %(default)s)")
     parser.add_argument("--characters", type=int, help="of the text to be used; by default all")
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
     args = parser.parse_args()
@@ -128,14 +107,15 @@ def main() -> None:
     print(f"{len(train)} and {len(test)} characters; perplexities: {baselines(train, test, len(alphabet))}")
 
     model = LanguageModel(len(alphabet), args.unit)
+    reader = copy.copy(model)  # the same parameters, and a state of its own
     train_iter = iterators.SerialIterator(in_batches(train, args.batchsize, args.length), args.batchsize, shuffle=False)
     test_iter = iterators.SerialIterator(in_batches(test, 10, args.length), 10, repeat=False, shuffle=False)
     clip = UpdateCallbacks(update_on_start=clip_grad_norm(1.0))
-    updater = BPTTUpdater(train_iter, torch.optim.Adam(model.parameters(), 3e-3), model, callbacks=clip)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    updater = training.StandardUpdater(train_iter, optimizer, model, callbacks=clip)
     trainer = training.Trainer(updater, (args.epoch, "epoch"), out=args.out, config=vars(args))
     trainer.extend(extensions.ExponentialShift("lr", 0.75), trigger=(1, "epoch"))
-    reading = Reading(model)
-    trainer.extend(extensions.Evaluator(test_iter, model, eval_func=reading, eval_hook=reading.begin))
+    trainer.extend(extensions.Evaluator(test_iter, reader, eval_hook=lambda _: reader.reset()))
     trainer.extend(
         extensions.LogReport(postprocess=lambda row: row.update(perplexity=math.exp(row["validation/main/loss"])))
     )
@@ -143,7 +123,7 @@ def main() -> None:
     trainer.extend(extensions.ProgressBar())
     trainer.extend(extensions.snapshot(autoload=True, n_retains=2))
     trainer.run()
-    print(write(model, alphabet, 500, args.seed))
+    print(write(reader, alphabet, 500, args.seed))
 
 
 if __name__ == "__main__":
