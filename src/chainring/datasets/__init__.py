@@ -2,10 +2,16 @@
 
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin
+from chainring.datasets.cifar import CIFAR10, CIFAR100, get_cifar10, get_cifar100
 from chainring.datasets.concatenated_dataset import ConcatenatedDataset
 from chainring.datasets.dict_dataset import DictDataset
 from chainring.datasets.digits import get_digits
-from chainring.datasets.image_dataset import ImageDataset, LabeledImageDataset
+from chainring.datasets.image_dataset import (
+    ImageDataset,
+    LabeledImageDataset,
+    LabeledZippedImageDataset,
+    ZippedImageDataset,
+)
 from chainring.datasets.mnist import FASHION_MNIST, MNIST, get_fashion_mnist, get_mnist
 from chainring.datasets.sub_dataset import (
     SubDataset,
@@ -21,8 +27,9 @@ from chainring.datasets.transform_dataset import TransformDataset
 from chainring.datasets.tuple_dataset import TupleDataset
 
 __all__ = [
-    "ConcatenatedDataset", "DatasetMixin", "DictDataset", "FASHION_MNIST", "ImageDataset", "LabeledImageDataset", "MNIST",
-    "RemoteFiles", "SubDataset", "TextDataset", "TransformDataset", "TupleDataset", "get_cross_validation_datasets",
-    "get_cross_validation_datasets_random", "get_digits", "get_fashion_mnist", "get_mnist", "split_dataset",
-    "split_dataset_n", "split_dataset_n_random", "split_dataset_random",
+    "CIFAR10", "CIFAR100", "ConcatenatedDataset", "DatasetMixin", "DictDataset", "FASHION_MNIST", "ImageDataset",
+    "LabeledImageDataset", "LabeledZippedImageDataset", "MNIST", "RemoteFiles", "SubDataset", "TextDataset",
+    "TransformDataset", "TupleDataset", "ZippedImageDataset", "get_cifar10", "get_cifar100",
+    "get_cross_validation_datasets", "get_cross_validation_datasets_random", "get_digits", "get_fashion_mnist",
+    "get_mnist", "split_dataset", "split_dataset_n", "split_dataset_n_random", "split_dataset_random",
 ]  # fmt: skip

@@ -1,17 +1,24 @@
-"""ImageDataset and LabeledImageDataset: image files, read when they are asked for."""
+"""Image files, in folders and in ZIP archives, with and without labels, read when they are asked for."""
 
 from __future__ import annotations
 
+import io
 import os
+import struct
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chainring.datasets.base import DatasetMixin
 
+if TYPE_CHECKING:
+    from zipfile import ZipInfo
+
 Path = str | os.PathLike[str]
+_STORED, _DEFLATED = 0, 8  # methods of compression in a ZIP archive
 
 
 class ImageDataset(DatasetMixin):
@@ -40,10 +47,7 @@ class ImageDataset(DatasetMixin):
     """
 
     def __init__(self, paths: Path | Sequence[Path], root: Path = ".", dtype: npt.DTypeLike | None = None) -> None:
-        try:
-            import PIL.Image  # noqa: F401
-        except ImportError as error:
-            raise ImportError('images are read by Pillow: pip install "chainring[examples]"') from error
+        _check_pillow()
         self.root = root
         self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
         if isinstance(paths, (str, os.PathLike)):
@@ -55,7 +59,49 @@ class ImageDataset(DatasetMixin):
         return len(self.paths)
 
     def get_example(self, i: int) -> npt.NDArray[Any]:
-        return _read_image(os.path.join(self.root, self.paths[i]), self.dtype)
+        path = os.path.join(self.root, self.paths[i])
+        return _read_image(path, path, self.dtype)
+
+
+class ZippedImageDataset(DatasetMixin):
+    """Example i is image i of a ZIP archive, in the order of its directory; images are as in `ImageDataset`.
+
+    The archive's directory is read once, and each image from the disk when it is asked for. No file stays open: the dataset
+    can be pickled, and shared by forked processes and threads. Several archives are one dataset by `ConcatenatedDataset`.
+
+    Args:
+        zipfilename: the path of the archive. Its folders are no examples.
+        dtype: of the arrays, float32 by default; any numeric dtype of NumPy.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        TypeError: the dtype is not numeric.
+        ValueError: an image is encrypted or compressed otherwise than by Deflate; when it is read, it is not the one that
+            was there, or the dtype cannot hold its pixels.
+        OSError: the archive cannot be read.
+
+    Example::
+
+        image = ZippedImageDataset("images.zip")[0]
+    """
+
+    def __init__(self, zipfilename: Path, dtype: npt.DTypeLike | None = None) -> None:
+        from zipfile import ZipFile
+
+        _check_pillow()
+        self.zipfilename = _as_str(zipfilename)
+        self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
+        with ZipFile(self.zipfilename) as archive:
+            self._places = {info.filename: _place_of(self.zipfilename, info) for info in archive.infolist()}
+        self.paths = [name for name in self._places if not name.endswith("/")]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def get_example(self, i: int) -> npt.NDArray[Any]:
+        name = self.paths[i]
+        content = _read_zipped(self.zipfilename, name, *self._places[name])
+        return _read_image(io.BytesIO(content), f"{self.zipfilename}/{name}", self.dtype)
 
 
 class LabeledImageDataset(DatasetMixin):
@@ -90,12 +136,7 @@ class LabeledImageDataset(DatasetMixin):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], (int, np.integer)):
                 raise TypeError(f"each item of pairs is a path and an integer label, got {pair!r} as item {i}")
         self.images = ImageDataset([path for path, _ in pairs], root, dtype)
-        label_dtype = _numeric_dtype("label_dtype", np.int64 if label_dtype is None else label_dtype)
-        labels = np.array([label for _, label in pairs], np.int64)
-        self.labels = labels.astype(label_dtype)
-        if not np.array_equal(self.labels, labels):
-            given = f"labels from {labels.min()} to {labels.max()}"
-            raise ValueError(f"label_dtype {label_dtype} cannot hold {given}; take a larger one")
+        self.labels = _labels_of(pairs, label_dtype)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -104,11 +145,93 @@ class LabeledImageDataset(DatasetMixin):
         return self.images.get_example(i), self.labels[i]
 
 
-def _read_image(path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+class LabeledZippedImageDataset(DatasetMixin):
+    """Example i is the pair of an image of a ZIP archive and its label, as line i of a text file names them.
+
+    Args:
+        zipfilename: the path of the archive, read as by `ZippedImageDataset`.
+        labelfilename: the name of a text file (UTF-8) outside of the archive, whose lines have a name in the archive, white
+            space and an integer label.
+        dtype: of the images, float32 by default.
+        label_dtype: of the labels, int64 by default, as ``torch.nn.functional.cross_entropy`` needs them.
+
+    Raises:
+        ValueError: a line has no integer label or names what is not in the archive, or ``label_dtype`` cannot hold the
+            labels; also as for `ZippedImageDataset`.
+
+    Example::
+
+        dataset = LabeledZippedImageDataset("images.zip", "labels.txt")
+        image, label = dataset[0]
+    """
+
+    def __init__(
+        self,
+        zipfilename: Path,
+        labelfilename: Path,
+        dtype: npt.DTypeLike | None = None,
+        label_dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        pairs = _read_pairs(labelfilename)
+        self.images = ZippedImageDataset(zipfilename, dtype)
+        paths = [_as_str(path) for path, _ in pairs]
+        if missing := set(paths).difference(self.images.paths):
+            raise ValueError(f"{labelfilename} names images that {zipfilename} has not: {sorted(missing)[:5]}")
+        self.images.paths = paths
+        self.labels = _labels_of(pairs, label_dtype)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def get_example(self, i: int) -> tuple[npt.NDArray[Any], Any]:
+        return self.images.get_example(i), self.labels[i]
+
+
+def _check_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise ImportError('images are read by Pillow: pip install "chainring[examples]"') from error
+
+
+def _labels_of(pairs: Sequence[tuple[Path, int]], label_dtype: npt.DTypeLike | None) -> npt.NDArray[Any]:
+    dtype = _numeric_dtype("label_dtype", np.int64 if label_dtype is None else label_dtype)
+    given = np.array([label for _, label in pairs], np.int64)
+    labels: npt.NDArray[Any] = given.astype(dtype)
+    if not np.array_equal(labels, given):
+        raise ValueError(f"label_dtype {dtype} cannot hold labels from {given.min()} to {given.max()}; take a larger one")
+    return labels
+
+
+def _place_of(path: str, info: ZipInfo) -> tuple[int, int, int, int]:
+    """Return where the header of a file in an archive begins, its compressed size, its method and its CRC-32."""
+    if info.flag_bits & 1 or info.compress_type not in (_STORED, _DEFLATED):
+        raise ValueError(f"{info.filename} in {path} is encrypted or compressed otherwise than by Deflate; pack it again")
+    return info.header_offset, info.compress_size, info.compress_type, info.CRC
+
+
+def _read_zipped(path: str, name: str, offset: int, size: int, method: int, crc: int) -> bytes:
+    """Return a file of an archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7)."""
+    # Opened anew each time, which takes some microseconds: an open file's position would be shared by forks.
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            signature, *lengths = struct.unpack("<4s22xHH", file.read(30))
+            file.seek(sum(lengths), os.SEEK_CUR)
+            content = file.read(size)
+        content = content if method == _STORED else zlib.decompress(content, -zlib.MAX_WBITS)
+    except (struct.error, zlib.error):
+        signature, content = b"", b""
+    if signature != b"PK\3\4" or zlib.crc32(content) != crc:
+        raise ValueError(f"{path} does not hold {name} as its directory says: it is damaged, or has changed since")
+    return content
+
+
+def _read_image(source: str | IO[bytes], path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(source) as image:
             pixels = np.asarray(image)
     except Exception as error:  # of many types, and Pillow does not name a truncated file
         error.add_note(f"while the image {path} was read")
