@@ -216,6 +216,17 @@ def decorated():
     return called
 
 
+def summaries():
+    """`Summary() + Summary()`, and of `DictSummary`: means and deviations of the values of both."""
+    first, second, of_dicts = Summary(), Summary(), [DictSummary(), DictSummary()]
+    for number, (summary, of_dict) in enumerate(zip((first, second), of_dicts, strict=True)):
+        for value in (0.5, 2.0, 3.0 + number):
+            summary.add(value, weight=1 + number)
+            of_dict.add({"a": value, f"only {number}": value**2})
+    statistics = (of_dicts[0] + of_dicts[1]).make_statistics()
+    return [[float(x) for x in (first + second).make_statistics()], {key: float(x) for key, x in statistics.items()}]
+
+
 def differs_evaluation():
     """`Evaluator`: the mean over batches of 4 and 1 examples."""
     run = Run(1)
@@ -286,11 +297,6 @@ def differs_lazy_value():
 def differs_may_fire():
     """`trigger.may_fire(iteration, epoch_length)`."""
     return hasattr(triggers.IntervalTrigger, "may_fire")
-
-
-def differs_sum():
-    """`Summary() + Summary()`, and of `DictSummary`."""
-    return [hasattr(Summary, "__add__"), hasattr(DictSummary, "__add__")]
 
 
 def differs_snapshot_file():

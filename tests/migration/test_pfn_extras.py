@@ -26,7 +26,6 @@ DIFFERENCES = {  # the program: what it returns under pytorch-pfn-extras, and un
     "differs_observe_lr": ("made", "TypeError"),
     "differs_scheduler": (["made", "made"], ["TypeError", "TypeError"]),
     "differs_snapshot_file": (False, True),
-    "differs_sum": ([True, True], [False, False]),
     "differs_writer": ("made", "TypeError"),
 }
 

@@ -424,3 +424,46 @@ def test_sums_of_another_length_are_refused():
     summary = Summary()
     with pytest.raises(ValueError, match="the sums of an interval are"):
         summary.load_state_dict({"folded": torch.zeros(3, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize("cut", [0, 1, 77, 200])
+@pytest.mark.parametrize("folds", [False, True])
+def test_the_sum_of_two_summaries_is_the_summary_of_all_values(cut, folds):
+    """To the last bit, also where one is empty or its values are folded already; neither of them changes."""
+    first, second = summary_of(DRAWN[:cut], WEIGHTS[:cut]), summary_of(DRAWN[cut:], WEIGHTS[cut:])
+    if folds:
+        first, second = saved_and_loaded(first), saved_and_loaded(second)
+    before = [str(summary.make_statistics()) for summary in (first, second)]  # NaN of an empty one too
+    total = first + second
+    assert total.make_statistics() == summary_of(DRAWN, WEIGHTS).make_statistics()
+    total.add(100.0)
+    assert [str(summary.make_statistics()) for summary in (first, second)] == before
+
+
+def test_the_sum_of_two_dict_summaries_has_the_keys_of_both():
+    """In the order in which they were first added; a key that one lacks does not count as zero."""
+    first, second, whole = DictSummary(), DictSummary(), DictSummary()
+    for number, (value, weight) in enumerate(zip(DRAWN, WEIGHTS, strict=True)):
+        seen = {"b": value, "a": torch.tensor(value)} if number < 70 else {"a": value, "c": 1}
+        (first if number < 90 else second).add(seen, int(weight))
+        whole.add(seen, int(weight))
+    total = (first + second).make_statistics()
+    assert total == whole.make_statistics()
+    assert list(total) == ["b", "b.std", "a", "a.std", "c", "c.std"]
+
+
+def test_summaries_of_other_kinds_are_not_added():
+    """Nor a number, nor metrics, whose values are not there yet."""
+
+    class Metric:
+        compute = reset = lambda self: 1.0
+
+    for one, other in ((Summary(), DictSummary()), (Summary(), 0), (DictSummary(), DictMeans())):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            one + other
+    holds_metric = DictSummary()
+    holds_metric.add({"f1": Metric()})
+    with pytest.raises(
+        ValueError, match=r"metrics \['f1'\] are computed when a mean is asked for; add their values instead"
+    ):
+        DictSummary() + holds_metric

@@ -112,8 +112,15 @@ class MeanSummary(Stateful):
 
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks."""
+        return self._merge(comm.gather_object(self._parts()))
+
+    def __add__(self, other: Self) -> Self:
+        """Return the summary of what has been added to either."""
+        return self._merge([self._parts(), other._parts()]) if type(other) is type(self) else NotImplemented
+
+    def _merge(self, parts: Iterable[tuple[Moments | None, _Chunk]]) -> Self:
         merged = type(self)()
-        for part in comm.gather_object(self._parts()):
+        for part in parts:
             merged._merge_parts(part)
         return merged
 
@@ -154,6 +161,7 @@ class Summary(MeanSummary):
         summary = Summary()
         summary.add(0.5, weight=3)
         mean, deviation = summary.make_statistics()
+        total = summary + summary  # of what has been added to either; exact
     """
 
     _has_deviation = True
@@ -273,11 +281,32 @@ class DictMeans(Stateful):
         self._end_interval()
         return self if comm.size == 1 else self._gather(comm)
 
+    def __add__(self, other: Self) -> Self:
+        """Return the summary of what has been added to either.
+
+        Raises:
+            ValueError: one of them holds a metric, which is computed and reset once.
+        """
+        if type(other) is not type(self):
+            return NotImplemented
+        parts = [self._parts(), other._parts()]
+        if metrics := sorted({*self._metrics, *other._metrics}):
+            raise ValueError(
+                f"the metrics {metrics} are computed when a mean is asked for; add their values, not the metrics"
+            )
+        return self._merge(parts)
+
     def _gather(self, comm: Communicator) -> Self:
+        return self._merge(comm.gather_object(self._parts()))
+
+    def _parts(self) -> dict[str, tuple[Moments | None, _Chunk]]:
+        return {key: summary._parts() for key, summary in self._collect().items()}
+
+    def _merge(self, parts: Iterable[dict[str, tuple[Moments | None, _Chunk]]]) -> Self:
         merged = type(self)()
-        for parts in comm.gather_object({key: summary._parts() for key, summary in self._collect().items()}):
-            for key, part in parts.items():
-                merged._summaries[key]._merge_parts(part)
+        for part in parts:
+            for key, held in part.items():
+                merged._summaries[key]._merge_parts(held)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
