@@ -3,9 +3,10 @@
 import random
 
 import datasets
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from chainring.converters import concat_examples
@@ -37,7 +38,7 @@ def stream():
 def values(batch):
     columns = batch.columns
     parts = columns.items() if isinstance(columns, dict) else enumerate(columns)
-    return {key: column.tolist() for key, column in parts}
+    return {key: column if isinstance(column, list) else column.tolist() for key, column in parts}
 
 
 def taken(iterator, number):
@@ -107,6 +108,66 @@ class TestTorchdata:
         assert (torch.get_rng_state().tolist(), random.getstate()) == before
 
 
+class Augmented(Dataset):
+    """Examples that draw from all three generators, as augmentation does."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, i):
+        return torch.tensor(i), random.random() + float(np.random.rand()) + torch.rand(())
+
+
+def mixed(examples):
+    """A collate_fn that draws, as mixup does."""
+    x, t = default_collate(examples)
+    return x, t + random.random()
+
+
+@pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
+class TestWorkersThatDraw:
+    """What the state of a loader does not hold is fetched again, so that it is the same to the last bit."""
+
+    def test_persistent_workers_resume_after_every_batch(self):
+        """Over several passes: each begins with workers of its own, whose generators follow from the seed."""
+        assert_resumes_after_every_batch(
+            lambda: LoaderIterator(DataLoader(Augmented(), BATCH, shuffle=True, num_workers=2, persistent_workers=True))
+        )
+
+    def test_a_loader_is_left_as_it_was(self):
+        """Its own settings hold wherever else it is used."""
+        loader = DataLoader(Augmented(), BATCH, num_workers=1, persistent_workers=True)
+        with LoaderIterator(loader) as iterator:
+            taken(iterator, 1)
+            assert (loader.persistent_workers, loader.worker_init_fn) == (True, None)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("collate", [None, mixed])
+    def test_a_stateful_loader_with_workers_resumes_after_every_batch(self, persistent, collate):
+        """Its state lacks the generators of its workers, which is said when it is resumed."""
+        data = Augmented() if collate is None else ARRAYS
+        settings = {"shuffle": True, "num_workers": 2, "persistent_workers": persistent, "collate_fn": collate}
+        assert_resumes_after_every_batch(lambda: LoaderIterator(StatefulDataLoader(data, BATCH, **settings)), number=5)
+
+    def test_what_the_state_lacks_is_said(self):
+        """With the number of batches."""
+
+        def make():
+            return LoaderIterator(StatefulDataLoader(Augmented(), BATCH, num_workers=1))
+
+        with make() as iterator, make() as again:
+            taken(iterator, 2)
+            with pytest.warns(UserWarning, match="2 batches again.*StatefulDataLoader lacks the random generators of its"):
+                again.load_state_dict(iterator.state_dict())
+
+    def test_batches_that_come_as_workers_finish_are_warned_about_at_construction(self):
+        """Their order cannot be had again; in an evaluation it does not matter."""
+        loader = DataLoader(Augmented(), BATCH, num_workers=2, in_order=False)
+        with pytest.warns(UserWarning, match=r"this DataLoader cannot be resumed bit for bit: with in_order=False"):
+            LoaderIterator(loader)
+        LoaderIterator(loader, repeat=False)
+
+
 class TestHuggingFaceTables:
     """A dataset by index belongs in an iterator of ours; batched or in a DataLoader it is a loader."""
 
@@ -166,6 +227,62 @@ class TestHuggingFaceStreams:
             expected.append([int(example["t"]) for example in by_hand])
         assert orders == expected
         assert orders[0] != orders[1]
+
+
+def plain():
+    return datasets.Dataset.from_dict({"t": [*range(SIZE)]}).to_iterable_dataset(num_shards=1)
+
+
+def buffered():
+    """A stream whose examples wait in a shuffle buffer, which its own state leaves out."""
+    return stream().shuffle(seed=1, buffer_size=6)
+
+
+def draw_for_many(rows):
+    return {**rows, "x": [random.random() for _ in rows["t"]]}
+
+
+@pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LoaderIterator(buffered().batch(BATCH)),
+        lambda: LoaderIterator(buffered().batch(BATCH), epoch_length=2),
+        lambda: LoaderIterator(buffered().repeat(None).batch(BATCH), epoch_length=2),
+        lambda: LoaderIterator(DataLoader(buffered(), BATCH)),
+        lambda: LoaderIterator(DataLoader(buffered(), BATCH), epoch_length=2),
+        lambda: LoaderIterator(StatefulDataLoader(buffered(), BATCH)),
+        lambda: LoaderIterator(plain().map(draw_for_many, batched=True, batch_size=6).batch(BATCH)),
+    ],
+    ids=["bare", "epoch_length", "endless", "DataLoader", "DataLoader, epoch_length", "stateful", "map"],
+)
+def test_a_stream_whose_state_does_not_hold_all_resumes_after_every_batch(make):
+    """A shuffle buffer, and draws for many examples at once; what was taken of the pass is fetched again."""
+    assert_resumes_after_every_batch(make, number=7)
+
+
+def test_a_stream_that_ends_is_not_cut_by_epoch_length():
+    """Every example comes as often as any other; one that is repeated for ever begins again with each epoch."""
+    for endless, expected in ((False, 0), (True, 3)):
+        source = buffered().repeat(None) if endless else buffered()
+        iterator = LoaderIterator(DataLoader(source, 1), epoch_length=7)
+        seen = [int(next(iterator).columns["t"]) for _ in range(20)]
+        assert (len(set(seen[:10])) < 10 or len(set(seen[10:])) < 10) == bool(expected)
+
+
+def test_a_buffer_that_is_lost_is_said():
+    """With the number of batches that are fetched again."""
+    iterator = LoaderIterator(buffered().batch(BATCH))
+    taken(iterator, 2)
+    with pytest.warns(UserWarning, match="fetches 2 batches again.*the state of IterableDataset lacks the examples in its"):
+        LoaderIterator(buffered().batch(BATCH)).load_state_dict(iterator.state_dict())
+
+
+def test_a_stream_that_is_shuffled_without_a_seed_is_warned_about_at_construction():
+    """Each process would shuffle in another way; with the remedy."""
+    for source in (stream().shuffle(buffer_size=4).batch(BATCH), DataLoader(stream().shuffle(buffer_size=4), BATCH)):
+        with pytest.warns(UserWarning, match=r"cannot be resumed bit for bit: its stream is shuffled without a seed"):
+            LoaderIterator(source)
 
 
 class Shards(IterableDataset):

@@ -77,6 +77,8 @@ class WorkerPool:
                 generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the global one
             )
         _pools.add(self)
+        # In a multiprocessing.Process nothing that was registered with atexit is called.
+        multiprocessing.util.Finalize(self, _close_pool, (weakref.ref(self),), exitpriority=20)
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +164,11 @@ class WorkerPool:
 
 
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+def _close_pool(reference: weakref.ref[WorkerPool]) -> None:
+    if (pool := reference()) is not None:
+        pool.close()
 
 
 @atexit.register

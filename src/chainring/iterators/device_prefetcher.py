@@ -15,7 +15,7 @@ from chainring.converters import Device, as_device, concat_examples, to_device
 from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state, serialize_method
+from chainring.serializers.base import AbstractSerializer, Serializer, serialize_method
 
 
 class DevicePrefetcher(Iterator):
@@ -59,7 +59,7 @@ class DevicePrefetcher(Iterator):
             raise TypeError(f"a converter is called with (batch, device), got {type(converter).__name__}")
         source.use_converter(converter)
         self.iterator: Any = source
-        self._refetches = isinstance(source, LoaderIterator) and not has_state(source.loader)
+        self._refetches = isinstance(source, LoaderIterator) and source.refetches
         self.converter = converter
         self.device = as_device(device)
         self.batch_size = getattr(source, "batch_size", 1)

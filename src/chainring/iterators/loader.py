@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import warnings
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from chainring._checks import is_integer
 from chainring._random import preserve_host_rng, seed_host, stable_hash
@@ -32,8 +32,13 @@ class LoaderIterator(Iterator):
     in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of the
     seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch.
 
-    A run resumes in the middle of an epoch through the loader's own ``state_dict`` if it has one; otherwise its
-    batches are fetched again and skipped, with a warning that gives their number.
+    A run resumes in the middle of an epoch through the loader's own ``state_dict`` if it has one and that holds all;
+    otherwise its batches are fetched again and skipped, with a warning that gives their number. It does not hold all with
+    a shuffle buffer of a Hugging Face stream, or worker processes in which data sets or ``collate_fn`` may draw. What
+    cannot be resumed bit for bit at all is warned about here: ``in_order=False``, a stream shuffled without a seed.
+
+    Worker processes begin with a pass and end with it, also those of ``persistent_workers=True``: their generators then
+    follow from the seed and the pass. None is left when a run has ended.
 
     An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
     ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
@@ -73,23 +78,31 @@ class LoaderIterator(Iterator):
         self._epoch_size = (self._pass_length or None) if epoch_length is None else epoch_length
         self._epoch_position = 0
         self._seed: int | None = None
-        self._uses_state = has_state(loader)
+        self._state_lacks = _find_state_gap(loader)
+        self._uses_state = has_state(loader) and self._state_lacks is None
         self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
         # The pass of a loader with a state is not left: it is resumed without fetching anything again.
-        has_no_end = self._pass_length is None and not self._is_single_pass and not self._uses_state
-        self._is_endless = has_no_end and epoch_length is not None
+        may_have_no_end = self._pass_length is None and not self._is_single_pass and not self._uses_state
+        self._is_endless = epoch_length is not None and may_have_no_end and not _is_finite_stream(loader)
         self._may_draw = _may_draw(loader)
         self._generators = _own_generators(loader)
         self._initial_generators = self._outer_generators = self._get_generators()
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
         self._pass: PythonIterator[Any] | None = None
-        self._workers: _WorkerGuard | None = None
+        self._releases: list[Callable[[], Any]] = []  # of the workers of this pass
         self._position = self._returned = LoaderPosition(0, 0, self._initial_generators)  # of the batch fetched, returned
         self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
         self._error: Exception | None = None  # that came when reading ahead; raised when it is its turn
         self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
         self._has_ended = False  # there is no other pass
         self._is_spent = False  # a loader of a single pass was begun
+        if repeat:
+            _warn_of_inexact_order(loader)
+
+    @property
+    def refetches(self) -> bool:
+        """True if a run that is resumed in the middle of a pass fetches its batches again."""
+        return not self._uses_state
 
     @property
     def progress(self) -> tuple[int, int, int | None]:
@@ -198,9 +211,11 @@ class LoaderIterator(Iterator):
 
     def _open(self, epoch: int) -> None:
         generators = self._get_generators()
-        with _seeded(self._get_seed(), epoch, -1), _guard_workers(self.loader) as self._workers:
+        with _seeded(self._get_seed(), epoch, -1):
             is_function = callable(self.loader) and not isinstance(self.loader, Iterable)
-            self._pass = iter(self.loader() if is_function else self.loader)
+            source = self.loader() if is_function else self.loader
+            with _guard_workers(source, self._releases):
+                self._pass = iter(source)
         self._set_generators(self._resumed_generators)
         self._resumed_generators = {}
         self._is_spent = self._is_single_pass
@@ -214,9 +229,13 @@ class LoaderIterator(Iterator):
     def finalize(self) -> None:
         if self._pass is not None and not self.repeat:
             self._set_generators(self._outer_generators)
-        if self._workers is not None and not self.loader.persistent_workers:
-            self._workers.release()
-        self._pass = None  # a DataLoader's workers end with its iterator
+        if self._releases:
+            for release in self._releases:
+                release()
+            self._releases.clear()
+            # A DataLoader's workers end with its iterator, to which the traceback of an error may still refer.
+            getattr(self._pass, "_shutdown_workers", lambda: None)()
+        self._pass = None
 
     def _get_seed(self) -> int:
         if self._seed is None:
@@ -318,7 +337,8 @@ class LoaderIterator(Iterator):
         return position
 
     def _get_loader_state(self) -> Any:
-        if not self._uses_state:
+        has_begun = self._pass is not None or self._position.taken > 0
+        if not self._uses_state or (not has_begun and getattr(self.loader, "num_workers", 0) > 0):  # it would start them
             return None
         with _seeded(self._get_seed(), self._position.passes, -1):  # some begin a pass for it
             return self.loader.state_dict()
@@ -363,9 +383,15 @@ class LoaderIterator(Iterator):
 
     def _skip(self, taken: int) -> None:
         if type(self.loader) not in (list, tuple):
+            kind = type(self.loader).__name__
+            why = (
+                f"{kind} has no state_dict"
+                if self._state_lacks is None
+                else f"the state of {kind} lacks {self._state_lacks}"
+            )
             warnings.warn(
                 f"iterator {self.name!r} fetches {taken} batches again and skips them, to continue in the middle of an "
-                f"epoch: {type(self.loader).__name__} has no state_dict. SerialIterator and loaders with a state need not",
+                f"epoch: {why}. SerialIterator and loaders with a state need not",
                 stacklevel=2,
             )
         self._begin_pass()
@@ -511,22 +537,87 @@ def _seeded(*keys: int) -> Generator[None]:
         yield
 
 
-# --- the signals of a DataLoader's workers ---
+# --- what the state of a loader of others lacks ---
+
+
+def _find_state_gap(loader: Any) -> str | None:
+    """Return what the own state of a loader lacks to continue a pass bit for bit, if it has one."""
+    if not has_state(loader):
+        return None
+    if getattr(loader, "num_workers", 0) > 0 and not _is_free_of_draws(loader):
+        return "the random generators of its workers"
+    for part in _parts_of_stream(loader):
+        if hasattr(part, "buffer_size"):
+            return "the examples in its shuffle buffer"
+        function = getattr(part, "function", None)
+        if getattr(part, "batched", False) and not str(getattr(function, "__module__", "")).startswith("datasets."):
+            return "the position in a batched map, which may draw for many examples at once"
+    return None
+
+
+def _is_free_of_draws(loader: Any) -> bool:
+    """Return whether it is known that nothing draws in the workers of a loader."""
+    if not str(getattr(loader.collate_fn, "__module__", "")).startswith("torch.utils.data"):
+        return False
+    dataset = loader.dataset
+    is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
+    return is_table or type(dataset) in (TensorDataset, list, tuple)
+
+
+def _is_finite_stream(loader: Any) -> bool:
+    """Return whether a loader is over a Hugging Face stream that is not repeated for ever."""
+    parts = _parts_of_stream(loader)
+    return bool(parts) and not any(getattr(part, "num_times", 0) is None for part in parts)
+
+
+def _parts_of_stream(loader: Any) -> list[Any]:
+    """Return the steps of a Hugging Face ``IterableDataset``, the last first; none if the loader is not over one."""
+    waiting, parts = [getattr(getattr(loader, "dataset", loader), "_ex_iterable", None)], []
+    while waiting:
+        if (part := waiting.pop()) is not None:
+            parts.append(part)
+            waiting += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return parts
+
+
+def _warn_of_inexact_order(loader: Any) -> None:
+    reason = None
+    if getattr(loader, "num_workers", 0) > 0 and not getattr(loader, "in_order", True):
+        reason = "with in_order=False batches come in the order in which the workers finish; leave it True"
+    for part in _parts_of_stream(loader):
+        generator: Any = getattr(part, "generator", None)
+        seeds: Any = generator.bit_generator.seed_seq if isinstance(generator, np.random.Generator) else None
+        entropy = getattr(seeds, "entropy", None)
+        if isinstance(entropy, int) and entropy.bit_length() > 64:  # that of the system
+            reason = "its stream is shuffled without a seed, in another order each time; write shuffle(seed=...)"
+    if reason is not None:
+        kind = type(loader).__name__
+        warnings.warn(f"a run over this {kind} cannot be resumed bit for bit: {reason}", stacklevel=3)
+
+
+# --- the worker processes of a DataLoader ---
 
 
 @contextmanager
-def _guard_workers(loader: Any) -> Generator[_WorkerGuard | None]:
-    """Make the workers that a DataLoader starts in this block leave signals to the trainer."""
+def _guard_workers(loader: Any, releases: list[Callable[[], Any]]) -> Generator[None]:
+    """Make the workers that a DataLoader starts in this block leave signals to the trainer, and end with the pass.
+
+    To ``releases`` is added what is to be called before they are ended.
+    """
     if not isinstance(loader, DataLoader) or loader.num_workers == 0:
-        yield None
+        yield
         return
-    init_fn = loader.worker_init_fn
+    init_fn, is_persistent = loader.worker_init_fn, loader.persistent_workers
     guard = _WorkerGuard(loader.multiprocessing_context or multiprocessing.get_context(), init_fn)
+    # Called by multiprocessing before it waits for its processes: at exit, and in a Process, where atexit is not.
+    releases.append(multiprocessing.util.Finalize(None, guard.released.set, exitpriority=20))
     loader.worker_init_fn = guard
+    vars(loader)["persistent_workers"] = False  # torch refuses to set the attribute
     try:
-        yield guard
+        yield
     finally:
         loader.worker_init_fn = init_fn
+        vars(loader)["persistent_workers"] = is_persistent
 
 
 class _WorkerGuard:
@@ -536,9 +627,8 @@ class _WorkerGuard:
     """
 
     def __init__(self, context: Any, init_fn: Callable[[int], Any] | None) -> None:
-        self._released = context.Event()
+        self.released = context.Event()
         self._init_fn = init_fn
-        atexit.register(self.release)  # before multiprocessing's handler, registered earlier, waits for its processes
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -546,10 +636,6 @@ class _WorkerGuard:
         if self._init_fn is not None:
             self._init_fn(worker_id)
 
-    def release(self) -> None:
-        self._released.set()
-        atexit.unregister(self.release)
-
     def _terminate(self, *_: Any) -> None:
-        if self._released.is_set() or os.getppid() == 1:
+        if self.released.is_set() or os.getppid() == 1:
             os._exit(0)
