@@ -45,7 +45,9 @@ def test_the_example_continues_bit_for_bit(tmp_path, capsys):
     arguments = ["--iterations", "18", "--kill-after", "16", str(MNIST), "-e", "3", "-o", str(tmp_path / "result")]
     assert main(["verify-resume", "--json", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["same"], found["iterations"], found["kill_after"]) == (True, 18, 16)
+    assert (found["verdict"], found["same"], found["iterations"]) == ("exact", True, 18)
+    assert [kill["at"] for kill in found["kills"]] == [16]
+    assert (found["not_reached"], found["unsaved"]) == ([], {})
     assert found["arguments"] == ["-e", "3", "-o", str(tmp_path / "result")]
     assert "bit for bit the uninterrupted one" in found["report"]
     assert not list(tmp_path.iterdir())
@@ -61,9 +63,32 @@ def test_a_script_that_forgets_something_fails_with_1_and_is_explained(tmp_path,
     shown = capsys.readouterr().out
     assert "differs first in iteration 3, in the observation: observation/main/loss: " in shown
     assert "updater.model:main.calls: 2 -> 0" in shown
-    assert (kept / "out of the whole run" / "run.json").exists()
+    assert (kept / "out of the first run" / "run.json").exists()
     assert not (tmp_path / "result.model").exists()
     assert not (tmp_path / "result").exists()
+
+
+def test_a_script_of_which_two_runs_differ_is_inconclusive_and_fails_with_3(tmp_path, capsys):
+    """Seeded by the clock; the line to add is named, and what it forgets is listed."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("chainring.deterministic(0)", "torch.seed()"))
+    (tmp_path / "parts.py").write_text(PARTS)
+    assert (
+        main(["verify-resume", "--json", "--iterations", "4", "--kill-after", "2", str(script), str(tmp_path / "result")])
+        == 3
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["same"]) == ("inconclusive", False)
+    assert "torch.manual_seed(0)" in found["report"]
+    assert found["unsaved"] == {"updater.model:main.calls": "2 -> 0"}
+
+
+def test_a_script_that_does_not_end_in_time_is_inconclusive_and_fails_with_3(tmp_path, capsys):
+    """The verdict says where it hung; nothing stays behind."""
+    script = tmp_path / "train.py"
+    script.write_text("import threading\nthreading.Event().wait()\n")
+    assert main(["verify-resume", "--timeout", "5", str(script)]) == 3
+    assert "had not ended after 5 seconds; it hung before the first iteration" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -90,5 +115,5 @@ def test_a_script_that_is_not_there_fails_with_2(tmp_path, capsys):
     """As do numbers that leave nothing to resume."""
     assert main(["verify-resume", str(tmp_path / "absent.py")]) == 2
     assert "there is no script" in capsys.readouterr().err
-    assert main(["verify-resume", "--kill-after", "20", str(MNIST)]) == 2
+    assert main(["verify-resume", "--iterations", "20", "--kill-after", "20", str(MNIST)]) == 2
     assert "killed after 1 to 19" in capsys.readouterr().err

@@ -169,8 +169,8 @@ def forgetful_rows(out):
 
 
 def unseeded(out):
-    """Its weights are others each time."""
-    trainer = build(out)
+    """Its weights are others each time, and it forgets a count besides."""
+    trainer = build(out, net=Counting)
     with torch.no_grad():
         trainer.updater.get_model("main").layer.bias.add_(float(np.random.default_rng().normal()))
     return trainer

@@ -33,6 +33,7 @@ exit status:
   0    success, without damage or a difference
   1    a file is damaged, or a resumed run differs
   2    wrong arguments, or nothing to show, verify or compare
+  3    two uninterrupted runs differ already, or one hung
   130  interrupted by Ctrl-C
 
 See `chainring COMMAND --help` for each command."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from chainring.cli._common import add_command, print_json
-from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_script
+from chainring.testing.verify_resume import NotTried, verify_script
 
 _HELP = """
-Run a script that trains with one Trainer three times in fresh processes:
-uninterrupted, killed by SIGKILL after some iterations, and resumed.
-Everything but times is compared bit for bit; the first difference is printed
-with its possible causes. The trainer gets an out of its own, and the script
-ends with its run. Options come before SCRIPT; arguments after it are passed
-to the script.
+Run a script that trains with one Trainer several times in fresh processes:
+twice uninterrupted, and once killed by SIGKILL and resumed again and again:
+within an epoch, right after the end of one, right after an evaluation, and
+some iterations after a snapshot. Everything but times is compared bit for
+bit, the files that it writes too; the first difference is printed with its
+possible causes, and in any case what it changes and does not save. The
+trainer gets an out of its own, and the script ends with its run. A script
+that seeds nothing is given the same draws until it is killed. Options come
+before SCRIPT; arguments after it are passed to the script.
 
 examples:
   chainring verify-resume train.py
@@ -24,9 +30,11 @@ examples:
   chainring verify-resume --iterations 40 --kill-after 25 train.py
 
 exit status:
-  0  the runs are the same
+  0  exact: the runs are the same
   1  the runs differ
-  2  the script could not be compared; its error is shown"""
+  2  the script could not be compared; its error is shown
+  3  inconclusive: two uninterrupted runs differ already, or one hung"""
+_STATUS = {"exact": 0, "differs": 1, "inconclusive": 3}
 
 
 def add_to(commands: Any) -> None:
@@ -35,10 +43,15 @@ def add_to(commands: Any) -> None:
         commands, "verify-resume", run, "compare a script, killed and resumed, with its uninterrupted run", _HELP
     )
     parser.add_argument(
-        "--iterations", type=int, default=20, metavar="N", help="iterations of the uninterrupted run (default: %(default)s)"
-    )
+        "--iterations", type=int, metavar="N",
+        help="iterations of the uninterrupted run (default: 40, or some more than two epochs, as far as ten seconds go)",
+    )  # fmt: skip
     parser.add_argument(
-        "--kill-after", type=int, default=7, metavar="K", help="iterations until the kill (default: %(default)s)"
+        "--kill-after", type=int, action="append", metavar="K",
+        help="iterations until a kill, in place of the four; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=120, metavar="SECONDS", help="for each process (default: %(default)s)"
     )
     parser.add_argument("--keep", metavar="DIR", help="keep the files of the runs in this directory, new or empty")
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
@@ -47,19 +60,38 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare the runs of the script, print the report and return the exit status."""
-    settings = {"iterations": options.iterations, "kill_after": options.kill_after}
+    settings = {"iterations": options.iterations, "kill_after": options.kill_after, "timeout": options.timeout}
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
-    same = True
     try:
-        with steps:
-            report = verify_script(options.script, options.arguments, **settings, directory=options.keep)
-    except ResumeDiffers as error:
-        same, report = False, str(error)
+        with steps, _ended_by_sigterm():
+            verdict = verify_script(options.script, options.arguments, **settings, directory=options.keep)
     except NotTried as error:
         print(f"chainring: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print_json({"same": same, "script": options.script, "arguments": options.arguments, **settings, "report": report})
+        print_json({
+            "verdict": verdict.name, "same": verdict.name == "exact", "script": options.script,
+            "arguments": options.arguments, "iterations": verdict.iterations,
+            "kills": [vars(kill) for kill in verdict.kills], "not_reached": verdict.not_reached,
+            "unsaved": verdict.unsaved, "report": verdict.report,
+        })  # fmt: skip
     else:
-        print(report)
-    return 0 if same else 1
+        print(verdict.report)
+    return _STATUS[verdict.name]
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM ends what was started before it ends this process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: Any) -> None:
+        sys.exit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -5,10 +5,11 @@ from chainring.testing.check_iterator import check_iterator
 from chainring.testing.check_trigger import check_trigger, fired
 from chainring.testing.check_updater import check_updater
 from chainring.testing.fakes import FakeUpdater, ManualClock
-from chainring.testing.verify_resume import NotTried, ResumeDiffers, verify_resume
+from chainring.testing.verify_resume import Inconclusive, NotTried, ResumeDiffers, verify_resume
 
 __all__ = [
     "FakeUpdater",
+    "Inconclusive",
     "ManualClock",
     "NotTried",
     "ResumeDiffers",

@@ -15,7 +15,7 @@ from torch import Tensor
 from chainring import _random
 from chainring._naming import unwrap
 from chainring.reporting.summary import is_scalar
-from chainring.training._unsaved import as_tensor, bytes_of, checksum, describe, describe_leaves
+from chainring.training._unsaved import as_tensor, bytes_of, checksum, describe, describe_leaves, is_time, leaves
 from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
@@ -47,8 +47,13 @@ def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> 
         module = unwrap(model)
         parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
         for path, value in module.state_dict().items():
-            category = "parameters" if path in parameters else "buffers"
-            found[category] |= describe_leaves(f"updater/model:{name}/{path.replace('.', '/')}", value)
+            leaf_path = f"updater/model:{name}/{path.replace('.', '/')}"
+            if path in parameters:
+                found["parameters"] |= describe_leaves(leaf_path, value)
+            else:
+                found["buffers"] |= {
+                    at: "a time" if is_time(leaf) else describe(leaf) for at, leaf in leaves(leaf_path, value)
+                }
     names = parameter_names(models)
     for name, optimizer in trainer.updater.get_all_optimizers().items():
         prefix = f"updater/optimizer:{name}"

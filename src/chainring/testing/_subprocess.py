@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import enum
+import faulthandler
 import functools
 import inspect
 import json
 import os
 import runpy
-import shutil
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,32 +26,48 @@ from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import fingerprint
 from chainring.testing._harness import call_factory
-from chainring.training._unsaved import attributes_of, describe_leaves
-from chainring.training.extensions import LogReport
+from chainring.testing._written import record_written
+from chainring.training._unsaved import attributes_of, checksum, describe_leaves
+from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-SNAPSHOT = "verify_resume"  # the name of the one at which the run is killed
-
-
-class Run(enum.StrEnum):
-    """The runs that are compared: without an interruption, killed by SIGKILL, and continued from where that was killed."""
-
-    UNINTERRUPTED = "whole"
-    KILLED = "killed"
-    RESUMED = "resumed"
+MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a run starts
+_ENOUGH = 40  # iterations, where the run itself chooses its length
+_MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
+_AFTER_EPOCHS = 5  # iterations after the end of the second epoch
+_SPEEDS = ("Throughput", "SystemMetrics")
+_HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
 
 
 @dataclass(frozen=True)
 class Task:
-    """One of the runs, in a directory that they share."""
+    """One of the runs, in a directory that they share; iterations are counted as the updater does.
+
+    Attributes:
+        run: the name of the run, and of its files.
+        directory: that of all runs.
+        out: the trainer's ``out``; that of a resumed run is that of the killed one.
+        mark: in the environment of its processes, by which they are found.
+        seed: of the generators of Python, NumPy and torch before the script begins.
+        length: iterations from where the script begins; ``None`` for the run to choose.
+        resume_from: the name of a snapshot in ``out`` from which it continues.
+        save_at, kill_at: the iterations after which a snapshot is taken, and after which the process is killed.
+        deadline: on the monotonic clock; where it stands shortly before is written down.
+    """
 
     run: str
     directory: str
-    iterations: int  # of the uninterrupted run
-    kill_after: int  # iterations of the killed run
+    out: str
+    mark: str
+    seed: int
+    length: int | None = None
+    resume_from: str | None = None
+    save_at: int | None = None
+    kill_at: int | None = None
+    deadline: float = float("inf")
 
     def path(self, suffix: str) -> Path:
         return Path(self.directory) / f"{self.run}.{suffix}"
@@ -61,15 +77,25 @@ class Task:
         path = self.path(suffix)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
-    def rows_path(self, log: str) -> Path:
-        """Return the path of a log's rows; of the killed run a copy of then, since its ``out`` is continued."""
-        return self.path(log.replace("/", "-")) if self.run == Run.KILLED else Path(self.out) / log
+    def read(self, suffix: str) -> Any:
+        """Return the JSON in a file of this run."""
+        return json.loads(self.path(suffix).read_text())
+
+    def path_in_out(self, name: str) -> Path:
+        return Path(self.out) / name
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @property
-    def out(self) -> str:
-        """The trainer's ``out``; the resumed run has that of the killed one."""
-        run = Run.UNINTERRUPTED if self.run == Run.UNINTERRUPTED else Run.KILLED
-        return str(Path(self.directory) / f"out of the {run} run")
+    def is_done(self) -> bool:
+        """True if the run has ended and is saved."""
+        return self.path("facts").exists()
+
+    @property
+    def snapshot(self) -> Path:
+        """The snapshot that it takes before it is killed."""
+        return Path(self.out) / f"verify_resume_{self.save_at}"
 
     def exit_with_reason(self, reason: str) -> NoReturn:
         """Leave the reason why this run cannot be made, and end the process."""
@@ -85,6 +111,7 @@ def main() -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     _replace_run(task)
+    _begin(task)
     try:
         runpy.run_path(script, run_name="__main__")
     except _RunEnded:
@@ -93,6 +120,16 @@ def main() -> None:
         if error.code not in (None, 0):
             raise
     task.exit_with_reason(f"{script} has ended and no Trainer in it has run; give the arguments with which it trains")
+
+
+def _begin(task: Task) -> None:
+    """Seed what a script may leave unseeded, and have written down what it writes and where it hangs."""
+    os.environ[MARK] = task.mark
+    if task.deadline < float("inf"):
+        stack = open(task.path("stack"), "w")  # noqa: SIM115 - for as long as the process lives
+        faulthandler.dump_traceback_later(max(task.deadline - time.monotonic() - 1, 0.1), file=stack)
+    record_written(task.path("written"), task.directory)
+    _random.seed_all("verify-resume", task.seed)
 
 
 class _RunEnded(BaseException):
@@ -125,9 +162,12 @@ def _replace_run(task: Task) -> None:
 
 def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
     """Make a trainer and run it, in a process of its own whose output goes to a file."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that its processes can be ended with it
     with open(task.path("output"), "ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    _begin(task)
     takes_out = "out" in inspect.signature(make_trainer).parameters
     trainer = make_trainer(out=task.out) if takes_out else call_factory(make_trainer, task.out)
     if not isinstance(trainer, Trainer):
@@ -136,31 +176,41 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
+    generators = {name: checksum(state) for name, state in _random.get_rng_state().items()}
+    task.path("begin").write_text(json.dumps(generators))
     observer = _Observer(trainer, task)
     trainer.stop_trigger = observer
     trainer.out = task.out
-    if task.run == Run.RESUMED:
-        serializers.load(Path(trainer.out) / SNAPSHOT, trainer)
+    if task.resume_from is not None:
+        serializers.load(Path(trainer.out) / task.resume_from, trainer)
     original(trainer)
-    observer.save(trainer)
+    observer.save(trainer, ended_itself=True)  # at the end of the data, if that was not done before
 
 
 class _Observer:
-    """A stop trigger around the trainer's own that records a fingerprint of every iteration, and kills the killed run."""
+    """A stop trigger around the trainer's own that records a fingerprint of every iteration, and saves and kills."""
 
     predictable = False
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._stop_trigger: Any = trainer.stop_trigger
         self._task = task
-        self._kill_at = trainer.updater.iteration + task.kill_after
-        self._last = trainer.updater.iteration + task.iterations
+        self._first = trainer.updater.iteration  # where the script begins, before a snapshot is loaded
+        self._counts_epochs = bool(getattr(trainer.updater, "counts_epochs", False))
+        self._calls = 0
+        self._began = 0.0
+        self._ends_of_epochs: list[int] = []
+        self._has_memory = False
+        self._events: set[str] = set()  # of the present iteration
         batches: list[dict[str, str]] = []
         self._batches = batches  # of the present iteration
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             add = batches.append
             callbacks.add("batch_on_finish", lambda context: add(describe_leaves(f"batch {len(batches)}", context.batch)))
+        for entry in trainer.entries:
+            if isinstance(entry.extension, Evaluator):
+                entry.call = self._noting("evaluation", entry.call)
         if self._stop_trigger is never:  # then the end of the data is expected
             warnings.filterwarnings("ignore", "the training iterator ended after")
 
@@ -177,34 +227,72 @@ class _Observer:
 
     def __call__(self, trainer: Trainer) -> bool:
         iteration = trainer.updater.iteration
-        with open(self._task.path("jsonl"), "a") as file:
-            file.write(json.dumps({"iteration": iteration, "fingerprint": fingerprint(trainer, self._batches)}) + "\n")
-        self._batches.clear()
-        is_killed = self._task.run == Run.KILLED and iteration == self._kill_at
-        if is_killed or (self._task.run == Run.RESUMED and not self._task.path("memory").exists()):
-            self._task.path("memory").write_text(json.dumps(attributes_of(trainer, self._stop_trigger)))
-        if is_killed:
-            for log in _logs_of(trainer):
-                shutil.copy(Path(trainer.out) / log, self._task.rows_path(log))
-            serializers.save(Path(trainer.out) / SNAPSHOT, trainer)
+        self._record(trainer, iteration)
+        self._write_memory(trainer, iteration)
+        if iteration == self._task.save_at:
+            serializers.save(self._task.snapshot, trainer)
+        if iteration == self._task.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        stops = iteration >= self._last or bool(self._stop_trigger(trainer))
+        ends_itself = bool(self._stop_trigger(trainer))
+        stops = ends_itself or self._is_long_enough(iteration - self._first)
         if stops:
-            self.save(trainer)
+            self.save(trainer, ends_itself)
         return stops
 
-    def save(self, trainer: Trainer) -> None:
+    def _noting(self, event: str, call: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+        def noting(trainer: Trainer) -> Any:
+            self._events.add(event)
+            return call(trainer)
+
+        return noting
+
+    def _record(self, trainer: Trainer, iteration: int) -> None:
+        if self._calls > 0 and trainer.updater.is_new_epoch:
+            self._events.add("epoch")
+            self._ends_of_epochs.append(iteration - self._first)
+        if any(not _HELD_OUT.isdisjoint(key.split("/")) for key in trainer.observation):
+            self._events.add("evaluation")
+        self._calls += 1
+        if self._calls <= 2:  # the first iteration takes long, and says nothing about the others
+            self._began = time.monotonic()
+        found = {"iteration": iteration, "events": [*self._events], "fingerprint": fingerprint(trainer, self._batches)}
+        with open(self._task.path("jsonl"), "a") as file:
+            file.write(json.dumps(found) + "\n")
+        self._events.clear()
+        self._batches.clear()
+
+    def _write_memory(self, trainer: Trainer, iteration: int) -> None:
+        """Write down what lies in memory at the start, and when a snapshot is taken and before."""
+        save_at = self._task.save_at
+        if not self._has_memory or (save_at is not None and save_at - 1 <= iteration <= save_at):
+            with open(self._task.path("memory"), "a") as file:
+                file.write(json.dumps(attributes_of(trainer, self._stop_trigger)) + "\n")
+            self._has_memory = True
+
+    def _is_long_enough(self, length: int) -> bool:
+        if self._task.length is not None:
+            return length >= self._task.length
+        seconds = time.monotonic() - self._began
+        if seconds > _MOST_SECONDS:
+            return length >= _ENOUGH // 4 or seconds > 3 * _MOST_SECONDS
+        if length < _ENOUGH or not self._counts_epochs:
+            return length >= _ENOUGH
+        return len(self._ends_of_epochs) >= 2 and length >= self._ends_of_epochs[1] + _AFTER_EPOCHS
+
+    def save(self, trainer: Trainer, ended_itself: bool) -> None:
         """Save the state at the end, and facts that explain a difference; once."""
-        if self._task.path("facts").exists():
+        if self._task.is_done:
             return
         facts = {
+            "ended_itself": ended_itself,
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),
             "logs": _logs_of(trainer),
+            "speeds": [entry.name for entry in trainer.entries if type(entry.extension).__name__ in _SPEEDS],
             "clocks": [entry.name for entry in trainer.entries if isinstance(entry.trigger, TimeTrigger)],
         }
-        self._task.path("facts").write_text(json.dumps(facts))
         serializers.save(self._task.path("state"), trainer)
+        self._task.path("facts").write_text(json.dumps(facts))
 
 
 def _logs_of(trainer: Trainer) -> list[str]:

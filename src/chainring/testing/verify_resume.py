@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from chainring._messages import info
 from chainring.serializers._checkpoint import STATE
-from chainring.testing._diff import compare, format_report, read_fingerprints
-from chainring.testing._subprocess import SNAPSHOT, Run, Task, run_made_trainer
+from chainring.testing import _report
+from chainring.testing._diff import (
+    Findings,
+    Repetition,
+    add_files,
+    compare_repeated,
+    compare_resumed,
+    differing_generators,
+    forgotten,
+    read_events,
+)
+from chainring.testing._kills import Kill, choose_kills
+from chainring.testing._processes import HungError, Start, function_starter, run, script_starter, where_it_hung
+from chainring.testing._subprocess import Task
+from chainring.testing._written import Files, read_elsewhere, read_out
 
 _MAX_LINES = 40
-Launch = Callable[[Task], int]
-"""Runs a task in a fresh process and returns its exit code, negative for a signal."""
+_TIMEOUT = 120.0  # seconds
+_MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
@@ -40,123 +54,291 @@ class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
     Example::
 
         with pytest.raises(NotTried):
-            verify_resume(make_trainer_of_three_iterations, iterations=20)
+            verify_resume(make_trainer_of_three_iterations, kill_after=7)
+    """
+
+
+class Inconclusive(NotTried):
+    """Two uninterrupted runs differ already, or a process hung; the text names the line to add, or where it hung.
+
+    Example::
+
+        with pytest.raises(Inconclusive):
+            verify_resume(make_trainer_seeded_by_the_clock)
     """
 
 
 def verify_resume(
     make_trainer: Callable[..., Any],
     *,
-    iterations: int = 20,
-    kill_after: int = 7,
+    iterations: int | None = None,
+    kill_after: int | Sequence[int] | None = None,
+    timeout: float = _TIMEOUT,
     directory: str | os.PathLike[str] | None = None,
     start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> str:
     """Kill a training, resume it, and compare it bit for bit with one that was not interrupted.
 
-    Three fresh processes each make the trainer anew: one runs all iterations; the second is saved and killed by SIGKILL on
-    the way; the third loads that snapshot and runs to the end. After each iteration the batches, the random generators,
-    the reported values, the models and the optimizers are compared, and at the end every tensor and value of the state and
-    every row of the logs. The trainer's own extensions and its stop trigger stay, in an ``out`` of its own.
+    Fresh processes each make the trainer anew. Two run without an interruption, and must be the same; one is saved and
+    killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations after a
+    snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported values, the
+    models and the optimizers are compared, and at the end every tensor and value of the state, every row of the logs, and
+    the files that the run has written beside them. The trainer's own extensions and its stop trigger stay, in an ``out``
+    of its own. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called: otherwise in a
+    resumed process than in the others, as is a program that seeds nothing.
 
-    Times are not compared: ``elapsed_time`` in rows and state, the state of a `TimeTrigger`, and values that two starts of
-    the program report differently while all else is the same, such as a speed; the report names those.
+    Times are not compared: ``elapsed_time``, speeds, the state of a `TimeTrigger`, and values that two uninterrupted runs
+    write differently while all else is the same; the report names those.
 
     Example::
 
-        verify_resume(make_trainer, iterations=20, kill_after=7)  # in a test
+        verify_resume(make_trainer)  # in a test
 
     Args:
         make_trainer: a function at the top level of a module, which returns a trainer that has not run. It is called with
             the ``out`` that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
-        iterations: of the uninterrupted run.
-        kill_after: iterations until the kill. Where an epoch is as short as that, one in the second epoch tells more.
+        iterations: of the uninterrupted run; by default 40, or some more than two epochs, as far as ten seconds go.
+        kill_after: iterations until a kill, or several such numbers, in place of those four.
+        timeout: seconds for each process.
         directory: for the files of all runs, new or empty; by default they are removed.
         start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of the server
-            and start sooner; the order of sets is then the same in all three.
+            and start sooner; the order of sets is then the same in all.
 
     Returns:
-        The report, with the number of values compared and the keys left out.
+        The report, with the kills, the number of values compared, the keys left out, and what the run changes and no state
+        holds.
 
     Raises:
         ResumeDiffers: the runs differ.
+        Inconclusive: two uninterrupted runs differ already, or a process did not end in time.
         NotTried: the program fails, or ends before it could be killed.
         TypeError: ``make_trainer`` cannot be called in another process.
         ValueError: there is nothing to resume with these numbers.
         FileExistsError: ``directory`` is not empty.
     """
     _check_importable(make_trainer)
-    context: Any = multiprocessing.get_context(start_method)
+    start = function_starter(make_trainer, multiprocessing.get_context(start_method))
+    verdict = _verify(start, "make_trainer", iterations, kill_after, timeout, directory, is_quiet=True)
+    if verdict.name == "differs":
+        raise ResumeDiffers(verdict.report)
+    if verdict.name == "inconclusive":
+        raise Inconclusive(verdict.report)
+    return verdict.report
 
-    def launch(task: Task) -> int:
-        process = context.Process(target=run_made_trainer, args=(make_trainer, task))
-        process.start()
-        try:
-            process.join()
-        finally:
-            process.kill()
-        return process.exitcode or 0
 
-    return _verify(launch, iterations, kill_after, directory)
+@dataclass
+class Verdict:
+    """The result of a verification.
+
+    Attributes:
+        name: "exact", "differs" or "inconclusive".
+        report: all of it as text.
+        kills: where the run was killed.
+        not_reached: the kinds of points that it did not reach.
+        unsaved: by path, what the run has changed and no state holds, with its value when saved -> when loaded.
+    """
+
+    name: str
+    report: str = ""
+    iterations: int = 0
+    kills: list[Kill] = field(default_factory=list)
+    not_reached: list[str] = field(default_factory=list)
+    unsaved: dict[str, str] = field(default_factory=dict)
 
 
 def verify_script(
     script: str,
     arguments: Sequence[str] = (),
     *,
-    iterations: int = 20,
-    kill_after: int = 7,
+    iterations: int | None = None,
+    kill_after: Sequence[int] | None = None,
+    timeout: float = _TIMEOUT,
     directory: str | os.PathLike[str] | None = None,
-) -> str:
+) -> Verdict:
     """Verify a script that runs one trainer as `verify_resume` does a function; the rest of it is not executed.
 
     Raises:
         FileNotFoundError: there is no such script.
+        NotTried: the script fails, or ends before it could be killed.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
-
-    def launch(task: Task) -> int:
-        command = [sys.executable, "-m", "chainring.testing._subprocess", json.dumps(vars(task)), script, *arguments]
-        with open(task.path("output"), "ab") as output:
-            info(f"{script}: the {Run(task.run).name.lower()} run")
-            return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
-
-    return _verify(launch, iterations, kill_after, directory)
+    return _verify(script_starter(script, arguments), script, iterations, kill_after, timeout, directory)
 
 
-def _verify(launch: Launch, iterations: int, kill_after: int, directory: str | os.PathLike[str] | None) -> str:
-    """Launch the three runs, compare them, and return the report."""
-    if not 1 <= kill_after < iterations:
-        raise ValueError(
-            f"a run of {iterations} iterations is killed after 1 to {iterations - 1}, got kill_after={kill_after}"
-        )
+def _verify(
+    start: Start,
+    name: str,
+    iterations: int | None,
+    kill_after: int | Sequence[int] | None,
+    timeout: float,
+    directory: str | os.PathLike[str] | None,
+    is_quiet: bool = False,
+) -> Verdict:
+    points = [] if kill_after is None else [kill_after] if isinstance(kill_after, int) else sorted(set(kill_after))
+    if iterations is not None and iterations < 2:
+        raise ValueError(f"a run that is killed and resumed has 2 iterations or more, got iterations={iterations}")
+    for point in points:
+        if point < 1 or (iterations is not None and point >= iterations):
+            most = "" if iterations is None else f" to {iterations - 1}"
+            raise ValueError(f"a run of {iterations or 'some'} iterations is killed after 1{most}, got kill_after={point}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is a number of seconds above 0, got {timeout!r}")
     path = tempfile.mkdtemp(prefix="verify-resume-") if directory is None else os.path.abspath(directory)
     try:
         os.makedirs(path, exist_ok=True)
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
-        whole, killed, resumed = (Task(run, path, iterations, kill_after) for run in Run)
-        if (code := launch(whole)) != 0 or not (whole.path("state") / STATE).exists():
-            raise NotTried(_failure(whole, code, "the uninterrupted run failed"))
-        observed = list(read_fingerprints(whole))
-        if (length := observed[-1] - observed[0]) <= kill_after:
-            raise NotTried(
-                f"the run ended after {length} iterations by itself, and was to be killed after {kill_after}: "
-                "kill it earlier, or let it train for longer"
-            )
-        if (code := launch(killed)) != -signal.SIGKILL or not (Path(killed.out) / SNAPSHOT).exists():
-            raise NotTried(_failure(killed, code, "the run that was to be killed ended before"))
-        if (code := launch(resumed)) != 0 or not (resumed.path("state") / STATE).exists():
-            raise ResumeDiffers(_failure(resumed, code, "the killed run cannot be resumed"))
-        findings = compare(whole, killed, resumed)
-        report = format_report(findings, kill_after)
-        if findings.differs:
-            raise ResumeDiffers(report)
-        return report
+        say = (lambda text: None) if is_quiet else (lambda text: info(f"{name}: {text}"))
+        return _Verification(start, path, iterations, points, timeout, say).judge()
     finally:
         if directory is None:
             shutil.rmtree(path, ignore_errors=True)
+
+
+class _Verification:
+    """The runs of one program, and what was found in them."""
+
+    def __init__(
+        self,
+        start: Start,
+        directory: str,
+        iterations: int | None,
+        points: list[int],
+        timeout: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._start, self._directory, self._timeout, self._say = start, directory, timeout, say
+        self._iterations, self._points = iterations, points
+        self._length = 0  # of the runs after the first
+        self._mark = secrets.token_hex(16)
+        self._seeds = secrets.randbits(32), secrets.randbits(32)
+        self._verdict = Verdict("exact")
+
+    def judge(self) -> Verdict:
+        """Launch the runs, compare them, and return the verdict."""
+        verdict = self._verdict
+        try:
+            lines = self._judge()
+        except _Hung as hung:
+            verdict.name = "inconclusive"
+            lines = [f"inconclusive: {hung}"]
+        if verdict.not_reached:
+            lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
+        lines += _report.format_forgotten(verdict.unsaved) if verdict.kills else []
+        verdict.report = "\n".join(lines)
+        return verdict
+
+    def _judge(self) -> list[str]:
+        verdict = self._verdict
+        first, files = self._run_whole("first", self._iterations)
+        events = read_events(first)
+        verdict.iterations = max(events) - min(events)
+        verdict.kills, verdict.not_reached = self._plan(events)
+        facts = first.read("facts")
+        self._length = self._iterations or verdict.iterations + (_MARGIN if facts["ended_itself"] else 0)
+        second, second_files = self._run_whole("second", self._length)
+        repetition = compare_repeated(first, second)
+        if repetition.differs:
+            verdict.name = "inconclusive"
+            self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
+            return _report.format_repetition(repetition, facts, [path for path in files if os.path.isabs(path)])
+        found, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "", (files, second_files))
+        if not found.differs:
+            return _report.format_exact(found, verdict.kills, repetition)
+        if generators := differing_generators(first, resumed):
+            seeds = self._seeds[0], " with the same draws"
+            again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds, (files, second_files))
+            if not again.differs:
+                verdict.name = "inconclusive"
+                return _report.format_unseeded(found, generators)
+            found, kill, resumed = again, kill_again, resumed_again
+        verdict.name = "differs"
+        resumed_facts = resumed.read("facts") if resumed.is_done else None
+        return _report.format_difference(found, kill, repetition, (facts, resumed_facts))
+
+    def _plan(self, events: dict[int, list[str]]) -> tuple[list[Kill], list[str]]:
+        begin, length = min(events), max(events) - min(events)
+        if self._points:
+            if length <= self._points[-1]:
+                raise NotTried(
+                    f"the run ended after {length} iterations by itself, and was to be killed after {self._points[-1]}: "
+                    "kill it earlier, or let it train for longer"
+                )
+            return [Kill(begin + point, begin + point) for point in self._points], []
+        kills, missing = choose_kills(events)
+        if not kills:
+            raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
+        return kills, missing
+
+    def _run_whole(self, run: str, length: int | None) -> tuple[Task, Files]:
+        task = Task(run, self._directory, self._out(run), self._mark, self._seeds[0], length)
+        name = "the uninterrupted run" if run == "first" else "the uninterrupted run, again"
+        code = self._launch(task, name)
+        if code != 0 or not _is_saved(task):
+            raise NotTried(_failure(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
+        return task, self._files(task, [task])
+
+    def _resume(
+        self,
+        first: Task,
+        kills: list[Kill],
+        repetition: Repetition,
+        seed: int,
+        suffix: str,
+        whole_files: tuple[Files, Files] | None = None,
+    ) -> tuple[Findings, Kill, Task]:
+        """Kill and resume a run until it differs; return how, or that it does not, after which kill and in which run."""
+        task = Task(f"killed{suffix}", self._directory, self._out(f"killed{suffix}"), self._mark, self._seeds[0])
+        task = replace(task, length=self._length, save_at=kills[0].saved_at, kill_at=kills[0].at)
+        code = self._launch(task, f"a run that is killed {kills[0]}")
+        if code != -signal.SIGKILL or not (task.snapshot / STATE).exists():
+            raise NotTried(_failure(task, code, "the run that was to be killed ended before"))
+        parts = [task]
+        for index, kill in enumerate(kills):
+            following = kills[index + 1] if index + 1 < len(kills) else None
+            resumed = replace(
+                task, run=f"resumed{suffix} {index + 1}", seed=seed, resume_from=parts[-1].snapshot.name,
+                save_at=following.saved_at if following else None, kill_at=following.at if following else None,
+            )  # fmt: skip
+            then = f", then killed {following}" if following else ""
+            code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
+            if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
+                return self._not_resumable(resumed, code), kill, resumed
+            found = compare_resumed(first, parts[-1], resumed, repetition)
+            self._verdict.unsaved |= forgotten(parts[-1], resumed)
+            parts.append(resumed)
+            if found.differs:
+                break
+        if not found.first and whole_files is not None:
+            add_files(found, *whole_files, self._files(first, parts))
+        return found, kill, resumed
+
+    def _not_resumable(self, resumed: Task, code: int) -> Findings:
+        return Findings(failure=_failure(resumed, code, "the killed run cannot be resumed"))
+
+    def _launch(self, task: Task, text: str) -> int:
+        self._say(text)
+        task = replace(task, deadline=time.monotonic() + self._timeout)
+        try:
+            return run(self._start, task)
+        except HungError:
+            raise _Hung(f"{text} had not ended after {self._timeout:g} seconds; {where_it_hung(task)}") from None
+
+    def _files(self, first: Task, parts: list[Task]) -> Files:
+        elsewhere = read_elsewhere([part.lines("written") for part in parts])
+        return {**elsewhere, **read_out(parts[0].out, (first if first.is_done else parts[-1]).read("facts")["logs"])}
+
+    def _out(self, run: str) -> str:
+        return str(Path(self._directory) / f"out of the {run} run")
+
+
+class _Hung(Exception):  # noqa: N818 - a verdict
+    """A process did not end in time."""
+
+
+def _is_saved(task: Task) -> bool:
+    return task.is_done and (task.path("state") / STATE).exists()
 
 
 def _failure(task: Task, code: int, summary: str) -> str:

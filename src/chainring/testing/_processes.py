@@ -1,0 +1,117 @@
+"""The processes of `verify_resume`: each ends in time, with everything that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from chainring.testing._subprocess import MARK, Task, run_made_trainer
+
+_POLL = 0.02  # seconds
+_GRACE = 3.0  # seconds for a process to end once its run is saved
+
+
+class Process(Protocol):
+    """A started process."""
+
+    pid: int | None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or ``None`` while it runs."""
+
+
+Start = Callable[[Task], Process]
+"""Starts a fresh process for a task."""
+
+
+class HungError(Exception):
+    """A process had not ended in time."""
+
+
+def script_starter(script: str, arguments: Sequence[str]) -> Start:
+    """Return what starts a script with its arguments."""
+
+    def start(task: Task) -> Process:
+        command = [sys.executable, "-m", "chainring.testing._subprocess", task.to_json(), script, *arguments]
+        environment = {**os.environ, MARK: task.mark}
+        with open(task.path("output"), "ab") as output:
+            process: Any = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+        return process  # type: ignore[no-any-return]
+
+    return start
+
+
+def function_starter(make_trainer: Callable[..., Any], context: Any) -> Start:
+    """Return what calls a function in a process of a context of ``multiprocessing``."""
+
+    class Started:
+        def __init__(self, task: Task) -> None:
+            self._process = context.Process(target=run_made_trainer, args=(make_trainer, task))
+            self._process.start()
+            self.pid = self._process.pid
+
+        def poll(self) -> int | None:
+            code: int | None = self._process.exitcode
+            return code
+
+    return Started
+
+
+def run(start: Start, task: Task) -> int:
+    """Run a task and return its exit code, with 0 for a process that was saved and did not end; end what it has started.
+
+    Raises:
+        HungError: its deadline has passed.
+    """
+    process = start(task)
+    try:
+        done_at: float | None = None
+        while (code := process.poll()) is None:
+            time.sleep(_POLL)
+            now = time.monotonic()
+            if done_at is None and task.is_done:
+                done_at = now
+            if done_at is not None and now > done_at + _GRACE:
+                return 0
+            if now > task.deadline:
+                raise HungError
+        return code
+    finally:
+        _end(process, task.mark)
+
+
+def _end(process: Process, mark: str) -> None:
+    """Kill a process with its group, and whatever it has started that carries the mark."""
+    if process.pid is None:
+        return
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+    while process.poll() is None:
+        time.sleep(_POLL)
+    entry = f"{MARK}={mark}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if entry in environment.read_bytes().split(b"\0") and int(environment.parent.name) != os.getpid():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
+
+
+def where_it_hung(task: Task) -> str:
+    """Return after which iteration a process hung, and in which lines, as far as it has written them down."""
+    iterations = [json.loads(line)["iteration"] for line in task.lines("jsonl")]
+    where = f"after iteration {iterations[-1]}" if iterations else "before the first iteration"
+    threads = "\n".join(task.lines("stack")).split("\n\n")
+    frames = [line.strip() for line in threads[-1].splitlines() if line.lstrip().startswith("File ")]
+    return f"it hung {where}" + "".join(f"\n  {frame}" for frame in frames[:12])
