@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from numbers import Rational
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +50,42 @@ def find_main_iterator(updater: Updater) -> Any:
         return updater.get_iterator("main")
     except (KeyError, AttributeError, NotImplementedError):
         return None
+
+
+def raise_unless_end(updater: Updater, error: StopIteration) -> None:
+    """Raise an error if a ``StopIteration`` that has left an update does not say that the data have ended.
+
+    It does if an iterator of the updater has raised it, or, where an updater has none that is a class of Python's, if one
+    of its own methods has raised it or called the ``next`` that did.
+
+    Raises:
+        RuntimeError: anything else has raised it: a loss, a converter, other code of an update.
+    """
+    frames, traceback = [], error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    iterators = list(updater.get_all_iterators().values()) if hasattr(updater, "get_all_iterators") else []
+    owners = [_owner(frame) for frame, _ in frames]
+    if any(owner is iterator for owner in owners for iterator in iterators):
+        return
+    if not iterators or not all(isinstance(getattr(type(each), "__next__", None), FunctionType) for each in iterators):
+        own = max((index for index, owner in enumerate(owners) if owner is updater), default=-1)
+        if own >= 0 and all(frame.f_code.co_name in ("next", "__next__") for frame, _ in frames[own + 1 : own + 2]):
+            return
+    frame, line = frames[-1]
+    place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
+    raise RuntimeError(
+        f"StopIteration was raised in {place}, and not by an iterator of {type(updater).__name__}, so it is an error, not "
+        "the end of the data. Write next(iterator, None) there. An iterator whose end ends the run is one that the updater "
+        "knows: StandardUpdater({'main': ..., 'other': ...}, ...), or get_all_iterators() of an updater of your own"
+    ) from error
+
+
+def _owner(frame: FrameType) -> Any:
+    """Return the first argument of a function that is running, of a method its object."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def to_fraction(value: float | Rational) -> Fraction:

@@ -128,6 +128,14 @@ class Iterator(Stateful):
 PythonIterator.register(Iterator)
 
 
+def not_the_end(what: str) -> RuntimeError:
+    """Return the error to be raised in place of a ``StopIteration`` that does not mean the end of the data."""
+    return RuntimeError(
+        f"{what} raised StopIteration, which would look like the end of the data; write next(iterator, None) there, or "
+        "raise another error"
+    )
+
+
 def share_among_ranks(iterator: Any, comm: Communicator) -> None:
     """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks.
 

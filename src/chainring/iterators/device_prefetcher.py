@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from chainring.converters import Device, as_device, concat_examples, to_device
 from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
-from chainring.iterators.base import Batch, Iterator
+from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.serializers.base import AbstractSerializer, Serializer, serialize_method
 
@@ -134,9 +134,13 @@ class DevicePrefetcher(Iterator):
             batch = next(self.iterator)
             self._unsent = batch, _SourceState(_counts(self.iterator))
         batch, state = self._unsent  # after an error of the converter it is tried again, as the updater would
+        try:
+            converted = self.converter(batch, None)
+        except StopIteration as error:
+            raise not_the_end("the converter") from error
         examples = count_examples(batch)
         length = len(batch) if isinstance(batch, Batch) and not isinstance(examples, Uncounted) else examples
-        copied = batch_of_columns(self._copier.copy(self.converter(batch, None)), length)
+        copied = batch_of_columns(self._copier.copy(converted), length)
         copied.weight = examples
         self._ready.append((copied, state))
         self._unsent = None

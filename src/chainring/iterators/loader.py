@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from chainring._checks import is_integer
 from chainring._random import preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import batch_of_columns, count_rows
-from chainring.iterators.base import Batch, Iterator
+from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_setting
 
 
@@ -197,7 +197,12 @@ class LoaderIterator(Iterator):
         assert self._pass is not None
         passes, taken, generators = self._position[:3]
         with _seeded(self._get_seed(), passes - 1, taken) if self._may_draw else nullcontext():
-            item = next(self._pass)
+            try:
+                item = next(self._pass)
+            except StopIteration as error:
+                if _is_from_dataset(error):
+                    raise not_the_end(f"the dataset or collate_fn of iterator {self.name!r}") from error
+                raise
         self._position = LoaderPosition(passes, taken + 1, generators)
         return make_batch(item)
 
@@ -457,6 +462,19 @@ def _is_dataset(source: Any) -> bool:
     if is_known or hasattr(source, "get_example") or hasattr(source, "__getitems__"):  # which torch's DataLoader calls
         return True
     return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
+
+
+def _is_from_dataset(error: StopIteration) -> bool:
+    """Return whether a dataset or a ``collate_fn`` has raised an error through a ``DataLoader``, here or in a worker."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame, traceback = traceback.tb_frame, traceback.tb_next
+        owner, name = type(frame.f_locals.get("self")).__name__, frame.f_code.co_name
+        if (owner, name) == ("ExceptionWrapper", "reraise"):
+            return True
+        if owner in ("_MapDatasetFetcher", "_IterableDatasetFetcher") and traceback is not None:
+            return traceback.tb_frame.f_code.co_name != "__next__"  # in which an iterable dataset may end
+    return False
 
 
 def _length(loader: Any) -> int | None:

@@ -14,7 +14,7 @@ from chainring._checks import find_call_error, is_integer
 from chainring._messages import announce_change
 from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import Batch, make_gather
-from chainring.iterators.base import Iterator
+from chainring.iterators.base import Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
@@ -99,10 +99,13 @@ class IndexedIterator(Iterator):
         return batch
 
     def _fetch(self, segments: list[Segment]) -> Batch:
-        if self._gather is None:
-            return self._fetch_examples(segments)
-        indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
-        return Batch(columns=self._gather(indices), length=len(indices))
+        try:
+            if self._gather is None:
+                return self._fetch_examples(segments)
+            indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
+            return Batch(columns=self._gather(indices), length=len(indices))
+        except StopIteration as error:
+            raise not_the_end(f"the dataset {type(self.dataset).__name__} of iterator {self.name!r}") from error
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         """Return the examples of a dataset that is not gathered."""
@@ -323,7 +326,10 @@ class _EpochOrders:
     def _sample(self, sampler: OrderSampler, seed: int, epoch: int, trial: int = 0) -> Indices:
         with preserve_host_rng():
             seed_host("order sampler", seed, epoch, trial)
-            order = np.asarray(sampler(seed, epoch, self._dataset_size))
+            try:
+                order = np.asarray(sampler(seed, epoch, self._dataset_size))
+            except StopIteration as error:
+                raise not_the_end("the order sampler") from error
         if order.ndim != 1 or (len(order) and order.dtype.kind not in "iu"):
             got = f"an array of shape {order.shape} and dtype {order.dtype}"
             raise ValueError(f"an order sampler returns one dimension of integer indices, got {got}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._messages import announce_change, info, recording_changes
+from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import (
@@ -221,7 +222,8 @@ class Trainer(Stateful):
         self.observation = self.reporter.observation = {}
         try:
             self.updater.update()
-        except StopIteration:
+        except StopIteration as error:
+            raise_unless_end(self.updater, error)
             self.observation = previous
             return False
         for entry in entries:

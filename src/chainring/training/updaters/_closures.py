@@ -87,9 +87,9 @@ def mean_loss(comm: Communicator, losses: Sequence[tuple[Any, Any]], device: tor
 
 
 @contextmanager
-def only_gradients_of(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> Generator[None]:
-    """Leave the gradients of the other optimizers as they are, whatever is differentiated inside of the context."""
-    own = set(map(id, list_parameters([optimizer])))
+def only_gradients_of(chosen: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> Generator[None]:
+    """Put the gradients of all optimizers but the chosen ones aside: none is there, and none changes, in the context."""
+    own = set(map(id, list_parameters(chosen)))
     others = [parameter for parameter in list_parameters(optimizers) if id(parameter) not in own]
     gradients = [parameter.grad for parameter in others]
     for parameter in others:

@@ -16,7 +16,7 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._messages import announce_change
 from chainring._naming import name_cleaner, submodules, unwrap
-from chainring._progress import find_main_iterator
+from chainring._progress import find_main_iterator, raise_unless_end
 from chainring.serializers.base import (
     AbstractSerializer,
     Layouts,
@@ -170,9 +170,15 @@ class Updater(Stateful):
         """Run ``update_core`` and count it.
 
         Raises:
-            StopIteration: the data have ended.
+            StopIteration: the data have ended, as an iterator of the updater says. Of an updater without iterators, its own
+                methods say so: by raising it, or by a ``next`` that does.
+            RuntimeError: anything else has raised ``StopIteration``, such as a loss.
         """
-        self.update_core()
+        try:
+            self.update_core()
+        except StopIteration as error:
+            raise_unless_end(self, error)
+            raise
         self.iteration += 1
 
     def update_core(self) -> None:

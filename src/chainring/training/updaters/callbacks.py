@@ -57,7 +57,8 @@ class UpdateCallbacks:
     Each argument is one callable or an iterable of them. ``batch_on_finish`` runs after a batch was converted and moved to
     the device, ``forward`` and ``backward`` once for each micro-batch, ``comm`` (only where a communicator was given) and
     ``update`` once an update. At ``update_on_start`` the gradients are final: averaged over micro-batches and ranks, and
-    unscaled. Where an optimizer steps by a closure, each call of it has these stages, but for ``update_on_finish``.
+    unscaled; those of optimizers that do not step there are put aside. Where an optimizer steps by a closure, each call of
+    it has these stages, but for ``update_on_finish``.
 
     An extension that listens for the length of a run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
 
@@ -156,8 +157,8 @@ def run(callbacks: tuple[Callback, ...], context: UpdateContext) -> None:
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateContext], None]:
     """Scale all gradients together so that their norm is at most ``max_norm``; report the norm before as ``grad_norm``.
 
-    The norm is that of all gradients of the updater's optimizers as one vector, as ``torch.nn.utils.clip_grad_norm_``
-    has it. It stays on the device.
+    The norm is that of all gradients of the optimizers that step together, as one vector, as
+    ``torch.nn.utils.clip_grad_norm_`` has it. It stays on the device.
 
     Args:
         max_norm: above 0; infinity only reports.

@@ -89,8 +89,7 @@ class ParallelUpdater(StandardUpdater):
             self._step_all_by_closure(compute)
             return
         compute()
-        for name in self._optimizers:
-            self.step(name)
+        self._step(list(self._optimizers))
 
     def _compute_gradients_in_replicas(self, replicas: list[_Replica], shares: list[Any], inputs: list[Any]) -> Tensor:
         """Add the gradients of all shares to those of the main model, and return the loss of the batch."""

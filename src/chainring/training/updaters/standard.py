@@ -18,6 +18,7 @@ from torch.optim import optimizer as hooks
 
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
+from chainring._progress import raise_unless_end
 from chainring.converters import Device, as_device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
@@ -36,6 +37,7 @@ from chainring.training.updaters._closures import (
     only_gradients_of,
 )
 from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
+from chainring.training.updaters._exchange import ExchangeWatch
 from chainring.training.updaters._forward import (
     arguments,
     check_call,
@@ -131,9 +133,7 @@ class StandardUpdater(Updater):
         self._optimizers = _check_optimizers(optimizer, self._models)
         self._iterators = _as_iterators(iterator)
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
-        _check_settings(converter, accumulate, callbacks)
-        if loss_func is not None:
-            check_loss_func(loss_func)
+        _check_settings(converter, loss_func, accumulate, callbacks)
         if not self._overrides("update_core"):
             self._check_default_update()
         self.converter = converter
@@ -145,9 +145,8 @@ class StandardUpdater(Updater):
         check_sharding(self.comm, self._models)
         self._communicates = comm is not None
         self._prepare_iterators()
-        if self.device is not None:
-            for module in self._models.values():
-                module.to(self.device)
+        for module in self._models.values() if self.device is not None else ():
+            module.to(self.device)
         self._precision = Precision(precision, device_type_of(self._models.values()))
         self._wrapped = WrappedModules(list(self._models.values()))
         self._choose_path(compile)
@@ -172,6 +171,8 @@ class StandardUpdater(Updater):
         self._spans_batches = self.accumulate > 1 or overrides_core
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
+        watches = self.comm.size > 1 and self._overrides("update_core", "step")
+        self._exchange_watch = ExchangeWatch(self._optimizers) if watches else None
         check_not_sharded(self._optimizers)
         self._steps_by_closure = any(map(needs_closure, self._optimizers.values()))
         if self._steps_by_closure and self._precision.scaler and not overrides_core:
@@ -203,16 +204,24 @@ class StandardUpdater(Updater):
     # --- an update ---
 
     def update(self) -> None:
-        """Run one update. If it fails, the iterators go back to where it began, so that they agree with ``iteration``."""
+        """Run one update. If it fails, the iterators go back to where it began, so that they agree with ``iteration``.
+
+        Raises:
+            StopIteration: the data have ended, as an iterator of the updater says.
+            RuntimeError: anything else has raised ``StopIteration``; or, on several ranks, the update has changed
+                parameters without an exchange between them.
+        """
         marks = [(source, source.mark()) for source in self._rewindable]
         try:
             if self._uses_fast_path and not self.callbacks.needs_stages:
                 self._update_straight()
             else:
                 self._update_in_stages()
-        except BaseException:
+        except BaseException as error:
             for source, mark in marks:
                 source.return_to(mark)
+            if isinstance(error, StopIteration):
+                raise_unless_end(self, error)
             raise
         self.iteration += 1
 
@@ -256,6 +265,9 @@ class StandardUpdater(Updater):
             observation["main/weight"] = self._total_weight  # of all micro-batches and ranks, and not their mean
         if self._precision.scaler is not None:
             self._precision.scaler.update()
+        if self._exchange_watch is not None:
+            has_weighed = self._backward_weight is not None
+            self._exchange_watch.check(self.comm, self._models, self._wrapped, has_weighed)
         if self.comm.size > 1 and (buffers := list_buffers(list(self._models.values()))):
             self.comm.broadcast(buffers)
         if self._spans_batches:
@@ -263,6 +275,8 @@ class StandardUpdater(Updater):
             self.is_new_epoch = getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before
 
     def _begin_update(self) -> None:
+        if self._exchange_watch is not None:
+            self._exchange_watch.begin()
         self._context = UpdateContext(self, self.iteration, 0)
         self._examples: Any = 1
         self._has_loss_weight = False  # True if a loss came with a weight
@@ -300,9 +314,10 @@ class StandardUpdater(Updater):
             try:
                 with nullcontext() if outer is None else report_scope(observation):
                     self.update_core()
-            except StopIteration:
+            except StopIteration as error:
                 if not observed:
                     raise
+                raise_unless_end(self, error)
                 self._context = before
                 self._finish_early()
                 break
@@ -519,14 +534,19 @@ class StandardUpdater(Updater):
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
         scaler, optimizers = self._precision.scaler, [self.get_optimizer(name) for name in names]
         self._finish_gradients(names, optimizers)
-        for optimizer in optimizers:
-            if scaler is None:
-                _step_optimizer(optimizer)
-            else:
-                scaler.step(optimizer)
+        with self._stepping():
+            for optimizer in optimizers:
+                if scaler is None:
+                    _step_optimizer(optimizer)
+                else:
+                    scaler.step(optimizer)
         if self.callbacks.update_on_finish:
             run(self.callbacks.update_on_finish, self._context)
         self._stepped += optimizers
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """Return the context of steps whose gradients have been exchanged."""
+        return nullcontext() if self._exchange_watch is None else self._exchange_watch.stepping()
 
     def _finish_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
         scaler = self._precision.scaler
@@ -536,7 +556,10 @@ class StandardUpdater(Updater):
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
         if self.callbacks.update_on_start:
-            run(self.callbacks.update_on_start, self._context)
+            # The gradients of the others are not final: another backward may have reached them, on each rank by itself.
+            are_all = len(optimizers) == len(self._optimizers)
+            with nullcontext() if are_all else only_gradients_of(optimizers, self._optimizers.values()):
+                run(self.callbacks.update_on_start, self._context)
 
     def _step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
         optimizer = self.get_optimizer(name)
@@ -570,7 +593,8 @@ class StandardUpdater(Updater):
             was_first, is_first = is_first, False
             return self._evaluate(name, optimizer, evaluations, was_first)
 
-        optimizer.step(closure)
+        with self._stepping():
+            optimizer.step(closure)
         if self.callbacks.update_on_finish:
             run(self.callbacks.update_on_finish, self._context)
         self._stepped.append(optimizer)
@@ -579,7 +603,7 @@ class StandardUpdater(Updater):
         """Compute the gradients of an optimizer by its closures, and return the mean loss."""
         self._clear_stepped()
         before = self._context, self._examples, self._backward_weight
-        with torch.enable_grad(), only_gradients_of(optimizer, self._optimizers.values()):
+        with torch.enable_grad(), only_gradients_of([optimizer], self._optimizers.values()):
             losses = [self._call_closure(name, optimizer, evaluation, is_first) for evaluation in evaluations]
             unreported = nullcontext() if is_first or current_observation() is None else report_scope({})
             with unreported:
@@ -622,6 +646,8 @@ class StandardUpdater(Updater):
         totals = [self._total_weights.pop(name) for name in names]
         exchanged = self._wrapped.parameters
         if self._communicates:
+            if self._exchange_watch is not None:
+                self._exchange_watch.has_exchanged = True
             run(self.callbacks.comm_on_start, self._context)
             totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
             run(self.callbacks.comm_on_finish, self._context)
@@ -747,9 +773,11 @@ def _check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, 
     return optimizers
 
 
-def _check_settings(converter: Any, accumulate: Any, callbacks: Any) -> None:
+def _check_settings(converter: Any, loss_func: Any, accumulate: Any, callbacks: Any) -> None:
     if not callable(converter):
         raise TypeError(f"converter is called with a batch and a device, got {_describe(converter)}")
+    if loss_func is not None:
+        check_loss_func(loss_func)
     if not is_integer(accumulate):
         raise TypeError(f"accumulate is the number of micro-batches in an update, an integer, got {accumulate!r}")
     if accumulate < 1:

@@ -1,0 +1,124 @@
+"""What two ranks do in an update_core of their own, for test_exchange.py."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from toys import Regression, parameters_of, regression_data, same_regression
+
+from chainring.iterators import SerialIterator
+from chainring.training import StandardUpdater, UpdateCallbacks, clip_grad_norm
+
+
+def loss_of(updater, name="main"):
+    x, t = updater.next_batch()
+    model = updater.get_model(name)
+    return model(x, t) if isinstance(model, DistributedDataParallel) else (model.predictor(x) - t).square().mean()
+
+
+class ByItself(StandardUpdater):
+    """As without the library."""
+
+    def update_core(self):
+        loss_of(self).backward()
+        self.get_optimizer("main").step()
+
+
+class WeighedByItself(StandardUpdater):
+    def update_core(self):
+        self.backward(loss_of(self))
+        self.get_optimizer("main").step()
+
+
+class WithClosure(StandardUpdater):
+    def update_core(self):
+        x, t = self.next_batch()
+
+        def closure():
+            self.get_optimizer("main").zero_grad()
+            loss = self.get_model("main")(x, t)
+            loss.backward()
+            return loss
+
+        self.get_optimizer("main").step(closure)
+
+
+class OwnStep(StandardUpdater):
+    """The default update, with a step that communicates nothing."""
+
+    def step(self, name="main", closure=None):
+        self.get_optimizer(name).step()
+
+
+class ByHand(StandardUpdater):
+    def update_core(self):
+        loss_of(self).backward()
+        for parameter in self.get_model("main").parameters():
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+
+
+class OneOfTwo(StandardUpdater):
+    """The second model is forgotten."""
+
+    def update_core(self):
+        self.backward(loss_of(self))
+        self.step()
+        loss_of(self, "second").backward()
+        self.get_optimizer("second").step()
+
+
+class Rarely(StandardUpdater):
+    """Trains in every third update, limits the parameters in the others, and looks at a batch in each."""
+
+    def update_core(self):
+        loss = loss_of(self)
+        if self.iteration % 3 == 2:
+            self.backward(loss)
+            self.step()
+        else:
+            with torch.no_grad():
+                for parameter in self.get_model("main").parameters():
+                    parameter.clamp_(-0.5, 0.5)
+
+
+class Shared(StandardUpdater):
+    """Two losses of which the second reaches the first model too, each clipped when its optimizer steps."""
+
+    def update_core(self):
+        x, t = self.next_batch()
+        first, second = self.get_model("main"), self.get_model("second")
+        self.backward((first.predictor(x) - t).square().mean())
+        self.step()
+        self.backward((second.predictor(x) - first.predictor(x)).square().mean())
+        self.step("second")
+
+
+def make(kind, wraps=False, comm=None, **settings):
+    models = {"main": same_regression(), "second": Regression()}
+    for parameter in models["second"].parameters():
+        torch.nn.init.constant_(parameter, 0.3)
+    if wraps:
+        models["main"] = DistributedDataParallel(models["main"])
+    if kind not in (OneOfTwo, Shared):
+        models = {"main": models["main"]}
+    iterator = SerialIterator(regression_data(), 4, shuffle=False)
+    if comm is not None:
+        iterator.share(comm.rank, comm.size)
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(0.1)) if kind is Shared else None
+    return kind(iterator, optimizers, models, comm=comm, callbacks=callbacks, **settings)
+
+
+def train(updater):
+    """The parameters and the number of updates after four, or the error that the first has raised."""
+    try:
+        updater.start()
+        for _ in range(4):
+            updater.update()
+    except RuntimeError as error:
+        return str(error), updater.iteration
+    return [p.tolist() for name in updater.get_all_models() for p in parameters_of(updater, name)], updater.iteration
+
+
+def train_on_rank(comm, runs):
+    """What becomes of each of some runs, given as the class, whether DDP wraps the model, and settings."""
+    return [train(make(kind, wraps, comm, **settings)) for kind, wraps, settings in runs]

@@ -1,0 +1,67 @@
+"""On several ranks, an update in which they do not exchange what they must is an error, and no other is."""
+
+import torch
+from exchange_ranks import (
+    ByHand,
+    ByItself,
+    OneOfTwo,
+    OwnStep,
+    Rarely,
+    Shared,
+    WeighedByItself,
+    WithClosure,
+    make,
+    train,
+    train_on_rank,
+)
+from rank_pair import on_two_ranks
+
+
+def test_an_update_in_which_an_optimizer_steps_by_itself_raises_on_every_rank():
+    """Before it counts, and with the line to write: called plainly, with a closure, in micro-batches, beside a step."""
+    kinds = [ByItself, WeighedByItself, WithClosure, OwnStep, OneOfTwo]
+    runs = [(kind, False, {}) for kind in kinds] + [(ByItself, False, {"accumulate": 2})]
+    for found in on_two_ranks(train_on_rank, runs):
+        for (text, updates), (kind, _, _) in zip(found, runs, strict=True):
+            name = "second" if kind is OneOfTwo else "main"
+            assert f"update_core has let optimizer {name!r} step by itself" in text, (kind, text)
+            assert f"self.step({name!r})" in text
+            assert updates == 0
+
+
+def test_an_update_that_changes_parameters_by_hand_raises_on_every_rank():
+    """The ranks compare them after an update without any step."""
+    for ((text, updates),) in on_two_ranks(train_on_rank, [(ByHand, False, {})]):
+        assert "after an update without self.step() the 2 ranks have different parameters" in text
+        assert (text.count("update_core"), updates) == (2, 0)
+
+
+def test_an_update_without_a_step_is_no_error_if_the_ranks_agree():
+    """Updates that only look, or limit the parameters in the same way on all ranks."""
+    (alone, _), runs = train(make(Rarely)), [(Rarely, False, {})]
+    for ((parameters, updates),) in on_two_ranks(train_on_rank, runs):
+        assert updates == 4, parameters
+        torch.testing.assert_close(parameters, alone)
+
+
+def test_a_model_of_ddp_may_exchange_by_itself_but_not_with_weighed_losses():
+    """``loss.backward()`` and ``optimizer.step()`` are a mean over ranks; after ``self.backward`` it would be half of it."""
+    runs = [(ByItself, True, {}), (WeighedByItself, True, {})]
+    first, second = on_two_ranks(train_on_rank, runs)
+    assert first[0] == second[0]
+    assert first[0][1] == 4
+    assert all("step by itself" in each[1][0] for each in (first, second))
+
+
+def test_one_process_may_step_as_it_likes():
+    """There is nothing to exchange."""
+    for kind in (ByItself, WithClosure, OwnStep, ByHand, OneOfTwo):
+        assert train(make(kind))[1] == 4
+
+
+def test_gradients_that_are_not_exchanged_yet_do_not_enter_the_norm_by_which_others_are_clipped():
+    """The generator's loss reaches the critic, on each rank by another gradient: ranks would clip by different norms."""
+    alone, _ = train(make(Shared))
+    first, second = on_two_ranks(train_on_rank, [(Shared, False, {})])
+    assert first == second
+    torch.testing.assert_close(first[0][0], alone)
