@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
 from _turns import lap
-from torch import Tensor
+from torch import Tensor, nn
 
 from chainring.datasets import TupleDataset
-from chainring.iterators import SerialIterator
+from chainring.iterators import FunctionIterator, SerialIterator
 from chainring.nn import Classifier
-from chainring.training import StandardUpdater, Trainer, UpdateCallbacks
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, make_extension
 from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, snapshot
 
 IDLE = 64
@@ -67,6 +70,42 @@ def with_log(epochs: int, out: Path, saves: bool = False) -> None:
         if saves:
             trainer.extend(snapshot(n_retains=1))
         trainer.run()
+
+
+def unending(iterations: Sequence[int], out: Path, rounds: int) -> dict[int, dict[str, list[float]]]:
+    """Train without the end of an epoch; return what a snapshot costs after so many iterations, by unit.
+
+    Ten keys are in an open interval, and another log has a row every ten iterations.
+    """
+    model = nn.Linear(4, 1)
+    found: dict[int, dict[str, list[float]]] = {number: {"ms": [], "kB": [], "MB of memory": []} for number in iterations}
+    taken = snapshot("measured_{.updater.iteration}", n_retains=1, asynchronous=False)
+
+    def loss_func(model: nn.Linear, x: Tensor) -> dict[str, Tensor]:
+        loss = model(x).square().mean()
+        return {"loss": loss, **{f"{number}": loss for number in range(9)}}
+
+    def save(trainer: Trainer) -> None:
+        number = max((number for number in iterations if trainer.updater.iteration >= number), default=None)
+        if number is not None and len(found[number]["ms"]) < rounds:
+            began = time.perf_counter()
+            taken(trainer)
+            found[number]["ms"].append((time.perf_counter() - began) * 1e3)
+            files = (Path(trainer.out) / f"measured_{trainer.updater.iteration}").iterdir()
+            found[number]["kB"].append(sum(file.stat().st_size for file in files) / 1e3)
+            found[number]["MB of memory"].append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+
+    iterator = FunctionIterator(lambda index: torch.ones(1, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    updater = StandardUpdater(iterator, optimizer, model, loss_func=loss_func)
+    trainer = Trainer(updater, (max(iterations) + rounds, "iteration"), out=str(out))
+    trainer.extend(LogReport(trigger=(2 * max(iterations), "iteration")))
+    trainer.extend(LogReport(filename="rows"), name="rows", trigger=(10, "iteration"))
+    trainer.extend(taken, trigger=lambda trainer: False)
+    saving = make_extension(default_name="measure", priority=-1000)(save)
+    trainer.extend(saving)
+    trainer.run()
+    return found
 
 
 def time_to_first_update(out: Path) -> float:

@@ -7,7 +7,9 @@ Run it on a machine that has nothing else to do::
 A figure is the median of the rounds. Of an iteration it is what it costs more than the loop named beside it, which does the
 same work with as many parameters; of an epoch the part of the time of a hand-written loop over a DataLoader; of data the
 examples a second beside a DataLoader with as many workers; of a snapshot the time for which the loop stands still, beside
-one memcpy of the same tensors, whose number grows while their bytes stay the same.
+one memcpy of the same tensors, whose number grows while their bytes stay the same. The last part is one run without the end
+of an epoch, with ten keys in an open interval and a row of another log every ten iterations: a snapshot after so many
+iterations, and the memory of the process.
 """
 
 from __future__ import annotations
@@ -88,8 +90,17 @@ def snapshots(out: Path, args: argparse.Namespace) -> list[Result]:
     return results
 
 
+def lengths(out: Path, args: argparse.Namespace) -> list[Result]:
+    """Milliseconds and kilobytes of a snapshot, and megabytes of memory, after so many iterations."""
+    results = []
+    for iteration, costs in _chainring.unending(args.iterations, out / "lengths", args.rounds).items():
+        for unit, values in costs.items():
+            results.append(_result(f"a snapshot, {unit}", "iterations before", iteration, figure(values), unit))
+    return results
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], list[Result]]] = {
-    "iterations": iterations, "epochs": whole_epochs, "data": batches, "snapshots": snapshots,
+    "iterations": iterations, "epochs": whole_epochs, "data": batches, "snapshots": snapshots, "lengths": lengths,
 }  # fmt: skip
 
 
@@ -100,12 +111,14 @@ def _result(figure_of: str, what: str, number: int, value: Figure, unit: str) ->
 def line_of(result: Result) -> str:
     value = Figure(**result["figure"])
     spread = f"({value.least:.2f} to {value.most:.2f})"
-    return f"{result['of']:<38}{result['what']:<18}{result['number']:>6}{value.median:>10.2f} {spread:<24}{result['unit']}"
+    return f"{result['of']:<38}{result['what']:<18}{result['number']:>8}{value.median:>10.2f} {spread:<24}{result['unit']}"
 
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=None)
     parser.add_argument("--epochs", type=int, default=3, help="of a round (default: 3)")
+    told = "after which a snapshot is measured (default: 10000 100000)"
+    parser.add_argument("--iterations", type=int, nargs="+", default=[10_000, 100_000], help=told)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: all)")
     args = parser.parse_args()
     if min(args.rounds, args.epochs) < 1:

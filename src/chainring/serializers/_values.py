@@ -137,7 +137,7 @@ class _Encoder:
         if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
-        return self._keep(path, tensor.detach(), depth)
+        return self._keep(path, tensor.detach() if tensor.requires_grad else tensor, depth)
 
     def _numpy(self, path: str, value: Any, depth: int) -> dict[str, Any]:
         has_plain_dtype = _NUMPY_DTYPE.fullmatch(value.dtype.str) is not None

@@ -397,7 +397,8 @@ class OptimizerState:
         positions = iter(range(len(self._names)))
         counts = [len(group["params"]) for group in live]
         groups = [
-            {**group, "params": [next(positions) for _ in range(count)]} for group, count in zip(saved, counts, strict=True)
+            {**group, "params": _Positions(itertools.islice(positions, count))}
+            for group, count in zip(saved, counts, strict=True)
         ]
         parameters = list(_parameters(self._optimizer))
         state = {name: _shard_like(entries, parameters[index_of[name]]) for name, entries in state.items()}
@@ -505,6 +506,13 @@ def _with_dtypes(loaded: Any, saved: Any) -> Any:
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _Positions(list[int]):
+    """Consecutive numbers. PyTorch looks for each parameter among those of a group, which takes long in a long list."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
 
 
 def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
