@@ -168,8 +168,8 @@ def make_folder(root: Path, folder: str | os.PathLike[str]) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     for number in range(1, len(parts) + 1):
         part = root.joinpath(*parts[:number])
-        if part.is_symlink():
-            raise FileExistsError(errno.EEXIST, "a link is in the way of a folder; move it away", str(part))
+        if part.is_symlink() or (os.path.lexists(part) and not part.is_dir()):
+            raise FileExistsError(errno.EEXIST, "a link or a file is in the way of a folder; move it away", str(part))
         part.mkdir(exist_ok=True)
     return path
 

@@ -122,7 +122,8 @@ class RunDirectory:
         if not later:
             return ""
         # Links go first, so that none is left dangling when the process is killed in between.
-        later = [name for name in found if "/" not in name and self._store.link_target(name) in later] + later
+        links = [name for name in found if "/" not in name and self._store.link_target(name) in later]
+        later = list(dict.fromkeys([*links, *later]))
         files = [name for name in found if (self.path / name).is_file() and name not in later]
         return f"{_list_names(later)} moved to {self._move(later, 'abandoned', copies=files)}"
 

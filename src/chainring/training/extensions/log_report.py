@@ -250,7 +250,7 @@ class StoredRows:
     def chunks(self) -> Iterator[bytes]:
         """Yield the bytes, as far as they are there."""
         # The path may be a link, of a log that a person has moved: the checksum tells whose rows it leads to.
-        with contextlib.suppress(OSError), open(open_regular(self.path.resolve()), "rb") as file:
+        with contextlib.suppress(OSError), open(open_regular(Path(os.path.realpath(self.path))), "rb") as file:
             left = self.size
             while chunk := file.read(min(left, _CHUNK)):
                 left -= len(chunk)
