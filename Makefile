@@ -57,7 +57,7 @@ $(VENV)/.chainer: $(VENV)/.installed
 	touch $@
 
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer and pytorch-pfn-extras
-	CHAINER_PYTHON=$$(ls $(VENV)/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest tests/migration
+	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest tests/migration
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --editable ".[bench]"
