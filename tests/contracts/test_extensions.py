@@ -47,6 +47,7 @@ def rows(extension):
 
 
 EXTENSIONS = {
+    "BestValue": lambda: extensions.BestValue("main/loss", lambda best, new: new < best, trigger=EACH),
     "DumpGraph": lambda: extensions.dump_graph("main/loss"),
     "Evaluator": evaluator,
     "ExponentialMovingAverage": average,
@@ -58,6 +59,8 @@ EXTENSIONS = {
     "LinearShift": lambda: extensions.LinearShift("lr", (0.1, 0.01), (1, 4)),
     "LogReport": extensions.LogReport,
     "LogReport every second iteration": lambda: extensions.LogReport(trigger=(2, "iteration")),
+    "MaxValue": lambda: extensions.MaxValue("main/loss", trigger=(2, "iteration")),
+    "MinValue": lambda: extensions.MinValue("main/loss", trigger=EACH),
     "MicroAverage": lambda: extensions.MicroAverage("main/loss", "main/accuracy", "ratio", trigger=(2, "iteration")),
     "MultistepShift": lambda: extensions.MultistepShift("lr", 0.5, [2, 4], 0.1),
     "ParameterStatistics": lambda source: extensions.ParameterStatistics(source.get_model("main"), trigger=EACH),

@@ -94,6 +94,9 @@ EXTENSIONS = {
     "LogReport: to a table": alone(
         lambda: extensions.LogReport(trigger=OFTEN, filename=None, writers=[writers.CsvWriter()])
     ),
+    "BestValue": alone(lambda: extensions.BestValue("main/loss", lambda best, new: new < best, (3, "iteration"))),
+    "MaxValue": alone(lambda: extensions.MaxValue("main/loss", OFTEN)),
+    "MinValue": alone(lambda: extensions.MinValue("main/loss"), (3, "iteration")),
     "MicroAverage": alone(lambda: extensions.MicroAverage("main/loss", "main/draw", "quotient", (3, "iteration"))),
     "MultistepShift": shifting(extensions.MultistepShift, 0.5, [2, 5], None),
     "ParameterStatistics": {"extra": statistics},

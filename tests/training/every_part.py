@@ -6,6 +6,7 @@ A key is the name of the part; behind a colon stands what is peculiar about this
 
 import functools
 import itertools
+import zipfile
 
 import numpy as np
 import torch
@@ -213,12 +214,33 @@ def pictures(folder):
     return of(lambda: datasets.ImageDataset(names, folder))
 
 
+def zipped(folder):
+    names = images(folder)
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for name in names:
+            archive.write(folder / name, name)
+    (folder / "labels.txt").write_text("".join(f"{name} {number}\n" for number, name in enumerate(names)))
+    return folder / "images.zip"
+
+
+def zipped_pictures(folder):
+    archive = zipped(folder)
+    return of(lambda: datasets.ZippedImageDataset(archive))
+
+
+def zipped_labeled(folder):
+    archive = zipped(folder)
+    return of(lambda: datasets.LabeledZippedImageDataset(archive, folder / "labels.txt"))
+
+
 DATASETS = {
     "ConcatenatedDataset": of(lambda: datasets.ConcatenatedDataset(pairs(7), pairs(13))),
     "DatasetMixin": {"data": Noisy},
     "DictDataset": of(lambda: datasets.DictDataset(x=points(), t=labels())),
     "ImageDataset": pictures,
     "LabeledImageDataset": labeled,
+    "LabeledZippedImageDataset": zipped_labeled,
+    "ZippedImageDataset": zipped_pictures,
     "SubDataset": of(lambda: datasets.SubDataset(pairs(), 2, 17)),
     "TextDataset": text,
     "TransformDataset": of(
@@ -243,7 +265,8 @@ PARTS = {
 }
 
 APART = {
-    "FASHION_MNIST", "MNIST", "RemoteFiles", "get_fashion_mnist", "get_mnist",  # a TupleDataset, once it is downloaded
+    "CIFAR10", "CIFAR100", "FASHION_MNIST", "MNIST", "RemoteFiles", "get_cifar10", "get_cifar100", "get_fashion_mnist",
+    "get_mnist",  # a TupleDataset, once it is downloaded
     "Interrupted", "NonNumberError", "RollBack",  # end a run
     "PRIORITY_EDITOR", "PRIORITY_READER", "PRIORITY_WRITER",  # numbers
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """The Evaluator: what it reports, and that it leaves everything as it was."""
 
+import io
 import random
+import sys
 import tempfile
 
 import numpy as np
@@ -444,3 +446,35 @@ def test_a_source_of_one_pass_is_refused(source):
     """A generator or the iterator of a list has nothing left for the second evaluation."""
     with pytest.raises(ValueError, match=rf"a {type(source).__name__}, gives one pass only; give what makes it"):
         Evaluator(source, Mean())
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("source", ["iterator", "loader"])
+def test_a_terminal_shows_a_bar_of_the_batches_if_asked_for(monkeypatch, source):
+    """It is gone afterwards; the results are those without it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    data = np.arange(6.0)
+
+    def evaluate(**settings):
+        batches = iterators.SerialIterator(data, 2, repeat=False, shuffle=False)
+        return Evaluator(batches if source == "iterator" else DataLoader(data, 2), Mean(), **settings).evaluate()
+
+    assert evaluate() == {"main/loss": 2.5}
+    assert sys.stdout.getvalue() == ""
+    assert evaluate(progress_bar=True) == {"main/loss": 2.5}
+    assert "validation" in sys.stdout.getvalue()
+    assert sys.stdout.getvalue().endswith("\r")
+
+
+def test_elsewhere_than_in_a_terminal_no_bar_is_shown(capsys):
+    """A file or a pipe gets nothing."""
+    batches = iterators.SerialIterator(np.arange(6.0), 2, repeat=False, shuffle=False)
+    assert Evaluator(batches, Mean(), progress_bar=True).evaluate() == {"main/loss": 2.5}
+    assert capsys.readouterr() == ("", "")

@@ -1,5 +1,6 @@
 """The extensions: evaluation, snapshots, logs, learning rates and all else that happens besides updating."""
 
+from chainring.training.extensions.best_value import BestValue, MaxValue, MinValue
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
 from chainring.training.extensions.exponential_moving_average import ExponentialMovingAverage
@@ -26,6 +27,7 @@ from chainring.training.extensions.snapshot import snapshot, snapshot_object
 from chainring.training.extensions.throughput import Throughput
 
 __all__ = [
+    "BestValue",
     "DumpGraph",
     "Evaluator",
     "ExponentialMovingAverage",
@@ -35,7 +37,9 @@ __all__ = [
     "LRScheduler",
     "LinearShift",
     "LogReport",
+    "MaxValue",
     "MicroAverage",
+    "MinValue",
     "MultistepShift",
     "NonNumberError",
     "ParameterStatistics",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
 from chainring.training.updaters._forward import arguments, check_loss_func, loss_and_weight
 from chainring.training.updaters._precision import Precision, device_type_of
@@ -60,6 +62,7 @@ class Evaluator(Extension):
             ``"fp32"``, which leaves the dtypes of the model.
         loss_func: ``loss_func(model, *inputs)`` is called with the main target, as the updater does; by default the
             updater's for a model of its own, unless there is an ``eval_func``.
+        progress_bar: whether a terminal or a notebook shows a bar of the batches during an evaluation.
 
     Raises:
         ValueError: the iterator repeats, so an evaluation would never end, or gives one pass only; or there is nothing to
@@ -83,14 +86,11 @@ class Evaluator(Extension):
         *,
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
         loss_func: Callable[..., Any] | None = None,
+        progress_bar: bool = False,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
         self._iterators = {name: _one_pass_iterator(name, source, converter) for name, source in iterators.items()}
-        self._targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
-        for name, model in self._targets.items():
-            if not isinstance(model, nn.Module):
-                rule = "an Evaluator takes the model second, an nn.Module"
-                raise TypeError(f"{rule}; target {name!r} is {type(model).__name__}")
+        self._targets = _models_of(target)
         for name, function in (("converter", converter), ("eval_hook", eval_hook), ("eval_func", eval_func)):
             if not callable(function) and (function is not None or name == "converter"):
                 raise TypeError(f"{name} of an Evaluator is a function, got {function!r}")
@@ -110,6 +110,7 @@ class Evaluator(Extension):
         self.loss_func = loss_func
         self._precision = precision or "fp32"
         self._loss_func = loss_func
+        self.progress_bar = progress_bar
         self._comm: Communicator = Communicator()
         self._media: dict[str, Media] = {}  # reported in the last evaluation
 
@@ -176,13 +177,19 @@ class Evaluator(Extension):
             self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
         summary = DictMeans()
         precision = Precision(self._precision, device_type_of(models))
-        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), _evaluation_mode(models):
-            for batch in iterator:
+        modes = _evaluation_mode(models)
+        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), modes, self._shown(iterator) as batches:
+            for batch in batches:
                 observation: dict[str, Any] = {}
                 with reporter.scope(observation), precision.autocast():
                     weight = self._evaluate_batch(batch)
                 summary.add(observation, weight)
             return summary.over_ranks(self._comm).compute_mean()
+
+    def _shown(self, iterator: Any) -> AbstractContextManager[Iterable[Any]]:
+        """Return a context that gives the batches, and shows how many of them are done if that is asked for."""
+        is_shown = self.progress_bar and self._comm.rank == 0
+        return bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
 
     def _evaluate_batch(self, batch: Any) -> Any:
         """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
@@ -204,6 +211,15 @@ class Evaluator(Extension):
     def serialize(self, serializer: AbstractSerializer) -> None:
         for name, iterator in self._iterators.items():
             serializer.visit(f"iterator:{name}", iterator)
+
+
+def _models_of(target: nn.Module | dict[str, nn.Module]) -> dict[str, nn.Module]:
+    targets: dict[str, nn.Module] = dict(target) if isinstance(target, dict) else {"main": target}
+    for name, model in targets.items():
+        if not isinstance(model, nn.Module):
+            rule = "an Evaluator takes the model second, an nn.Module"
+            raise TypeError(f"{rule}; target {name!r} is {type(model).__name__}")
+    return targets
 
 
 def _report_mapping(output: Any) -> None:

@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -153,6 +155,31 @@ def _check_length(length: tuple[int, str]) -> None:
         raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
     if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:
         raise ValueError(f'training_length is a finite number above 0 and "iteration" or "epoch", got {length!r}')
+
+
+@contextmanager
+def bar_of_batches(iterator: Any, name: str, out: Any) -> Generator[Iterable[Any]]:
+    """Give the batches of an iterator; if ``out`` is a terminal or a notebook, it has a bar while they are worked on."""
+    in_notebook = _display.is_notebook(out)
+    if not in_notebook and not _display.is_terminal(out):
+        yield iterator
+        return
+    start = getattr(iterator, "epoch_detail", None)
+    widgets = _notebook_bar_class() if in_notebook else None
+    form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
+    settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
+    bar = widgets(**settings) if widgets else _Bar(file=out, **settings)
+
+    def batches() -> Iterator[Any]:
+        for number, batch in enumerate(iterator, 1):
+            yield batch
+            bar.set_description_str(f"{name}, batch {number}", refresh=False)
+            bar.update(0 if start is None else min(iterator.epoch_detail - start, 1.0) - bar.n)
+
+    try:
+        yield batches()
+    finally:
+        bar.close()
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]

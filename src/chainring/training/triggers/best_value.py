@@ -44,7 +44,7 @@ class BestValueTrigger(Trigger):
     """
 
     def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
-        _check_compare(compare)
+        check_compare(compare)
         if not isinstance(key, str):
             raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
         self.key = key
@@ -245,7 +245,8 @@ class EarlyStoppingTrigger(BestValueTrigger):
         return f"EarlyStoppingTrigger({self.trigger}, {self.key!r}, {self.patience}, {self.mode!r})"
 
 
-def _check_compare(compare: Any) -> None:
+def check_compare(compare: Any) -> None:
+    """Raise a `TypeError` unless ``compare`` is a function of the best value so far and a new one."""
     if not callable(compare):
         raise TypeError(f"{_RULE}; got {compare!r}: write lambda best, new: new > best")
     if compare is max or compare is min:  # they return a number, and nearly every number is true
