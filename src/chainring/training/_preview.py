@@ -58,10 +58,12 @@ class SimulatedUpdater:
         self.is_new_epoch = False
         self.counts_epochs = bool(size)
         self._repeat = getattr(iterator, "repeat", True)
-        self._epochs = self._epochs_per_iteration = Fraction(0)
+        self._batches = getattr(updater, "accumulate", 1)
+        self._crosses_epochs = getattr(updater, "accumulate_across_epochs", True)
+        self._epochs = self._epochs_per_batch = Fraction(0)
         if size:
             self._epochs = epoch + Fraction(position, size)
-            self._epochs_per_iteration = Fraction(iterator.step * getattr(updater, "accumulate", 1), size)
+            self._epochs_per_batch = Fraction(iterator.step, size)
 
     @property
     def epoch(self) -> int:
@@ -78,7 +80,10 @@ class SimulatedUpdater:
     def update(self) -> None:
         self.iteration += 1
         self.previous_epoch_detail, epoch = self.epoch_detail, self.epoch
-        self._epochs += self._epochs_per_iteration
+        for _ in range(self._batches):
+            self._epochs += self._epochs_per_batch
+            if not self._crosses_epochs and self.epoch != epoch:
+                break
         if not self._repeat:
             self._epochs = min(self._epochs, Fraction(1))
         self.is_new_epoch = self.epoch != epoch

@@ -98,6 +98,9 @@ class StandardUpdater(Updater):
             accelerator as a captured graph; results are the same to float tolerance. Seconds go by before the first update,
             and before the first of each other shape of a batch. An update that cannot be compiled runs as it is, and a
             warning says why; so does one that `dump_graph` or a `Profiler` watches, which need its graph and its phases.
+        accumulate_across_epochs: False to make an update of the micro-batches that there are when an epoch ends, so that
+            an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes it: e epochs have
+            floor(e * n / accumulate) updates, and the end of an epoch may be inside of one.
 
     Attributes:
         callbacks: the `UpdateCallbacks`, to which an extension may add its own.
@@ -128,18 +131,19 @@ class StandardUpdater(Updater):
         callbacks: UpdateCallbacks | None = None,
         comm: Communicator | None = None,
         compile: bool = False,  # noqa: A002
+        accumulate_across_epochs: bool = True,
     ) -> None:
         self._models = check_models(model)
         self._optimizers = _check_optimizers(optimizer, self._models)
         self._iterators = _as_iterators(iterator)
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
-        _check_settings(converter, loss_func, accumulate, callbacks)
+        _check_settings(converter, loss_func, accumulate, accumulate_across_epochs, callbacks)
         if not self._overrides("update_core"):
             self._check_default_update()
         self.converter = converter
         self.device = as_device(device)
         self.loss_func = loss_func
-        self.accumulate = accumulate
+        self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
         check_sharding(self.comm, self._models)
@@ -169,6 +173,8 @@ class StandardUpdater(Updater):
         self._averages = self.accumulate > 1 or self._communicates
         # True if an update may take several batches, so that it counts epochs from its own beginning to its end.
         self._spans_batches = self.accumulate > 1 or overrides_core
+        # True if an update that the end of an epoch cuts short is made of the micro-batches that there are.
+        self._ends_with_epoch = self.accumulate > 1 and not self.accumulate_across_epochs
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
         watches = self.comm.size > 1 and self._overrides("update_core", "step")
@@ -323,6 +329,9 @@ class StandardUpdater(Updater):
                 break
             self._weights.setdefault(micro_step, self._examples)  # of an update_core that does without `backward`
             observed.append(observation)
+            if self._ends_with_epoch and self._epoch_has_ended():
+                self._finish_early()
+                break
         weights = [require_count(self._weights[micro_step]) for micro_step in range(len(observed))]
         self.weight = sum(weights)
         if outer is not None:
@@ -331,12 +340,18 @@ class StandardUpdater(Updater):
     def _finish_early(self) -> None:
         """Let the optimizers step that wait for a last micro-batch, which does not come."""
         self._is_last_micro_batch = True
+        names = [name for name in self._deferred if name in self._total_weights and name not in self._closures]
+        if not (names or self._closures):
+            return
         self._discard_stale_gradients()
         self._exchange_late()
-        if names := [name for name in self._deferred if name not in self._closures]:
+        if names:
             self._finish_step(names)
         for name in list(self._closures):
             self._finish_step_by_closure(name)
+
+    def _epoch_has_ended(self) -> bool:
+        return bool(getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before)
 
     def _discard_stale_gradients(self) -> None:
         """Clear gradients that were added after an optimizer's step: a generator's loss also reaches its critic."""
@@ -391,6 +406,9 @@ class StandardUpdater(Updater):
         examples = count_examples(batch)
         if name == "main":
             self._examples = examples
+            if self._ends_with_epoch and self._epoch_has_ended():  # known before the backward in which ranks exchange
+                self._is_last_micro_batch = True
+                self._wrapped.set_gradient_sync(True)
         return self._finish_batch(self.converter(batch, self.device), examples)
 
     def _finish_batch(self, converted: Any, examples: Any) -> Any:
@@ -707,7 +725,11 @@ class StandardUpdater(Updater):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run may change, which is then announced."""
-        return {"accumulate": self.accumulate, "precision": self._precision.name}
+        return {
+            "accumulate": self.accumulate,
+            "accumulate_across_epochs": self.accumulate_across_epochs,
+            "precision": self._precision.name,
+        }
 
     # --- checks ---
 
@@ -773,7 +795,7 @@ def _check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, 
     return optimizers
 
 
-def _check_settings(converter: Any, loss_func: Any, accumulate: Any, callbacks: Any) -> None:
+def _check_settings(converter: Any, loss_func: Any, accumulate: Any, across_epochs: Any, callbacks: Any) -> None:
     if not callable(converter):
         raise TypeError(f"converter is called with a batch and a device, got {_describe(converter)}")
     if loss_func is not None:
@@ -782,6 +804,8 @@ def _check_settings(converter: Any, loss_func: Any, accumulate: Any, callbacks: 
         raise TypeError(f"accumulate is the number of micro-batches in an update, an integer, got {accumulate!r}")
     if accumulate < 1:
         raise ValueError(f"accumulate is the number of micro-batches in an update, at least 1, got {accumulate}")
+    if not isinstance(across_epochs, bool):
+        raise TypeError(f"accumulate_across_epochs is True or False, got {across_epochs!r}")
     if callbacks is not None and not isinstance(callbacks, UpdateCallbacks):
         raise TypeError(f"callbacks is an UpdateCallbacks, such as UpdateCallbacks(update_on_start=f), got {callbacks!r}")
 
