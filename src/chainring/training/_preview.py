@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import tempfile
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from chainring.serializers.base import (
 )
 from chainring.training._run import optional_method, prepare
 from chainring.training._unsaved import Attributes, attributes_of, changed, remedy, unsaved
-from chainring.training.triggers.base import describe, never
+from chainring.training.triggers.base import describe, keys_of, never
 
 if TYPE_CHECKING:
     from chainring.training.extension import Entry
@@ -159,12 +160,47 @@ def rehearse(trainer: Trainer) -> None:
         trainer.extension_name = None
         try:
             seen.append(attributes_of(trainer))
+            reported = {*keys_of(trainer.updater, "reported_keys"), *trainer.observation}
             for calls_extensions in (False, True):
                 _iterate(trainer, calls_extensions)
+                reported.update(trainer.observation)
                 seen.append(attributes_of(trainer))
         except StopIteration:
             raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
+        if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the same, by what is finalized
+                stack.close()
+            raise ValueError(problem)
     _warn_of_unsaved(trainer, *seen)
+
+
+def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
+    """Return a message that names the keys that are watched and not reported, each with the nearest that is reported."""
+    for keys in trainer.comm.gather_object(sorted(reported, key=str)):
+        reported.update(keys)
+    for entry in trainer.entries:
+        reported.update(keys_of(entry.extension, "reported_keys"))
+    known = sorted(filter(lambda key: isinstance(key, str), reported))
+    unknown = [(watcher, key) for watcher, keys in _watched(trainer) for key in keys if key not in reported]
+    if not unknown:
+        return None
+    shown = ""
+    for watcher, key in dict.fromkeys(unknown):
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        shown += f"\n  {watcher} watches {key!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else "")
+    return (
+        f"keys are watched that neither an update nor an extension has reported:{shown}\nReported were {known}. Correct the "
+        "key, or extend the trainer by what reports it. One that is only reported later on is named by the extension or "
+        'updater that reports it: its attribute reported_keys = ("key",)'
+    )
+
+
+def _watched(trainer: Trainer) -> Iterator[tuple[str, list[str]]]:
+    yield f"stop trigger {describe(trainer.stop_trigger)}", keys_of(trainer.stop_trigger)
+    for entry in trainer.entries:
+        yield f"extension {entry.name!r}", keys_of(entry.extension)
+        yield f"trigger {describe(entry.trigger)} of extension {entry.name!r}", keys_of(entry.trigger)
 
 
 def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, after: Attributes) -> None:

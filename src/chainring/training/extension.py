@@ -83,6 +83,16 @@ class Extension(Stateful):
         return self.writes
 
     @property
+    def watched_keys(self) -> Sequence[str]:
+        """The keys of reported values that it needs; a rehearsal raises where one of them is not reported."""
+        return ()
+
+    @property
+    def reported_keys(self) -> Sequence[str]:
+        """The keys that it reports only later on, or only sometimes, so that a rehearsal may not see them."""
+        return ()
+
+    @property
     def default_name(self) -> str:
         """Its name, unless `Trainer.extend` says otherwise; the class name."""
         return type(self).__name__

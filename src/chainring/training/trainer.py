@@ -298,7 +298,8 @@ class Trainer(Stateful):
 
         Raises:
             RuntimeError: the run has begun, or the data end before two updates.
-            ValueError: a lazy module has uninitialized parameters.
+            ValueError: a lazy module has uninitialized parameters; or a trigger or an extension watches a key that nothing
+                has reported, such as a misspelled one: the nearest that was reported is named.
         """
         if self._run.has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")

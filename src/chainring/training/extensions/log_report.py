@@ -94,7 +94,9 @@ class LogReport(Extension):
         self.trigger = get_trigger(trigger)
         self._rows: list[dict[str, Any]] = []  # those after the stored ones
         self._stored: StoredRows | None = None
-        self._means = IntervalMeans(None if keys is None else key_list("keys", keys))
+        listed = None if keys is None else key_list("keys", keys)
+        self._keys = listed or []
+        self._means = IntervalMeans(listed)
         self._postprocess = postprocess
         self._filename = filename
         self._media = _MediaLog(None if filename is None else f"{filename}.media.jsonl")
@@ -126,6 +128,10 @@ class LogReport(Extension):
         name = self._filename
         files = () if name is None else (name, f"{name}.jsonl", f"{name}.media.jsonl")
         return (*files, *(name for writer in self._writers for name in getattr(writer, "writes", ())))
+
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return [key for key in self._keys if key not in COUNTERS]
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return () if self._filename is None else (self._filename,)

@@ -80,6 +80,10 @@ class LRScheduler(Extension):
         self._warning = OneTimeWarning()
         self._has_stepped = False
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return () if self.monitor is None else (self.monitor,)
+
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (name_of(self._optimizer, trainer.updater), _class_name(self.scheduler), self.monitor or "")
 
@@ -119,6 +123,8 @@ class LRScheduler(Extension):
         means = {} if self.monitor is None else self._means.end(trainer)
         if self.monitor is None or means:
             self._step(*means.values())
+            return
+        if trainer.is_rehearsing:  # which raises where the key is not reported
             return
         self._warning.give(
             f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last step "

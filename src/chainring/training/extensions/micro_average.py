@@ -53,6 +53,10 @@ class MicroAverage(Extension):
         self._sums = MeanSummary(), MeanSummary()
         self._warning = OneTimeWarning()
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return self.keys
+
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (self.result_key, *self.keys)
 
@@ -67,6 +71,8 @@ class MicroAverage(Extension):
         self._sums = MeanSummary(), MeanSummary()
         if numerator is not None:
             report({self.result_key: numerator / denominator if denominator else math.nan})
+            return
+        if trainer.is_rehearsing:  # which raises where a key is not reported
             return
         self._warning.give(
             f"MicroAverage has nothing to report as {self.result_key!r} at iteration {trainer.updater.iteration}: "

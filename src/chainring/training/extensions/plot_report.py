@@ -80,6 +80,10 @@ class PlotReport(Extension):
     def writes(self) -> Sequence[str]:
         return (self._filename,)
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return self._y_keys
+
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (self._filename, *self._y_keys)
 
@@ -96,7 +100,8 @@ class PlotReport(Extension):
         self._add(trainer, {key: mean for key, mean in self._means.end(trainer).items() if key in self._points})
         updater = trainer.updater
         # A key that is never reported would otherwise go unnoticed.
-        if missing := [key for key, points in self._points.items() if not points]:
+        missing = [key for key, points in self._points.items() if not points]
+        if missing and not trainer.is_rehearsing:  # which raises where one is not reported
             self._warning.give(
                 f"{self._filename} has no point yet of {missing} at iteration {updater.iteration}: reported were "
                 f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "

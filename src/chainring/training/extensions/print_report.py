@@ -16,6 +16,7 @@ from tqdm import tqdm
 from chainring.training.extension import Extension
 from chainring.training.extensions import _display
 from chainring.training.extensions.log_report import key_list
+from chainring.writers.base import COUNTERS
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -60,6 +61,12 @@ class PrintReport(Extension):
         self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        """The columns of which no row has a value so far, but for those that every row has."""
+        known = {*COUNTERS, *self._keys, *(key for row in self._new_rows() for key in row)}
+        return [key for key in self._entries or () if key not in known]
+
     def initialize(self, trainer: Trainer) -> None:
         self._printed, self._lines, self._keys = 0, None, {}
         if trainer.comm.rank == 0:
@@ -100,11 +107,14 @@ class PrintReport(Extension):
             )
         self._report = None
 
-    def _print_new(self, immediately: bool = False) -> None:
+    def _new_rows(self) -> list[dict[str, Any]]:
         report = self._report
         if report is None:
-            return
-        rows = report.rows_from(self._printed) if hasattr(report, "rows_from") else report.log[self._printed :]
+            return []
+        return report.rows_from(self._printed) if hasattr(report, "rows_from") else report.log[self._printed :]  # type: ignore[no-any-return]
+
+    def _print_new(self, immediately: bool = False) -> None:
+        rows = self._new_rows()
         if not rows or (self._table is not None and not self._table.show(rows, immediately)):
             return
         self._printed += len(rows)

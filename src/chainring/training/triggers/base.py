@@ -53,6 +53,11 @@ class Trigger(Stateful):
     def forget(self) -> None:
         """Reset the state, for a run that starts from the beginning."""
 
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        """The keys of reported values that it needs; a rehearsal raises where one of them is not reported."""
+        return ()
+
     def identity(self, trainer: Trainer) -> Sequence[str]:
         """Return what tells it apart from others of its class, such as a key: it is known by that in a resumed run.
 
@@ -100,6 +105,14 @@ def serialize_extension_trigger(
         visit_if_stateful(serializer["extension_triggers"], key, trigger)
     settings = serializer["extension_trigger_settings"]
     visit_setting(settings, key, describe_setting(trigger), f"trigger of extension {name!r}")
+
+
+def keys_of(part: Any, attribute: str = "watched_keys") -> list[str]:
+    """Return the keys that an extension, a trigger or an updater names; none where that is something else of the user's."""
+    keys = getattr(part, attribute, ())
+    if isinstance(keys, str):
+        return [keys]
+    return [key for key in keys if isinstance(key, str)] if isinstance(keys, (tuple, list, set, frozenset)) else []
 
 
 def describe(trigger: Any) -> str:

@@ -12,7 +12,7 @@ from chainring._messages import OneTimeWarning, info
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.triggers._get_trigger import TriggerLike, get_stop_trigger, get_trigger
-from chainring.training.triggers.base import Trigger, describe, serialize_inner_trigger
+from chainring.training.triggers.base import Trigger, describe, keys_of, serialize_inner_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -61,6 +61,10 @@ class BestValueTrigger(Trigger):
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
         trainer.initialize_trigger(self.trigger)
+
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return (self.key, *keys_of(self.trigger))
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
         return (self.key,)
@@ -203,6 +207,10 @@ class EarlyStoppingTrigger(BestValueTrigger):
     def forget(self) -> None:
         super().forget()
         self._count = 0  # checks in a row without improvement
+
+    @property
+    def watched_keys(self) -> Sequence[str]:
+        return (*super().watched_keys, *keys_of(self.max_trigger))
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
