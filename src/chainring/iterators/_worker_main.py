@@ -38,10 +38,10 @@ def init_worker(worker: int) -> None:
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)  # blocked while the processes were started
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
     """End this process when the main process is gone, even if the dataset or a full pipe blocks it."""
     parent, parent_pid = multiprocessing.parent_process(), os.getppid()
     while os.getppid() == parent_pid and (parent is None or parent.is_alive()):

@@ -31,6 +31,7 @@ class Iterator(Stateful):
         counts_epochs: False if it has no epochs, so that triggers in epochs are refused.
         step: the positions that a batch advances.
         name: its name in its updater.
+        comm: the communicator of the ranks that share its batches; ``None`` as long as there is one rank.
         initial_seed: a seed of ``None`` is derived from it and the name; by default it is ``torch.initial_seed()``.
 
     Example::
@@ -52,6 +53,7 @@ class Iterator(Stateful):
     step: int = 1
     name: str = "main"
     initial_seed: int | None = None
+    comm: Communicator | None = None
     rank: int = 0
     size: int = 1
     _batch_size_is_known: bool = True
@@ -145,6 +147,8 @@ def share_among_ranks(iterator: Any, comm: Communicator) -> None:
     if hasattr(iterator, "share"):
         if comm.size > 1:
             iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
+            if isinstance(iterator, Iterator):
+                iterator.comm = comm
         iterator.share(comm.rank, comm.size)
         seeds = comm.gather_object(getattr(iterator, "seed", None)) if comm.size > 1 else [None]
         if other := [(rank, seed) for rank, seed in enumerate(seeds) if seed != seeds[0]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from chainring._distributed.communicator import Communicator
 from chainring.converters import Device, as_device, concat_examples, to_device
 from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
 from chainring.iterators.base import Batch, Iterator, not_the_end
@@ -91,6 +92,15 @@ class DevicePrefetcher(Iterator):
     @initial_seed.setter
     def initial_seed(self, seed: int | None) -> None:
         self.iterator.initial_seed = seed
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The communicator of the ranks."""
+        return self.iterator.comm  # type: ignore[no-any-return]
+
+    @comm.setter
+    def comm(self, comm: Communicator | None) -> None:
+        self.iterator.comm = comm
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -181,8 +191,12 @@ class DevicePrefetcher(Iterator):
         self.iterator.rewind()
         self._start()
 
+    def check_share(self, size: int) -> None:
+        self.iterator.check_share(size)
+
     def share(self, rank: int, size: int) -> None:
         self.iterator.share(rank, size)
+        self.batch_size = self.iterator.batch_size
         if (rank, size) != (self.rank, self.size) and self._is_ahead():  # the batches ahead are another rank's
             self.iterator.load_state_dict(self._returned.saved)  # a loader without a state warns that it fetches again
             self._start()

@@ -6,21 +6,26 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import threading
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from chainring._checks import is_integer
+from chainring._distributed.communicator import Communicator
 from chainring._random import preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import batch_of_columns, count_rows
+from chainring.iterators._worker_main import exit_with_parent
 from chainring.iterators.base import Batch, Iterator, not_the_end
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_setting
+from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_optional, visit_setting
 
 
 class LoaderIterator(Iterator):
@@ -50,6 +55,11 @@ class LoaderIterator(Iterator):
         loader: an iterable of batches, iterated again for every pass, or a function that returns one. An iterator (such
             as a generator) gives one pass, and the data end with it.
         epoch_length: batches in an epoch; by default ``len(loader)``, or one pass.
+        per_rank: True if the loader gives each rank its own share already, as a stream does that was cut by
+            ``split_dataset_by_node``, or a loader with a ``DistributedSampler``. Each rank then takes whole batches, and a
+            mean is over the rows of all. A rank whose pass ends early repeats its last batch with weight 0 until all have
+            ended, so that every example is seen. Otherwise all ranks must be given the same batches, of which each takes
+            its rows; a loader that is visibly cut by rank, or gives the ranks other batches, is then refused.
         repeat: whether to begin another pass after one. Otherwise the loader's own generators are restored after each
             pass, so that an evaluation changes nothing and sees the same each time.
 
@@ -64,31 +74,28 @@ class LoaderIterator(Iterator):
     """
 
     def __init__(
-        self, loader: Iterable[Any] | Callable[[], Iterable[Any]], *, epoch_length: int | None = None, repeat: bool = True
+        self,
+        loader: Iterable[Any] | Callable[[], Iterable[Any]],
+        *,
+        epoch_length: int | None = None,
+        per_rank: bool = False,
+        repeat: bool = True,
     ) -> None:
         _check(loader, epoch_length)
         self.loader: Any = loader
         self.epoch_length = epoch_length
+        self.per_rank = per_rank
         self.repeat = repeat
         self.batch_size = getattr(loader, "batch_size", None) or 1
         self._batch_size_is_known = getattr(loader, "batch_size", None) is not None
-        self._pass_length = _length(loader)
-        if repeat and self._pass_length == 0:
-            raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
-        self._epoch_size = (self._pass_length or None) if epoch_length is None else epoch_length
+        self._describe_loader(loader)
         self._epoch_position = 0
         self._seed: int | None = None
-        self._state_lacks = _find_state_gap(loader)
-        self._uses_state = has_state(loader) and self._state_lacks is None
-        self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
-        # The pass of a loader with a state is not left: it is resumed without fetching anything again.
-        may_have_no_end = self._pass_length is None and not self._is_single_pass and not self._uses_state
-        self._is_endless = epoch_length is not None and may_have_no_end and not _is_finite_stream(loader)
-        self._may_draw = _may_draw(loader)
-        self._generators = _own_generators(loader)
         self._initial_generators = self._outer_generators = self._get_generators()
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
         self._pass: PythonIterator[Any] | None = None
+        self._last_batch: Batch | None = None  # of this pass and rank
+        self._resumed: _RankPosition | None = None  # the position to which a rank's own share is yet to be brought
         self._releases: list[Callable[[], Any]] = []  # of the workers of this pass
         self._position = self._returned = LoaderPosition(0, 0, self._initial_generators)  # of the batch fetched, returned
         self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
@@ -98,6 +105,20 @@ class LoaderIterator(Iterator):
         self._is_spent = False  # a loader of a single pass was begun
         if repeat:
             _warn_of_inexact_order(loader)
+
+    def _describe_loader(self, loader: Any) -> None:
+        self._pass_length = _length(loader)
+        if self.repeat and self._pass_length == 0:
+            raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
+        self._epoch_size = (self._pass_length or None) if self.epoch_length is None else self.epoch_length
+        self._state_lacks = "the last batch of a rank whose share has ended" if self.per_rank else _find_state_gap(loader)
+        self._uses_state = has_state(loader) and self._state_lacks is None
+        self._is_single_pass = hasattr(loader, "__next__")  # it is an iterator itself, such as a generator
+        # The pass of a loader with a state is not left: it is resumed without fetching anything again.
+        may_have_no_end = self._pass_length is None and not self._is_single_pass and not self._uses_state
+        self._is_endless = self.epoch_length is not None and may_have_no_end and not _is_finite_stream(loader)
+        self._may_draw = _may_draw(loader)
+        self._generators = _own_generators(loader)
 
     @property
     def refetches(self) -> bool:
@@ -117,7 +138,7 @@ class LoaderIterator(Iterator):
         if self._since_mark is not None:
             self._since_mark.append(fetched)
         self._advance(fetched)
-        return cut_share(fetched.batch, self.rank, self.size)
+        return fetched.batch if self.per_rank else cut_share(fetched.batch, self.rank, self.size)
 
     def _advance(self, fetched: _Fetched) -> None:
         """Count a batch that is returned."""
@@ -142,6 +163,8 @@ class LoaderIterator(Iterator):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        if self._resumed is not None:
+            self._resume_share(self._resumed)
         if not self.repeat and self.epoch:  # epoch_length batches have come
             self._end_pass()
         is_new_pass = self._pass is None
@@ -177,6 +200,8 @@ class LoaderIterator(Iterator):
             # A loader with a state goes on from there, and is found at its end when the run is resumed.
             self._pending[0] = _Fetched(batch, position if self._uses_state else self._position, is_last=True)
         except Exception as error:
+            if self._is_own_share:  # the other ranks have not waited for it
+                raise
             self._error = error
 
     def _take(self) -> _Fetched:
@@ -194,17 +219,78 @@ class LoaderIterator(Iterator):
         return _Fetched(batch, self._position)
 
     def _next_batch(self) -> Batch:
-        assert self._pass is not None
         passes, taken, generators = self._position[:3]
-        with _seeded(self._get_seed(), passes - 1, taken) if self._may_draw else nullcontext():
+        batch = self._next_of_share() if self._is_own_share else self._next_of_loader()
+        if taken == 0 and self.size > 1 and not self.per_rank and self.comm is not None:
+            self._check_same_on_all_ranks(batch, self.comm)
+        self._position = LoaderPosition(passes, taken + 1, generators)
+        return batch
+
+    def _next_of_loader(self) -> Batch:
+        assert self._pass is not None
+        with self._seeded(self._position.passes - 1, self._position.taken) if self._may_draw else nullcontext():
             try:
                 item = next(self._pass)
             except StopIteration as error:
                 if _is_from_dataset(error):
                     raise not_the_end(f"the dataset or collate_fn of iterator {self.name!r}") from error
                 raise
-        self._position = LoaderPosition(passes, taken + 1, generators)
         return make_batch(item)
+
+    def _check_same_on_all_ranks(self, batch: Batch, comm: Communicator) -> None:
+        """Refuse a loader that gives the ranks other batches: each would take its rows of a part of the data."""
+        if len(set(comm.gather_object(_checksum(batch)))) > 1:
+            raise ValueError(
+                f"the {self.size} ranks share every batch of iterator {self.name!r} by its rows, and its loader "
+                f"({type(self.loader).__name__}) gives them different ones. If it gives each rank its own share, "
+                "write LoaderIterator(loader, per_rank=True); otherwise seed what it draws alike on all ranks"
+            )
+
+    # --- a loader that gives each rank its own share ---
+
+    @property
+    def _is_own_share(self) -> bool:
+        return self.per_rank and self.size > 1
+
+    def _next_of_share(self) -> Batch:
+        """Return this rank's next batch; if it has none and others have, its last one again with weight 0."""
+        if self.comm is None:
+            raise ValueError(
+                f"with per_rank=True the {self.size} ranks of iterator {self.name!r} agree on the end of a pass, for which "
+                "they need a communicator: StandardUpdater(..., comm=create_communicator())"
+            )
+        try:
+            batch = self._last_batch = self._next_of_loader()
+            has_ended = False
+        except StopIteration:
+            has_ended = True
+        if not self.comm.start_max(int(not has_ended))():
+            raise StopIteration
+        if not has_ended:
+            return batch
+        if self._last_batch is None:
+            raise ValueError(
+                f"the loader of iterator {self.name!r} gave rank {self.rank} of {self.size} no batch in a whole pass, and "
+                "others have some: give every rank a share, for example by more shards or a smaller batch size"
+            )
+        batch = self._last_batch[:]
+        batch.weight = 0
+        return batch
+
+    def _resume_share(self, saved: _RankPosition) -> None:
+        """Fetch this rank's batches again up to the position in which the run was saved."""
+        self._resumed = None
+        passes, taken, generators = saved.position[:3]
+        if saved.ranks != self.size and taken:
+            raise ValueError(
+                f"iterator {self.name!r} was saved by {saved.ranks} ranks, each in the middle of its own share, and there "
+                f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
+            )
+        if self.repeat or not taken:
+            self._set_generators(generators)
+        self._position = LoaderPosition(passes - (taken > 0), 0, generators)
+        if taken:
+            self._skip(taken)
 
     def _begin_pass(self) -> None:
         epoch = self._position.passes
@@ -216,7 +302,7 @@ class LoaderIterator(Iterator):
 
     def _open(self, epoch: int) -> None:
         generators = self._get_generators()
-        with _seeded(self._get_seed(), epoch, -1):
+        with self._seeded(epoch, -1):
             is_function = callable(self.loader) and not isinstance(self.loader, Iterable)
             source = self.loader() if is_function else self.loader
             with _guard_workers(source, self._releases):
@@ -224,6 +310,7 @@ class LoaderIterator(Iterator):
         self._set_generators(self._resumed_generators)
         self._resumed_generators = {}
         self._is_spent = self._is_single_pass
+        self._last_batch = None
         self._position = LoaderPosition(epoch + 1, 0, generators)
 
     def _end_pass(self) -> None:
@@ -246,6 +333,10 @@ class LoaderIterator(Iterator):
         if self._seed is None:
             self._seed = stable_hash("loader", self.base_seed(), self.name)
         return self._seed
+
+    def _seeded(self, *position: int) -> AbstractContextManager[None]:
+        """Give the loader a random stream that follows from the seed and the position, and the rank if it is its own."""
+        return _seeded(self._get_seed(), *position, *([self.rank] if self._is_own_share else []))
 
     def _get_generators(self) -> dict[str, Any]:
         return {str(i): generator.get_state() for i, generator in enumerate(self._generators)}
@@ -276,7 +367,7 @@ class LoaderIterator(Iterator):
             self._set_generators(self._returned.current_generators)
         self._position = self._returned = LoaderPosition(passes, 0, self._get_generators())
         self._epoch_position = 0
-        self._pending, self._error = [], None
+        self._pending, self._error, self._resumed = [], None, None
         self._since_mark = None
         self._has_ended = False
         self.epoch = 0
@@ -297,13 +388,24 @@ class LoaderIterator(Iterator):
         counts, self._returned = mark
         self.epoch, self._epoch_position, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
 
+    def check_share(self, size: int) -> None:
+        if size > 1 and not self.per_rank:
+            if (what := _find_cut(self.loader)) is not None:
+                raise ValueError(
+                    f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and {what}; the batch "
+                    "size is that of all ranks together. Or say that each rank is given its own share: "
+                    "LoaderIterator(loader, per_rank=True)"
+                )
+            super().check_share(size)
+
     def share(self, rank: int, size: int) -> None:
-        if size > 1 and any(isinstance(sampler, DistributedSampler) for sampler in _samplers(self.loader)):
-            raise ValueError(
-                f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and the DistributedSampler "
-                "has already split the data: leave the sampler out; the batch size is that of all ranks together"
-            )
         super().share(rank, size)
+        if self._is_own_share:
+            self.batch_size = size * (getattr(self.loader, "batch_size", None) or 1)
+            lengths = [None] if self.comm is None else self.comm.gather_object(_length(self.loader))
+            # Passes are as long as the longest share.
+            self._pass_length = None if None in lengths else max(lengths)
+            self._epoch_size = self.epoch_length or self._pass_length
 
     # --- state ---
 
@@ -321,16 +423,37 @@ class LoaderIterator(Iterator):
         has_ended = serializer("has_ended", self._has_ended and not self._pending)
         generators = self._get_generators
         position = self._describe_position() if saving else LoaderPosition(0, 0, generators(), None, generators())
+        ranks = serializer.comm.size
+        if saving and self.per_rank:
+            states = serializer.comm.gather_object(position.generators)
+            position = LoaderPosition(*position[:2], dict(zip(map(str, range(ranks)), states, strict=True)), *position[3:])
         names = ("passes", "taken", "generators", "loader", "generators_now")
         position = LoaderPosition(*[serializer(name, value) for name, value in zip(names, position, strict=True)])
+        saved_ranks = visit_optional(serializer, "ranks", max(ranks, self.size) if self.per_rank else 0)
         if not saving:
             self._check_sizes(sizes, position.taken)
+            if (saved_ranks > 0) != self.per_rank and position.taken:
+                raise ValueError(
+                    f"iterator {self.name!r} has per_rank={self.per_rank}, the saved run had {not self.per_rank}; "
+                    "another setting can begin at the end of an epoch only"
+                )
+            if self.per_rank:
+                position = self._of_this_rank(position, serializer.comm)
+                self._resumed = _RankPosition(position, saved_ranks or 1)
             self._resume(position)
             self._has_ended = has_ended
 
+    def _of_this_rank(self, position: LoaderPosition, comm: Communicator) -> LoaderPosition:
+        """Return a saved position with the generators of this rank; one state in memory is the rank's own."""
+        states = position.generators
+        rank = str(comm.rank) if len(states) > 1 else "0"
+        return LoaderPosition(*position[:2], states.get(rank, {}), *position[3:])
+
     def _describe_position(self) -> LoaderPosition:
         """Return the position after the batch last returned, with all that is to be saved of it."""
-        if self._pending or self._returned.loader_state is not None:
+        if self._resumed is not None:
+            position = self._resumed.position
+        elif self._pending or self._returned.loader_state is not None:
             position = self._returned
         else:
             passes, taken, generators = self._position[:3]
@@ -345,10 +468,12 @@ class LoaderIterator(Iterator):
         has_begun = self._pass is not None or self._position.taken > 0
         if not self._uses_state or (not has_begun and getattr(self.loader, "num_workers", 0) > 0):  # it would start them
             return None
-        with _seeded(self._get_seed(), self._position.passes, -1):  # some begin a pass for it
+        with self._seeded(self._position.passes, -1):  # some begin a pass for it
             return self.loader.state_dict()
 
     def _sizes(self) -> dict[str, int | None]:
+        if self.per_rank:
+            return {"examples": None, "batches": None, "epoch_length": self.epoch_length}
         return {"examples": _dataset_size(self.loader), "batches": _length(self.loader), "epoch_length": self._epoch_size}
 
     def _check_sizes(self, saved: dict[str, int | None], taken: int) -> None:
@@ -367,6 +492,9 @@ class LoaderIterator(Iterator):
         passes, taken, generators, loader_state, current_generators = saved
         self.finalize()
         self._pending, self._since_mark, self._error = [], None, None
+        if self._resumed is not None:  # brought there by the first batch, when the rank is known
+            self._position = self._returned = saved
+            return
         if loader_state is not None and self._uses_state:
             # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
             # workers), and the next pass would be another one.
@@ -402,12 +530,23 @@ class LoaderIterator(Iterator):
         self._begin_pass()
         for skipped in range(taken):
             try:
-                self._next_batch()
+                self._skip_batch()
             except StopIteration:
                 raise ValueError(
                     f"the saved run had taken {taken} batches of this pass, and the loader of iterator {self.name!r} "
                     f"gives only {skipped}: resume with the same data and batch size"
                 ) from None
+
+    def _skip_batch(self) -> None:
+        if not self._is_own_share:
+            self._next_batch()
+            return
+        try:  # the other ranks are not asked: it is known that one of them had a batch
+            self._last_batch = self._next_of_loader()
+        except StopIteration:
+            if self._last_batch is None:
+                raise
+        self._position = LoaderPosition(self._position.passes, self._position.taken + 1, self._position.generators)
 
 
 class LoaderPosition(NamedTuple):
@@ -426,6 +565,13 @@ class _Fetched(NamedTuple):
     batch: Batch
     position: LoaderPosition
     is_last: bool = False
+
+
+class _RankPosition(NamedTuple):
+    """The position in which a run of so many ranks was saved, each with its own share."""
+
+    position: LoaderPosition
+    ranks: int
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
@@ -526,6 +672,32 @@ def _samplers(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
     return [sampler for sampler in samplers if sampler is not None]
+
+
+def _find_cut(loader: Any) -> str | None:
+    """Return what has visibly given each rank its own share of the data, and the remedy."""
+    for sampler in _samplers(loader):
+        ranks = max(getattr(sampler, "num_replicas", 1) or 1, getattr(sampler, "num_processes", 1) or 1)
+        if ranks > 1 or isinstance(sampler, DistributedSampler):
+            return f"the {type(sampler).__name__} has already split the data: leave the sampler out"
+    cut: Any = getattr(getattr(loader, "dataset", loader), "_distributed", None)
+    if getattr(cut, "world_size", 1) > 1:
+        return f"split_dataset_by_node has already split the data into {cut.world_size} shares: leave it out"
+    return None
+
+
+def _checksum(batch: Batch) -> int:
+    """Return a number that differs if the content of a batch does, as far as it is tensors, arrays and plain values."""
+    checksum = 0
+    for leaf in tree_leaves([*batch] if batch.columns is None else batch.columns):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            content: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+        else:
+            content = repr(leaf).encode() if isinstance(leaf, (int, float, str, bytes)) else b""
+        checksum = zlib.crc32(content, checksum)
+    return checksum
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -651,6 +823,7 @@ class _WorkerGuard:
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminate)
+        threading.Thread(target=exit_with_parent, daemon=True).start()
         if self._init_fn is not None:
             self._init_fn(worker_id)
 

@@ -236,7 +236,9 @@ def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) ->
             "only; give what makes it: the list or DataLoader, or a function that returns a new one"
         )
     if isinstance(source, LoaderIterator):
-        iterator: Any = LoaderIterator(source.loader, epoch_length=source.epoch_length, repeat=False)
+        iterator: Any = LoaderIterator(
+            source.loader, epoch_length=source.epoch_length, per_rank=source.per_rank, repeat=False
+        )
     else:
         iterator = as_iterator(source, repeat=False)
     if getattr(iterator, "repeat", False):
