@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from chainring import serializers, training
 from chainring.iterators import SerialIterator
@@ -67,6 +67,7 @@ def _live(rank, port, place, results):
     try:
         comm = create_communicator("cpu")
         found = {kind: check(kind, comm, place) for kind in KINDS}
+        found["by tensor"] = check_by_tensor(init_device_mesh("cpu", (2,)))
         comm.close()
     except BaseException:
         found = {"error": traceback.format_exc()}
@@ -140,3 +141,20 @@ def check(kind, comm, place):
         "own memory": average.model.first.weight is not updater.get_model("main").first.weight,
         "resumed": all(map(torch.equal, whole(average.model), whole(resumed[1].model))),
     }
+
+
+def check_by_tensor(mesh):
+    """Averages of a model of which one tensor is distributed, before it is copied and after."""
+    model, other = Net(), Net()
+    after = extensions.ExponentialMovingAverage(other, lambda updates: 0.5)
+    for net in (model, other):
+        net.head.weight = nn.Parameter(distribute_tensor(net.head.weight.detach(), mesh, [Shard(1)]))
+    average = extensions.ExponentialMovingAverage(model, lambda updates: 0.5)
+    model.head.weight.data += 1.0
+    average.update()
+    try:
+        after.update()
+    except ValueError as error:
+        refusal = str(error)
+    difference = (model.head.weight - average.model.head.weight).full_tensor()
+    return {"difference": difference.flatten().tolist(), "refusal": refusal}

@@ -359,3 +359,12 @@ def test_a_sharded_model_is_averaged_whichever_was_made_first(ranks, kind):
             "own memory": True,
             "resumed": True,
         }
+
+
+def test_an_average_whose_shards_are_not_those_of_the_model_is_refused(ranks):
+    """Tensors that are distributed in other ways are averaged if the model was copied so, or sharded by the same calls."""
+    for found in ranks:
+        assert "error" not in found, found["error"]
+        assert found["by tensor"]["difference"] == pytest.approx([0.5] * 5)
+        assert "'head.weight' is sharded as (Shard(dim=1)" in found["by tensor"]["refusal"]
+        assert "shard average.model by the same calls as the model" in found["by tensor"]["refusal"]

@@ -52,7 +52,7 @@ class ExponentialMovingAverage(Extension):
     Raises:
         TypeError: the model is not an ``nn.Module``.
         ValueError: the decay is out of range, ``start`` is no point in training, or the model has parameters without a
-            shape yet.
+            shape yet; when a run starts, the model is sharded in another way than the average.
     """
 
     trigger = (1, "iteration")
@@ -173,10 +173,20 @@ class ExponentialMovingAverage(Extension):
                     tensor.data = tensor.data.to(source.device)
             if fsdp_modules(self._source) and not any(map(is_sharded, self.model.parameters())):
                 shard_model_like(self.model, self._source)
+            self._check_layout()
             self._is_prepared = True
             self._sharded = fsdp_modules(self.model) + fsdp_modules(self._source)
         if self._sharded:
             reshard(self._sharded)  # an evaluation leaves parameters gathered
+
+    def _check_layout(self) -> None:
+        for (name, own), given in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
+            if _layout(own) != _layout(given):
+                raise ValueError(
+                    f"a rank averages the shards that it holds, and {name!r} is sharded as {_layout(given)} in the model, "
+                    f"as {_layout(own)} in the average; shard average.model by the same calls as the model, or make the "
+                    "average of the sharded model"
+                )
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -201,6 +211,11 @@ class ExponentialMovingAverage(Extension):
 
 def _tensors(model: nn.Module) -> chain[torch.Tensor]:
     return chain(model.parameters(), model.buffers())
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """Return the placements of a tensor and the shape of what this rank holds of it."""
+    return (*(tensor.placements if is_sharded(tensor) else ()), tuple(to_local(tensor).shape))
 
 
 def _check_decay(decay: Any) -> None:
