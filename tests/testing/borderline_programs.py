@@ -224,6 +224,7 @@ def note(path, pid):
 
 def with_children(out):
     """Has workers that persist, a child, a child in a session of its own, and a thread that does not end."""
+    chainring.deterministic(0)
     pids = Path(out).parent.parent / "pids"
     loader = torch.utils.data.DataLoader(Noted(pids), 4, num_workers=1, persistent_workers=True)
     for new_session in (False, True):

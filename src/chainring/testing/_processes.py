@@ -91,7 +91,7 @@ def run(start: Start, task: Task) -> int:
 
 
 def _end(process: Process, mark: str) -> None:
-    """Kill a process with its group, and whatever it has started that carries the mark."""
+    """Kill a process with its group, and whatever it has started that carries the mark, and wait until they are gone."""
     if process.pid is None:
         return
     with contextlib.suppress(OSError):
@@ -101,11 +101,23 @@ def _end(process: Process, mark: str) -> None:
             os.kill(process.pid, signal.SIGKILL)
     while process.poll() is None:
         time.sleep(_POLL)
-    entry = f"{MARK}={mark}".encode()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
+    until = time.monotonic() + _GRACE
+    while (left := _started(process.pid, mark)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL)
+
+
+def _started(group: int, mark: str) -> list[int]:
+    """Return the processes that are in a group or carry the mark, where the system has ``/proc``."""
+    entry, found = f"{MARK}={mark}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if entry in environment.read_bytes().split(b"\0") and int(environment.parent.name) != os.getpid():
-                os.kill(int(environment.parent.name), signal.SIGKILL)
+            state, _, its_group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state != "Z" and (int(its_group) == group or entry in (process / "environ").read_bytes().split(b"\0")):
+                found.append(int(process.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def where_it_hung(task: Task) -> str:

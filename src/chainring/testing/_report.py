@@ -121,7 +121,8 @@ def format_repetition(found: Repetition, facts: Mapping[str, Any], shared: list[
 def format_unseeded(found: Findings, generators: list[str]) -> list[str]:
     """Return the lines for a program whose resume is exact only where it draws the same again before its run."""
     where = f" {_place(found.iteration)}, in the {_text(found.first[0])}" if found.first else " at the end"
-    line = "chainring.deterministic(0)" if len(generators) == len(_SEEDS) else "; ".join(map(_SEEDS.__getitem__, generators))
+    seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
+    line = "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
     return [
         "inconclusive: two uninterrupted runs of the program already differ, since it does not seed its generators, and "
         "what it draws before the run, such as its data or their split, is in no state.",

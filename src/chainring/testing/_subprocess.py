@@ -89,8 +89,8 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """True if the run has ended and is saved."""
-        return self.path("facts").exists()
+        """True if the run has ended, is saved, and everything in it is finalized."""
+        return self.path("done").exists()
 
     @property
     def snapshot(self) -> Path:
@@ -185,6 +185,7 @@ def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> N
         serializers.load(Path(trainer.out) / task.resume_from, trainer)
     original(trainer)
     observer.save(trainer, ended_itself=True)  # at the end of the data, if that was not done before
+    task.path("done").touch()
 
 
 class _Observer:
@@ -281,7 +282,7 @@ class _Observer:
 
     def save(self, trainer: Trainer, ended_itself: bool) -> None:
         """Save the state at the end, and facts that explain a difference; once."""
-        if self._task.is_done:
+        if self._task.path("facts").exists():
             return
         facts = {
             "ended_itself": ended_itself,
