@@ -1,6 +1,7 @@
 """Summary and DictSummary: weighted means and deviations that depend on the values alone."""
 
 import math
+import random
 from decimal import Decimal
 from fractions import Fraction
 from itertools import permutations
@@ -465,3 +466,50 @@ def test_summaries_of_other_kinds_are_not_added():
     holds_metric.add({"f1": Metric()})
     with pytest.raises(ValueError, match=r"metrics \['f1'\] are computed .*; add their values, not the metrics"):
         DictSummary() + holds_metric
+
+
+def extreme(draw):
+    """A float of any size, or none at all."""
+    kinds = [
+        lambda: draw.gauss(0, 1),
+        lambda: draw.gauss(0, 1) * 10.0 ** draw.randint(-300, 300),
+        lambda: math.ldexp(draw.random(), -1060),
+        lambda: draw.choice([0.0, -0.0, 1e308, -1e308, 5e-324, 0.1, 1e16]),
+    ]
+    return draw.choice(kinds)()
+
+
+@pytest.mark.parametrize("special", [(), (math.nan,), (math.inf,), (math.inf, -math.inf)], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_statistics_are_equal_to_the_last_bit_whatever_was_saved_when(seed, special):
+    """Of values that cancel and overflow, saved and loaded never, often, or after each; and the mean is rounded once."""
+    draw = random.Random(seed)
+    rows = [({f"key{number}": extreme(draw) for number in range(3)}, draw.choice([1, 0.5, 0.25])) for _ in range(300)]
+    for value in special:
+        rows[draw.randrange(300)][0]["key0"] = value
+    results, means = [], []
+    for saves in ((), sorted(draw.sample(range(300), 20)), range(300)):
+        summary = DictSummary()
+        for number, (row, weight) in enumerate(rows):
+            summary.add({key: torch.tensor(value, dtype=torch.float64) for key, value in row.items()}, weight)
+            if number in saves:
+                summary = saved_and_loaded(summary)
+        means.append({key: value.hex() for key, value in summary.compute_mean().items()})
+        results.append({key: value.hex() for key, value in summary.make_statistics().items()})
+    assert means[0] == means[1] == means[2]
+    assert results[0] == results[1] == results[2]
+    products = [Fraction(row["key1"] * weight) for row, weight in rows]
+    exact = sum(products)
+    if abs(exact) < Fraction(1.7e308):
+        assert means[0]["key1"] == (float(exact) / sum(weight for _, weight in rows)).hex()
+
+
+def test_the_saved_state_of_an_open_interval_does_not_grow():
+    """A fixed number of numbers a key, after ten observations as after ten thousand."""
+    sizes = []
+    for count in (10, 10_000):
+        summary = DictSummary()
+        for number in range(count):
+            summary.add({"a": torch.tensor(float(number)), "b": 0.1 * number}, 1)
+        sizes.append({key: torch.as_tensor(value).numel() for key, value in summary.state_dict().items() if key != "names"})
+    assert sizes[0] == sizes[1]

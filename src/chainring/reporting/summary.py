@@ -586,7 +586,7 @@ def exact_sum(numbers: list[float]) -> float:
     """Return the correctly rounded sum, which does not depend on the order."""
     try:
         return math.fsum(numbers)
-    except ValueError:  # infinities of both signs
-        return math.nan
-    except OverflowError:  # past the largest float on the way, in this order
-        return math.fsum(math.ldexp(number, -64) for number in numbers) * 2.0**64
+    except (ValueError, OverflowError):  # infinities of both signs; past the largest float on the way, in this order
+        total = ExactSum()
+        total.add(numbers)
+        return total.value()

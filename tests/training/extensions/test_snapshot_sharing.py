@@ -105,3 +105,22 @@ def test_what_a_person_removes_or_puts_there_during_the_run_is_not_counted_and_n
     with warnings.catch_warnings(action="error"):
         run(tmp_path, 6, (snapshot(n_retains=3, asynchronous=False), EVERY), tamper)
     assert names(tmp_path) == ["copy", "snapshot_iter_4", "snapshot_iter_5", "snapshot_iter_6"]
+
+
+def test_no_manifest_is_read_while_the_run_goes_on(tmp_path, monkeypatch):
+    """They are read when it begins: a commit costs the same however many snapshots are kept, and who keeps them."""
+    run(tmp_path, 6, (snapshot(), EVERY), (snapshot(n_retains=3), (2, "iteration")))
+    read, opened, iterations = [], open, []
+
+    def recorded(path, mode="r", *rest, **more):
+        if str(path).endswith("manifest.json") and "r" in mode:
+            read.append(str(path))
+        return opened(path, mode, *rest, **more)
+
+    monkeypatch.setattr("builtins.open", recorded)
+    both = [(snapshot(autoload=True), EVERY), (snapshot(n_retains=3), (2, "iteration"))]
+    with pytest.warns(UserWarning, match="only here"):
+        run(tmp_path, 12, *both, lambda trainer: iterations.append(len(read)))
+    assert len(iterations) == 6
+    assert len(set(iterations)) == 1
+    assert len(names(tmp_path)) == 12

@@ -229,6 +229,8 @@ class LogReport(Extension):
             self._rows, self._stored = list(rows or ()), None
             if rows is None and in_file is not None:
                 self._find_rows((directory or Path()) / Path(in_file[0]).name, *in_file[1:])
+            if serializer.comm.rank != 0:  # now, because rank 0 writes the file as soon as all have loaded
+                self._rows, self._stored = self.log, None
         self._means.serialize(serializer)
         self._media.serialize(serializer["media"])
 
