@@ -73,6 +73,8 @@ def report_histogram(key: str, values: Any) -> None:
 
 
 def _report(key: str, value: Any, convert: Any) -> None:
+    if torch.compiler.is_compiling():  # nothing of it belongs into a graph; decorating it by `disable` imports the compiler
+        torch._dynamo.graph_break("images, texts and histograms are not reported from a compiled graph")
     if current.reporter is not None:
         if not isinstance(key, str):
             raise TypeError(f'a key is a string, such as "sample"; got {key!r}')

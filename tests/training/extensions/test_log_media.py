@@ -241,3 +241,14 @@ def test_a_saved_trainer_elsewhere_keeps_what_waits(tmp_path):
     serializers.load(tmp_path / "saved", again)
     again.run()
     assert texts(tmp_path / "second") == [(0, 5, "of 3")]
+
+
+def test_a_compiled_update_that_reports_them_runs_uncompiled_with_a_warning(tmp_path):
+    """What it reports is what it computes."""
+    model = Model()
+    iterator = SerialIterator(np.arange(4, dtype=np.float32), 2, shuffle=False)
+    updater = training.StandardUpdater(iterator, torch.optim.SGD(model.parameters(), lr=0.1), model, compile=True)
+    with pytest.warns(UserWarning, match="updates run as they are, not compiled"):
+        training.Trainer(updater, (2, "iteration"), str(tmp_path), [LogReport()]).run()
+    ((_, found),) = [(line["row"], line["media"]) for line in lines(tmp_path)]
+    assert found == {"batch": {"kind": "text", "text": "[2.0, 3.0]"}}
