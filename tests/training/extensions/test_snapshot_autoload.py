@@ -6,7 +6,7 @@ import warnings
 import pytest
 from snapshots import EVERY, Net, Witness, differing, flip, holds, names, only, run, trainer_of, weights_of
 
-from chainring import serializers, training
+from chainring import deterministic, serializers, training
 from chainring.serializers._store import CorruptError
 from chainring.training.extensions import snapshot
 
@@ -14,6 +14,7 @@ from chainring.training.extensions import snapshot
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The states of a run of eight iterations that nothing interrupts."""
+    deterministic(0)  # as before each test, which is later
     witness = Witness()
     run(tmp_path_factory.mktemp("whole"), 8, (snapshot(autoload=True), EVERY), witness)
     return witness.states
