@@ -429,7 +429,7 @@ class LoaderIterator(Iterator):
             position = LoaderPosition(*position[:2], dict(zip(map(str, range(ranks)), states, strict=True)), *position[3:])
         names = ("passes", "taken", "generators", "loader", "generators_now")
         position = LoaderPosition(*[serializer(name, value) for name, value in zip(names, position, strict=True)])
-        saved_ranks = visit_optional(serializer, "ranks", max(ranks, self.size) if self.per_rank else 0)
+        saved_ranks = visit_optional(serializer, "ranks", max(ranks, self.size) if saving and self.per_rank else 0)
         if not saving:
             self._check_sizes(sizes, position.taken)
             if (saved_ranks > 0) != self.per_rank and position.taken:
@@ -538,14 +538,14 @@ class LoaderIterator(Iterator):
                 ) from None
 
     def _skip_batch(self) -> None:
-        if not self._is_own_share:
-            self._next_batch()
-            return
-        try:  # the other ranks are not asked: it is known that one of them had a batch
-            self._last_batch = self._next_of_loader()
+        """Fetch a batch that was taken before. Other ranks are not asked: it is known that one of them had it."""
+        try:
+            batch = self._next_of_loader()
         except StopIteration:
-            if self._last_batch is None:
+            if not self._is_own_share or self._last_batch is None:
                 raise
+        else:
+            self._last_batch = batch if self._is_own_share else None
         self._position = LoaderPosition(self._position.passes, self._position.taken + 1, self._position.generators)
 
 
