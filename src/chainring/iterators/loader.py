@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,8 +233,8 @@ class LoaderIterator(Iterator):
             try:
                 item = next(self._pass)
             except StopIteration as error:
-                if _is_from_dataset(error):
-                    raise not_the_end(f"the dataset or collate_fn of iterator {self.name!r}") from error
+                if _is_from_data(error, self._pass):
+                    raise not_the_end(f"the dataset or a function of the loader of iterator {self.name!r}") from error
                 raise
         return make_batch(item)
 
@@ -610,9 +611,15 @@ def _is_dataset(source: Any) -> bool:
     return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
 
 
-def _is_from_dataset(error: StopIteration) -> bool:
-    """Return whether a dataset or a ``collate_fn`` has raised an error through a ``DataLoader``, here or in a worker."""
+def _is_from_data(error: StopIteration, source: Any) -> bool:
+    """Return whether an error that has come out of ``next(source)`` was raised by a function that makes data.
+
+    That is the dataset or the ``collate_fn`` of a ``DataLoader``, here or in a worker, or a function that ``map`` calls.
+    """
     traceback = error.__traceback__
+    assert traceback is not None
+    if not isinstance(type(source).__next__, FunctionType):  # as of map, through which the end of another iterator may come
+        return traceback.tb_next is not None and traceback.tb_next.tb_frame.f_code.co_name != "__next__"
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         owner, name = type(frame.f_locals.get("self")).__name__, frame.f_code.co_name

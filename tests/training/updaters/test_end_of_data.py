@@ -63,9 +63,13 @@ def prefetched():
 CODE = {
     "dataset": (stopping, "the dataset Stopping of iterator 'main'"),
     "dataset without seeding": (lambda: stopping(example_rng=False), "the dataset Stopping of iterator 'main'"),
-    "dataset of a loader": (loaded, "the dataset or collate_fn of iterator 'main'"),
-    "dataset in a worker": (lambda: loaded(num_workers=1), "the dataset or collate_fn of iterator 'main'"),
-    "collate_fn": (lambda: loaded(collate_fn=stop, sampler=[0] * 8), "the dataset or collate_fn of iterator 'main'"),
+    "dataset of a loader": (loaded, "of the loader of iterator 'main'"),
+    "dataset in a worker": (lambda: loaded(num_workers=1), "of the loader of iterator 'main'"),
+    "collate_fn": (lambda: loaded(collate_fn=stop, sampler=[0] * 8), "of the loader of iterator 'main'"),
+    "function of a map": (
+        lambda: StandardUpdater(lambda: map(stop, range(3)), torch.optim.SGD(MODEL.parameters()), MODEL),
+        "of the loader of iterator 'main'",
+    ),
     "converter": (lambda: updater_of(converter=stop), "in stop "),
     "converter in advance": (prefetched, "the converter"),
     "model": (lambda: updater_of(model=StoppingModel()), "in stop "),
@@ -164,6 +168,25 @@ def test_an_updater_of_ones_own_ends_with_its_iterator(tmp_path, kind, make):
     updater = kind(make())
     Trainer(updater, out=str(tmp_path)).run()
     assert updater.iteration == 3
+
+
+def test_a_pass_may_end_with_an_iterator_inside_of_another(tmp_path):
+    """``map`` over an object with ``__next__``, which ends after three."""
+    model = same_regression()
+    rows = [part[:4] for part in regression_data().tensors]
+
+    def take(number):
+        return rows
+
+    class Wrapping(Counting):
+        def __iter__(self):
+            return self
+
+    for loader in (lambda: map(take, iter(Counting().__next__, None)), lambda: map(take, Wrapping())):
+        iterator = LoaderIterator(loader, repeat=False)
+        updater = StandardUpdater(iterator, torch.optim.SGD(model.parameters()), model)
+        Trainer(updater, out=str(tmp_path)).run()
+        assert updater.iteration == 3
 
 
 @pytest.mark.parametrize("kind", [Listed, Registered])

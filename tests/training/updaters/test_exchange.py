@@ -45,12 +45,15 @@ def test_an_update_without_a_step_is_no_error_if_the_ranks_agree():
 
 
 def test_a_model_of_ddp_may_exchange_by_itself_but_not_with_weighed_losses():
-    """``loss.backward()`` and ``optimizer.step()`` are a mean over ranks; after ``self.backward`` it would be half of it."""
-    runs = [(ByItself, True, {}), (WeighedByItself, True, {})]
+    """``loss.backward()`` and ``optimizer.step()`` are a mean over ranks; after ``self.backward`` it would be half of it.
+
+    Nor with a closure, which returns the loss of each rank to its own optimizer.
+    """
+    runs = [(ByItself, True, {}), (WeighedByItself, True, {}), (WithClosure, True, {})]
     first, second = on_two_ranks(train_on_rank, runs)
     assert first[0] == second[0]
     assert first[0][1] == 4
-    assert all("step by itself" in each[1][0] for each in (first, second))
+    assert all("step by itself" in text for text, _ in (*first[1:], *second[1:]))
 
 
 def test_one_process_may_step_as_it_likes():

@@ -28,7 +28,7 @@ class ExchangeWatch:
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self.has_exchanged = self._is_stepping = False
         self._optimizers = optimizers
-        self._stepped_outside: list[str] = []
+        self._stepped_outside: list[tuple[str, bool]] = []  # the name, and whether it was given a closure
         for name, optimizer in optimizers.items():
             if hasattr(optimizer, "_optimizer_step_post_hooks"):  # its __init__ has called that of Optimizer
                 optimizer.register_step_post_hook(partial(self._note_step, name))
@@ -45,9 +45,10 @@ class ExchangeWatch:
         yield
         self._is_stepping = False
 
-    def _note_step(self, name: str, *_: Any) -> None:
+    def _note_step(self, name: str, _: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:
-            self._stepped_outside.append(name)
+            has_closure = kwargs.get("closure", *args[1:2]) is not None
+            self._stepped_outside.append((name, has_closure))
 
     def check(self, comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules, has_weighed: bool) -> None:
         """Refuse an update after which the ranks may differ, or in which DDP has exchanged gradients with other weights.
@@ -61,9 +62,10 @@ class ExchangeWatch:
         Raises:
             RuntimeError: an optimizer stepped by itself, or the parameters of the ranks differ.
         """
-        for name in self._stepped_outside:
+        for name, has_closure in self._stepped_outside:
             parameters = list_parameters([self._optimizers[name]])
-            if has_weighed or not all(id(parameter) in wrapped.parameters for parameter in parameters):
+            # A closure gives each rank its own loss, by which its optimizer decides for itself.
+            if has_weighed or has_closure or not all(id(parameter) in wrapped.parameters for parameter in parameters):
                 raise RuntimeError(
                     f"update_core has let optimizer {name!r} step by itself, so the {comm.size} ranks have not averaged its "
                     f"gradients: write self.backward(loss) and self.step({name!r}) in update_core, or self.step({name!r}, "
