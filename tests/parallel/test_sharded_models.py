@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from two_ranks import on_two_ranks
 
+from chainring import serializers
 from chainring.iterators import SerialIterator
 from chainring.parallel import RankFailed
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, clip_grad_value, extensions
@@ -148,3 +149,26 @@ def test_statistics_of_a_sharded_model_are_complete_after_an_evaluation():
     }
     for keys in on_two_ranks(statistics):
         assert wanted <= set(keys), keys
+
+
+def saved_alone(comm, out):
+    """The words with which the state of a sharded training is refused that each rank would save by itself."""
+    net = a_net()
+    fully_shard(net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    updater = StandardUpdater(SerialIterator([(x, t) for x, t in zip(X, T, strict=True)], 8), optimizer, net)
+    words = []
+    for target, name in ((updater, "updater"), (net, "model")):
+        try:
+            serializers.save(f"{out}/{name}-{comm.rank}", target)
+        except ValueError as error:
+            words.append(str(error))
+    return words
+
+
+def test_shards_that_are_not_the_whole_are_not_saved(tmp_path):
+    """A training whose updater knows of no other ranks; the model alone is gathered, and saved whole."""
+    for words in on_two_ranks(saved_alone, str(tmp_path)):
+        assert len(words) == 1, words
+        assert "this process would write" in words[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"model-0", "model-1"}

@@ -164,6 +164,7 @@ class Checkpoint:
 
     Raises:
         TypeError: a value cannot be restored; the error names its path.
+        ValueError: the shards that the ranks hold of a tensor are not the whole of it, once.
     """
 
     def __init__(self, state: StateCollector) -> None:
@@ -171,6 +172,8 @@ class Checkpoint:
         self._referred, self._comm = state.referred, state.comm
         sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
         shards = {name: shard for name in sharded if (shard := local_shard(tensors[name])) is not None}
+        if sharded:
+            _check_coverage({name: tensors[name] for name in sorted(sharded)}, shards, self._comm)
         whole = {name: tensor for name, tensor in tensors.items() if name not in sharded and self._comm.rank == 0}
         self.is_sharded = bool(sharded)
         self.tensors = {**whole, **{name: shards[name].tensor for name in tensors if name in shards}}
@@ -203,6 +206,19 @@ class Checkpoint:
             coordinate(comm, store, name, write, files, iteration, about)
         else:
             participate(comm, write)
+
+
+def _check_coverage(tensors: Mapping[str, Tensor], shards: Mapping[str, Any], comm: Communicator) -> None:
+    sizes = [shards[name].tensor.numel() if name in shards else 0 for name in tensors]
+    written = torch.tensor(comm.gather_object(sizes)).sum(0).tolist()
+    for (name, tensor), size in zip(tensors.items(), written, strict=True):
+        if size != tensor.numel():
+            ranks = "this process" if comm.size == 1 else f"the {comm.size} ranks"
+            raise ValueError(
+                f"{name!r} has {tensor.numel()} numbers, and {ranks} would write {size} of them, so that it could not be "
+                "loaded again: give the updater comm=create_communicator(), so that all ranks write their shards, or save "
+                "the model alone, which is written whole, by serializers.save(path, model)"
+            )
 
 
 def coordinate(

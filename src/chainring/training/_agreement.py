@@ -47,10 +47,11 @@ def check_out(out: str, comm: Communicator) -> None:
         probe.touch(exist_ok=False)
     try:
         name = comm.broadcast_object(probe.name)
-        blind = [rank for rank, is_seen in enumerate(comm.gather_object(os.path.exists(Path(out) / name))) if not is_seen]
+        is_seen = comm.gather_object(os.path.exists(Path(out) / name))
     finally:
         probe.unlink(missing_ok=True)
-    if blind:
+    blind = [rank for rank, seen in enumerate(is_seen) if not seen]
+    if blind and is_seen[0]:
         raise ValueError(
             f"out is one directory for all ranks, from which each of them resumes, and {out!r} of rank {blind[0]} is not "
             "that of rank 0: give a path on storage that all machines share"

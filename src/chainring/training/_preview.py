@@ -23,10 +23,10 @@ from chainring.serializers.base import (
     visit_if_stateful,
 )
 from chainring.training._run import optional_method, prepare
-from chainring.training._unsaved import Attributes, attributes_of, changed, remedy, unsaved
 from chainring.training.triggers.base import describe, keys_of, never
 
 if TYPE_CHECKING:
+    from chainring.training._unsaved import Attributes
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
     from chainring.training.updaters.base import Updater
@@ -150,6 +150,8 @@ def rehearse(trainer: Trainer) -> None:
                 f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
                 f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
             )
+    from chainring.training._unsaved import attributes_of  # which imports NumPy's generators, for a rehearsal alone
+
     seen: list[Attributes] = []
     with _state_put_back(trainer), ExitStack() as stack:
         prepare(trainer)
@@ -205,6 +207,8 @@ def _watched(trainer: Trainer) -> Iterator[tuple[str, list[str]]]:
 
 def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, after: Attributes) -> None:
     """Name what the updates have changed and no state holds, now that all state has been put back."""
+    from chainring.training._unsaved import attributes_of, changed, remedy, unsaved
+
     found = unsaved(changed(before, between, after), before, attributes_of(trainer))
     if found and trainer.comm.rank == 0:
         shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
