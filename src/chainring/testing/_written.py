@@ -100,6 +100,8 @@ def compare_files(first: Files, second: Files, resumed: Files) -> tuple[dict[str
     differing, left_out = {}, []
     unrepeatable = {_without_digits(path) for path in first.keys() ^ second.keys()}
     for path in first | resumed:
+        if os.path.isabs(path) and path not in second:
+            continue  # made by the first run once for all, such as data, or under a name that is drawn
         if _without_digits(path) in unrepeatable or (path in resumed and path not in first and path in second):
             left_out.append(path)
             continue

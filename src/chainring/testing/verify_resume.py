@@ -214,6 +214,7 @@ class _Verification:
         self._mark = secrets.token_hex(16)
         self._seeds = secrets.randbits(32), secrets.randbits(32)
         self._verdict = Verdict("exact")
+        self._has_searched = False  # True once a resumed run was looked through for what no state holds
 
     def judge(self) -> Verdict:
         """Launch the runs, compare them, and return the verdict."""
@@ -225,7 +226,7 @@ class _Verification:
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
             lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
-        lines += _report.format_forgotten(verdict.unsaved) if verdict.kills else []
+        lines += _report.format_forgotten(verdict.unsaved) if self._has_searched else []
         verdict.report = "\n".join(lines)
         return verdict
 
@@ -307,6 +308,7 @@ class _Verification:
                 return self._not_resumable(resumed, code), kill, resumed
             found = compare_resumed(first, parts[-1], resumed, repetition)
             self._verdict.unsaved |= forgotten(parts[-1], resumed)
+            self._has_searched = True
             parts.append(resumed)
             if found.differs:
                 break

@@ -1,0 +1,55 @@
+"""chainring verify-resume finds the script of the README and the examples exact, as they stand."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from running import EXAMPLES
+from test_killed_examples import SMALL
+
+ARGUMENTS = {
+    "mnist/train_mnist.py": (),
+    "loader/step1_trainer.py": (),
+    "loader/step2_extensions.py": (),
+    "loader/step3_iterator.py": (),
+    "gan/train_gan.py": ("--unit", "16"),
+    "preemptible/train.py": (),
+    "images/train_images.py": (),
+    "sweep/sweep.py": ("--epoch", "3"),
+    "distributed/train_digits.py": (),
+    "distributed/train_language_model.py": ("--sentences", "500", "--unit", "16"),
+    "transformers/train_adapters.py": ("--sentences", "300", "--batchsize", "50"),
+}
+
+
+def verified(cwd, *arguments):
+    """The finished command."""
+    command = [sys.executable, "-m", "chainring", "verify-resume", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_the_script_of_the_readme_is_exact_though_it_seeds_nothing(tmp_path):
+    """Killed after the end of an epoch, after an evaluation, within an epoch, and after a snapshot."""
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1))
+    done = verified(tmp_path, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exact: killed 3 times" in done.stdout
+    assert "Not reached" not in done.stdout
+    assert "no attribute was found that no state holds" in done.stdout
+
+
+@pytest.mark.parametrize("script", ARGUMENTS)
+def test_an_example_is_exact_and_nothing_lies_outside_its_state(script, tmp_path):
+    """Over a few iterations."""
+    few = ("--iterations", "6", "--kill-after", "4")
+    done = verified(tmp_path, *few, EXAMPLES / script, *ARGUMENTS[script])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no attribute was found that no state holds" in done.stdout
+
+
+def test_no_example_that_trains_is_left_out():
+    """Each that runs a trainer is verified, here or among those that are killed."""
+    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py") if "trainer.run()" in path.read_text()}
+    assert scripts == {*ARGUMENTS, *SMALL}
