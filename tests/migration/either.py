@@ -54,6 +54,12 @@ if IS_CHAINER:
     def as_input(array):
         return array
 
+    def is_training(model):
+        return bool(chainer.config.train)
+
+    def has_graph(loss):
+        return loss.creator is not None
+
     def classifier(weights, bias):
         return chainer.links.Classifier(chainer.links.Linear(*weights.T.shape, initialW=weights, initial_bias=bias))
 
@@ -95,6 +101,12 @@ else:
 
     def as_input(array):
         return torch.from_numpy(array)
+
+    def is_training(model):
+        return model.training
+
+    def has_graph(loss):
+        return loss.grad_fn is not None
 
     def classifier(weights, bias):
         linear = nn.Linear(*weights.T.shape)

@@ -1,5 +1,7 @@
 """Extensions: names, order, and what else is called."""
 
+import os
+
 from either import extensions, make_trainer, training
 
 
@@ -95,3 +97,13 @@ def missing():
         trainer.get_extension("nobody")
     except (ValueError, KeyError) as error:
         return "nobody" in str(error)
+
+
+def files_of_extensions():
+    """`PlotReport` with a name of its own, and `dump_graph`: the files in `out`."""
+    trainer, _ = make_trainer((2, "epoch"))
+    trainer.extend(extensions.LogReport())
+    trainer.extend(extensions.PlotReport(["main/loss"], filename="loss.png"))
+    trainer.extend(extensions.dump_graph("main/loss"))
+    trainer.run()
+    return sorted(name for name in os.listdir(trainer.out) if name in ("log", "loss.png", "cg.dot"))

@@ -12,6 +12,8 @@ from either import (
     Reporter,
     Summary,
     extensions,
+    has_graph,
+    is_training,
     iterators,
     make_trainer,
     points,
@@ -136,3 +138,14 @@ def summaries():
         {key: float(x) for key, x in several.compute_mean().items()},
         {key: float(x) for key, x in several.make_statistics().items()},
     ]  # fmt: skip
+
+
+def mode_of_an_evaluation():
+    """`using_config("train", False)`, `no_backprop_mode()`: an `Evaluator` does both, and only while it evaluates."""
+    trainer, model = make_trainer((1, "epoch"))
+    seen = []
+    test = iterators.SerialIterator(points(4), 4, repeat=False, shuffle=False)
+    look = lambda x, t: seen.append([is_training(model), has_graph(model(x, t))])  # noqa: E731
+    trainer.extend(extensions.Evaluator(test, model, eval_func=look))
+    trainer.run()
+    return [seen, is_training(model)]

@@ -4,7 +4,21 @@ import os
 import re
 
 import numpy as np
-from either import IS_CHAINER, Line, exchange, extensions, iterators, make_trainer, rows, serializers, to_list, training
+from either import (
+    IS_CHAINER,
+    Line,
+    exchange,
+    extensions,
+    iterators,
+    make_trainer,
+    make_updater,
+    points,
+    rows,
+    serializers,
+    sgd,
+    to_list,
+    training,
+)
 
 
 def snapshot_names():
@@ -167,3 +181,37 @@ def evaluation_iterator():
         trainer.extend(extensions.snapshot(autoload=True), trigger=(1, "iteration"))
         trainer.run()
     return seen
+
+
+class _Outer(Line):
+    """A model whose part has state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        if IS_CHAINER:
+            with self.init_scope():
+                self.part = _Keeper()
+        else:
+            self.part = _Keeper()
+
+
+def part_with_state():
+    """A part of a model with a `serialize` of its own is saved with the run, and comes back in the next."""
+    seen = []
+    for stop in (3, 5):
+        model = _Outer()
+        iterator = iterators.SerialIterator(points(), 4, shuffle=False)
+        updater = make_updater(iterator, sgd(model, 0.1), model, loss_func=_loss(model))
+        trainer = training.Trainer(updater, (stop, "iteration"))
+        trainer.extend(extensions.snapshot(autoload=True), trigger=(1, "iteration"))
+        trainer.run()
+        seen.append([model.part.seen, trainer.updater.iteration])
+    return seen
+
+
+def _loss(model):
+    def loss_func(*inputs):
+        model.part.seen += 1
+        return model.part(*inputs[-2:]) + model(*inputs[-2:])
+
+    return loss_func
