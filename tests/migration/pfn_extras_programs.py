@@ -124,6 +124,17 @@ def best_values():
     return [*found, fired(triggers.BestValueTrigger("x", lambda best, new: new < 0.7 * best, (1, "iteration")))]
 
 
+def best_values_kept():
+    """`MinValue` and `MaxValue`: the best value of a run, and when it was."""
+    run = Run(5)
+    run.extend(extensions.observe_value("x", lambda trainer: VALUES[iteration_of(trainer) - 1]), trigger=(1, "iteration"))
+    kept = [extensions.MinValue("x", (1, "iteration")), extensions.MaxValue("x", (1, "epoch"))]
+    for extension in kept:
+        run.extend(extension)
+    run.run()
+    return [[extension.best_value, extension.best_iteration, extension.best_epoch] for extension in kept]
+
+
 def early_stopping():
     """`EarlyStoppingTrigger`: the iteration at which the run ends."""
     stops = [(mode, patience) for mode in ("min", "max") for patience in (1, 3)]

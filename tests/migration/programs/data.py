@@ -1,5 +1,8 @@
 """Datasets and converters."""
 
+import io
+import zipfile
+
 import numpy as np
 from either import DatasetMixin, concat_examples, datasets, to_list
 
@@ -75,6 +78,22 @@ def images():
     arrays = [plain[0], plain[1], labeled[0][0], labeled[1][0]]
     labels = [int(labeled[i][1]) for i in range(2)]
     return [labels, [[str(array.dtype), list(array.shape), array.tolist()] for array in arrays]]
+
+
+def zipped_images():
+    """`ZippedImageDataset` and `LabeledZippedImageDataset`: the images of an archive, and those that a file labels."""
+    from PIL import Image
+
+    with zipfile.ZipFile("images.zip", "w") as archive:
+        for name in ("a.png", "b.png"):
+            buffer = io.BytesIO()
+            Image.fromarray(np.random.RandomState(ord(name[0])).randint(0, 256, (3, 2, 3), np.uint8)).save(buffer, "png")
+            archive.writestr(name, buffer.getvalue())
+    with open("pairs.txt", "w") as file:
+        file.write("b.png 4\na.png 2\n")
+    plain, labeled = datasets.ZippedImageDataset("images.zip"), datasets.LabeledZippedImageDataset("images.zip", "pairs.txt")
+    arrays = [plain[0], plain[1], labeled[0][0], labeled[1][0]]
+    return [[int(labeled[i][1]) for i in range(2)], [[str(array.dtype), array.tolist()] for array in arrays]]
 
 
 def text():
