@@ -1,6 +1,10 @@
 """chainring verify-resume compares a script as it is."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +93,21 @@ def test_a_script_that_does_not_end_in_time_is_inconclusive_and_fails_with_3(tmp
     script.write_text("import threading\nthreading.Event().wait()\n")
     assert main(["verify-resume", "--timeout", "5", str(script)]) == 3
     assert "had not ended after 5 seconds; it hung before the first iteration" in capsys.readouterr().out
+
+
+def test_a_command_that_is_terminated_ends_the_script_too(tmp_path):
+    """SIGTERM leaves no process behind."""
+    script, pid = tmp_path / "train.py", tmp_path / "pid"
+    script.write_text(
+        "import os, sys, threading\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nthreading.Event().wait()\n"
+    )
+    os.mkfifo(pid)
+    command = subprocess.Popen([sys.executable, "-m", "chainring", "verify-resume", script, pid], stdout=subprocess.DEVNULL)
+    running = int(pid.read_text())
+    command.terminate()
+    assert command.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(running, 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_one_call_kills_at_four_kinds_of_points():
     assert "killed after iteration 4 (right after an evaluation)" in text
     assert "killed after iteration 6 (right after the end of an epoch)" in text
     assert "killed after iteration 9 (within an epoch)" in text
-    assert "killed after iteration 13, resumed from a snapshot of iteration 10 (some iterations after a snapshot" in text
+    assert "killed after iteration 12, resumed from a snapshot of iteration 10 (some iterations after a snapshot" in text
     assert "Not reached" not in text
 
 

@@ -46,7 +46,11 @@ def choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str]
         kills.setdefault(at, Kill(at, at)).reasons.append(EVALUATION)
     if (within := _within(first, last, epochs)) is not None:
         kills.setdefault(within, Kill(within, within)).reasons.append(WITHIN)
-    _add_redone(kills, first, epochs[1] + 2 if len(epochs) > 1 and epochs[1] + 2 < last else last - 1)
+    latest = max(kills, default=first)
+    is_second_end_reached = len(epochs) > 1 and epochs[1] + 2 < last
+    _add_redone(
+        kills, first, epochs[1] + 2 if is_second_end_reached else min(last - 1, max(latest + 3, (latest + last) // 2))
+    )
     reached = {reason for kill in kills.values() for reason in kill.reasons}
     return [kills[at] for at in sorted(kills)], [kind for kind in (WITHIN, END, EVALUATION, REDONE) if kind not in reached]
 
