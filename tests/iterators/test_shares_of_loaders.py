@@ -59,23 +59,28 @@ def train(comm, out, prefetches):
     updater = updater_over(DevicePrefetcher(source, "cpu") if prefetches else source, comm)
     trainer = Trainer(updater, (2, "epoch"), out=out)
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
+    trainer.extend(extensions.Evaluator(LoaderIterator(Cut(comm.rank), per_rank=True), updater.get_model("main")))
     trainer.run()
-    log = trainer.get_extension("LogReport").log
-    return parameters(updater), updater.iteration, updater.epoch, [row["main/loss"] for row in log]
+    return parameters(updater), updater.iteration, updater.epoch, losses(trainer)
+
+
+def losses(trainer):
+    return [row[key] for row in trainer.get_extension("LogReport").log for key in ("main/loss", "validation/main/loss")]
 
 
 def test_ranks_with_shares_of_their_own_train_as_one_on_all_rows(tmp_path):
-    """Every row counts once and means are over all; the rank whose share ends early takes part until all have ended."""
+    """Every row counts once, in evaluations too; a rank whose share ends early takes part until all have ended."""
     found = on_two_ranks(train_both, str(tmp_path / "ranks"))
     whole = updater_over(whole_batches())
     trainer = Trainer(whole, (2, "epoch"), out=tmp_path / "one")
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
+    trainer.extend(extensions.Evaluator(whole_batches(), whole.get_model("main")))
     trainer.run()
     assert not [result for result in found if isinstance(result, str)]
     for values, iteration, epoch, log in [*found[0], *found[1]]:
         assert (iteration, epoch) == (8, 2)
         assert values == pytest.approx(parameters(whole), rel=1e-5)
-        assert log == pytest.approx([row["main/loss"] for row in trainer.get_extension("LogReport").log], rel=1e-5)
+        assert log == pytest.approx(losses(trainer), rel=1e-5)
 
 
 def read(comm, count):
