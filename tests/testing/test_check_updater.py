@@ -113,7 +113,7 @@ class EndsAfterLoading(Sound):
 
     def update_core(self):
         if self.is_loaded:
-            raise StopIteration
+            self.batches = SerialIterator([], 2, repeat=False)
         super().update_core()
 
     def serialize(self, serializer):

@@ -217,3 +217,9 @@ def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
     """The error gives the rule and the value."""
     with pytest.raises(error, match=message):
         Plot(*arguments)
+
+
+def test_the_argument_of_chainer_is_named():
+    """Chainer's scripts write file_name=."""
+    with pytest.raises(TypeError, match="file_name, as Chainer's has; write filename="):
+        Plot("a", file_name="loss.png")

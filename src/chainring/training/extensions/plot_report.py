@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from chainring._files import atomic_write
 from chainring._messages import OneTimeWarning
@@ -17,6 +18,18 @@ from chainring.training.triggers import TriggerLike, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+
+P = ParamSpec("P")
+
+
+def _name_chainers_argument(construct: Callable[P, None]) -> Callable[P, None]:
+    @wraps(construct)
+    def check(*args: P.args, **settings: P.kwargs) -> None:
+        if "file_name" in settings:
+            raise TypeError("PlotReport has no argument file_name, as Chainer's has; write filename=")
+        construct(*args, **settings)
+
+    return check
 
 
 class PlotReport(Extension):
@@ -48,6 +61,7 @@ class PlotReport(Extension):
 
     skip_on_resume = True
 
+    @_name_chainers_argument
     def __init__(
         self,
         y_keys: str | Iterable[str],
