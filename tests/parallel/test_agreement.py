@@ -5,12 +5,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from two_ranks import on_two_ranks
 
 from chainring.iterators import SerialIterator
 from chainring.parallel import RankFailed
 from chainring.training import StandardUpdater, Trainer, extensions
 from chainring.training._agreement import check_agreement
+from rank_pair import on_two_ranks
 
 CASES = {
     "batch_size": ("6", "8"),

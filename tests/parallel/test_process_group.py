@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from two_ranks import exchange, on_two_ranks
+from exchanges import exchange
 
 from chainring.parallel import create_communicator
+from rank_pair import on_two_ranks
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from two_ranks import on_two_ranks
 
 from chainring import serializers
 from chainring.iterators import SerialIterator
 from chainring.parallel import RankFailed
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, clip_grad_value, extensions
+from rank_pair import on_two_ranks
 
 X = torch.linspace(-2, 2, 24).reshape(8, 3) ** 3
 T = torch.linspace(5, 9, 8).reshape(8, 1)

@@ -1,11 +1,5 @@
 """Averages of a model that `fully_shard` has cut over two ranks, for test_exponential_moving_average.py."""
 
-import multiprocessing
-import os
-import socket
-import tempfile
-import traceback
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +8,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from chainring import serializers, training
 from chainring.iterators import SerialIterator
-from chainring.parallel import create_communicator
 from chainring.training import extensions
 
 KINDS = ("average first", "sharding first", "both by hand")
@@ -40,38 +33,11 @@ def shard(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-def on_two_ranks():
-    """What `check` finds on rank 0 and on rank 1."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as place:
-        ranks = [context.Process(target=_live, args=(rank, port, place, results)) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
-        try:
-            found = dict(results.get(timeout=120) for _ in ranks)
-        finally:
-            for rank in ranks:
-                rank.join(10)
-                rank.kill()
-    return [found[0], found[1]]
-
-
-def _live(rank, port, place, results):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in where.items()})
-    torch.set_num_threads(1)
-    try:
-        comm = create_communicator("cpu")
-        found = {kind: check(kind, comm, place) for kind in KINDS}
-        found["by tensor"] = check_by_tensor(init_device_mesh("cpu", (2,)))
-        comm.close()
-    except BaseException:
-        found = {"error": traceback.format_exc()}
-    results.put((rank, found))
+def find(comm, place):
+    """What `check` finds of each kind."""
+    found = {kind: check(kind, comm, place) for kind in KINDS}
+    found["by tensor"] = check_by_tensor(init_device_mesh("cpu", (2,)))
+    return found
 
 
 def whole(model):

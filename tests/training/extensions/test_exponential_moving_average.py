@@ -7,12 +7,13 @@ import pytest
 import torch
 from regressions import regression_data, same_regression, updater_of
 from resuming import differences, parts, whole
-from sharded_averages import KINDS, on_two_ranks
+from sharded_averages import KINDS, find
 from torch import nn
 
 from chainring import training
 from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater, extensions
+from rank_pair import on_two_ranks
 
 Average = extensions.ExponentialMovingAverage
 
@@ -342,8 +343,8 @@ def test_parameters_that_are_whole_numbers_are_copied(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return on_two_ranks()
+def ranks(tmp_path_factory):
+    return on_two_ranks(find, str(tmp_path_factory.mktemp("averages")))
 
 
 @pytest.mark.parametrize("kind", KINDS)

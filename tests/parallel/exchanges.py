@@ -1,0 +1,36 @@
+"""What two processes exchange, each by its own communicator, for test_process_group.py."""
+
+import torch
+
+from chainring.parallel import RankFailed
+
+
+def exchange(comm):
+    """Each way to exchange; at the end rank 1 fails while rank 0 waits for it."""
+    rank, found = comm.rank, {"place": (comm.rank, comm.size, comm.local_rank, str(comm.device))}
+    tensors = [torch.full((2, 3), float(rank)), torch.tensor([rank], dtype=torch.int64), torch.ones(2).double() * rank]
+    comm.all_reduce(tensors[1:], average=False)
+    comm.all_reduce(tensors[:1])
+    found["reduced"] = [tensor.tolist() for tensor in tensors]
+    strided = torch.arange(6.0).reshape(2, 3).t().contiguous().t() + rank
+    comm.broadcast([strided], root=1)
+    found["broadcast"] = strided.tolist()
+    found["objects"] = comm.gather_object({"rank": rank}), comm.broadcast_object(f"from {rank}", root=1)
+    started = comm.start_max(15 * rank)
+    comm.barrier()  # may be called in between, by which nothing is mixed up
+    found["largest"] = started()
+    found["beside"] = comm.beside().gather_object(rank)
+    found["failure"] = _fail(comm)
+    comm.close()
+    return found
+
+
+def _fail(comm):
+    try:
+        if comm.rank == 1:
+            raise ValueError("broken")
+        comm.barrier()
+    except (ValueError, RuntimeError) as error:
+        failure = comm.failed(error)
+        return type(failure).__name__, isinstance(failure, RankFailed), str(failure)
+    return None
