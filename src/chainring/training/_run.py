@@ -269,8 +269,10 @@ class Run:
                 self._start(trainer, initialized, lambda: _load_newest(trainer))
                 yield
             except BaseException as error:
-                error.add_note(f"raised {_position(trainer)}")
-                failure = trainer.comm.failed(error)
+                reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
+                reason = error if reason is None else reason
+                reason.add_note(f"raised {_position(trainer)}")
+                failure = trainer.comm.failed(reason)
             failure = _end(trainer, initialized, failure)
             self.ended_at = time.monotonic()
             if self._directory is not None:

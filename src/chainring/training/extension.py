@@ -24,13 +24,17 @@ PRIORITY_READER = 100
 class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
     """Raised by an extension to put the run back to its newest snapshot, from which it continues.
 
-    Without a snapshot it ends the run, as any error does.
+    Without a snapshot it ends the run, as any error does: itself, or the error given as ``otherwise``.
 
     Example::
 
         if math.isnan(trainer.observation["main/loss"]):
             raise RollBack("the loss is NaN")
     """
+
+    def __init__(self, *arguments: object, otherwise: BaseException | None = None) -> None:
+        super().__init__(*arguments)
+        self.otherwise = otherwise
 
 
 class Extension(Stateful):

@@ -123,8 +123,9 @@ def test_stop_ends_the_run_and_no_snapshot_is_poisoned(tmp_path):
 def test_without_a_snapshot_the_run_ends_one_iteration_later(tmp_path, policy):
     """There is nothing to go back to."""
     trainer = trainer_of(tmp_path, policy, every=None)
-    with pytest.raises(NonNumberError, match=f"iteration {BAD} had NaN"):
+    with pytest.raises(NonNumberError, match=f"iteration {BAD} had NaN") as caught:
         trainer.run()
+    assert caught.type is NonNumberError  # and not a class that no script knows
     assert trainer.updater.iteration == BAD + 1
 
 

@@ -196,7 +196,8 @@ class FailOnNonNumber(Extension):
             if bool(is_bad):
                 self._bad_iterations.add(iteration)
                 self._pending = []
-                raise _RollBack(f"the update of iteration {iteration} had NaN or infinity in its loss or gradients")
+                text = f"the update of iteration {iteration} had NaN or infinity in its loss or gradients"
+                raise RollBack(text, otherwise=NonNumberError(text))
 
     @staticmethod
     def replay(path: str | PathLike[str], updater: StandardUpdater) -> None:
@@ -250,10 +251,6 @@ class NonNumberError(RuntimeError):
         except NonNumberError as error:
             print(error)  # names the value, the iteration, and the bundle that replays the batch
     """
-
-
-class _RollBack(RollBack, NonNumberError):  # noqa: N818 - see RollBack
-    """Ends the run with a `NonNumberError` if there is no snapshot to go back to."""
 
 
 class _ReplayEnd(Exception):  # noqa: N818 - it ends the replay before the step, and is not an error
