@@ -6,13 +6,13 @@ import pytest
 import torch
 from closure_ranks import REPLICATED
 from epoch_ranks import train_on_rank, updater_over
-from rank_pair import on_two_ranks
 from toys import assert_close, observed_update, parameters_of, regression_data, same_regression
 
 from chainring import serializers
 from chainring.iterators import LoaderIterator, SerialIterator
 from chainring.testing import check_updater
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions
+from rank_pair import on_two_ranks
 
 
 def by_hand(size, batch_size, accumulate, epochs):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from closure_ranks import REPLICATED, SETTINGS, WithBackward, train_each_on_rank, train_on_rank
 from parallel_toys import TWO
-from rank_pair import on_two_ranks
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression
 
 from chainring import report
@@ -21,6 +20,7 @@ from chainring.training import (
     clip_grad_value,
     extensions,
 )
+from rank_pair import on_two_ranks
 
 PLAIN = {"lr": 0.1, "max_iter": 4, "history_size": 3}
 SEARCHING = {"lr": 1.0, "max_iter": 5, "line_search_fn": "strong_wolfe"}

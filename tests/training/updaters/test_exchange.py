@@ -14,6 +14,7 @@ from exchange_ranks import (
     train,
     train_on_rank,
 )
+
 from rank_pair import on_two_ranks
 
 

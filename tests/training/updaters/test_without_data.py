@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from rank_pair import on_two_ranks
 from torch import nn
 from toys import Regression, observed_update
 
 from chainring.testing import check_updater
 from chainring.training import ParallelUpdater, StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions
+from rank_pair import on_two_ranks
 
 
 class Valley(nn.Module):
