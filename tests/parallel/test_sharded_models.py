@@ -101,8 +101,8 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused(refusals):
         assert "fully_shard" in words[0]
 
 
-def tensor_parallel(comm):
-    """The words with which tensor parallelism over the ranks that share a batch is refused."""
+def tensor_parallel(comm, out):
+    """With a communicator the words of the refusal; without one the parameters after two updates, and the warnings."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -112,14 +112,34 @@ def tensor_parallel(comm):
     try:
         an_updater(net, (), comm)
     except ValueError as error:
-        return str(error)
+        words = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(an_updater(net, ()), (2, "iteration"), out=f"{out}/{comm.rank}").run()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().tolist() for p in net.parameters()]
+    return words, whole, [str(warning.message) for warning in caught]
 
 
-def test_tensor_parallelism_over_the_ranks_that_share_a_batch_is_refused():
+@pytest.fixture(scope="module")
+def in_parallel(tmp_path_factory):
+    return on_two_ranks(tensor_parallel, str(tmp_path_factory.mktemp("parallel")))
+
+
+def test_tensor_parallelism_over_the_ranks_that_share_a_batch_is_refused(in_parallel):
     """Each of them would see other rows, and the gradients would be those of nothing."""
-    for words in on_two_ranks(tensor_parallel):
+    for words, _, _ in in_parallel:
         assert "would see different rows" in words
         assert "fully_shard(model, mesh=" in words
+
+
+def test_tensor_parallelism_without_a_communicator_is_exact_and_needs_none(in_parallel, tmp_path):
+    """All ranks see the same rows; nothing advises to give each a share of them."""
+    net = a_net()
+    Trainer(an_updater(net, ()), (2, "iteration"), out=str(tmp_path)).run()
+    for _, whole, said in in_parallel:
+        assert not [text for text in said if "has no comm" in text]
+        for one, other in zip(whole, net.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(one), other.detach())
 
 
 def statistics(comm):

@@ -199,6 +199,19 @@ def test_the_function_without_data_is_minimised():
     assert (len(log), page["trainer"].updater.epoch) == (10, 0)
 
 
+def test_an_environment_resumes_at_every_step_of_an_episode(tmp_path):
+    """That of gymnasium's cart and pole, which has no state to save: its actions are taken again."""
+    page = run_section("Environments")
+    log = page["trainer"].get_extension("LogReport").log
+    assert log[-1]["main/steps"] > log[0]["main/steps"]
+
+    def make(out, length):
+        torch.manual_seed(3)
+        return training.Trainer(page["reinforce"](), length, out)
+
+    assert_resumes_everywhere(make, tmp_path, 6)
+
+
 def test_the_recipe_of_a_closure_trains_and_its_loss_falls():
     """Six steps of LBFGS, and a step of the optimizer that looks nearby."""
     page = run_section("Optimizers that need a closure")

@@ -33,6 +33,11 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [] if module is None else [child for child in model.modules() if isinstance(child, module.FSDPModule)]
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Return whether ranks compute a model together, all on the same rows, and `fully_shard` has no part in it."""
+    return not fsdp_modules(model) and any(map(is_sharded, model.parameters()))
+
+
 def find_misplaced(model: nn.Module, size: int) -> tuple[str, Any] | None:
     """Return a sharded parameter, with its name, that `fully_shard` has not placed over ``size`` ranks; ``None`` if all are.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from chainring import _random
+from chainring._distributed.sharding import is_tensor_parallel
 from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
@@ -354,7 +355,8 @@ def prepare(trainer: Trainer) -> None:
     for name, model in updater.get_all_models().items():
         for path, module in named_submodules(name, model):
             trainer.reporter.add_observer(path, module)
-    comm.begin()
+    if not any(map(is_tensor_parallel, updater.get_all_models().values())):  # whose ranks need no comm
+        comm.begin()
     for iterator in updater.get_all_iterators().values():
         share_among_ranks(iterator, comm)
     if hasattr(updater, "start"):
