@@ -15,6 +15,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -264,9 +265,16 @@ def _parse(body: bytes) -> Manifest:
 
 def _manifest_of(directory: Path) -> Manifest | None:
     try:
-        return read_manifest(directory)
+        status = os.lstat(directory / MANIFEST)
+        return _read_once(directory, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     except (OSError, CorruptError):
         return None
+
+
+@lru_cache(4096)
+def _read_once(directory: Path, *_status: int) -> Manifest:
+    """Return a manifest for a list of snapshots, read once as long as its file is not written anew; `verify` reads it."""
+    return read_manifest(directory)
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:

@@ -1,7 +1,10 @@
 """A rerun of the same script continues from the newest sound snapshot, and says which were not."""
 
 import os
+import sys
 import warnings
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from snapshots import EVERY, Net, Witness, differing, flip, holds, names, only, run, trainer_of, weights_of
@@ -69,6 +72,25 @@ def test_damaged_ones_are_warned_about_and_an_older_one_is_continued(tmp_path, w
     assert differing(states[8], whole[8]) == []
     assert names(tmp_path / "abandoned/1") == ["snapshot_iter_3", "snapshot_iter_4"]
     assert holds(tmp_path / "snapshot_iter_4", whole[4])
+
+
+manifests_read = Counter()
+
+
+def note_manifest(event, arguments):
+    """An audit hook, which stays as long as the process does."""
+    if event == "open" and str(arguments[0]).endswith("manifest.json") and arguments[2] & os.O_ACCMODE == os.O_RDONLY:
+        manifests_read[Path(arguments[0]).parent.name] += 1
+
+
+def test_the_manifest_of_a_snapshot_that_is_kept_is_read_once(tmp_path):
+    """However many there are, and however many are taken after them; that which is loaded is verified besides."""
+    go(tmp_path, 6)
+    sys.addaudithook(note_manifest)
+    manifests_read.clear()
+    go(tmp_path, 9, seed=5)
+    kept = [f"snapshot_iter_{k}" for k in range(1, 6)]
+    assert {name: manifests_read[name] for name in kept} == dict.fromkeys(kept, 1)
 
 
 def test_where_none_is_sound_the_run_is_refused(tmp_path):
