@@ -1,8 +1,9 @@
 """What two processes exchange, each by its own communicator, for test_process_group.py."""
 
 import torch
+import torch.distributed as dist
 
-from chainring.parallel import RankFailed
+from chainring.parallel import RankFailed, create_communicator
 
 
 def exchange(comm):
@@ -23,6 +24,15 @@ def exchange(comm):
     found["failure"] = _fail(comm)
     comm.close()
     return found
+
+
+def exchange_in_a_group(comm):
+    """The same failure over a communicator for a process group that it has not made; whether that group is left."""
+    assert dist.is_initialized()
+    other = create_communicator("cpu")
+    found = other.gather_object(comm.rank), _fail(other)
+    other.close()
+    return *found, dist.is_initialized(), comm.gather_object(comm.rank)
 
 
 def _fail(comm):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import exchange
+from exchanges import exchange, exchange_in_a_group
 
 from chainring.parallel import create_communicator
 from rank_pair import on_two_ranks
@@ -107,3 +107,13 @@ def test_several_tasks_that_cannot_join_are_refused(monkeypatch, name, launcher)
         create_communicator("cpu")
     monkeypatch.setenv(name, "1")
     assert create_communicator("cpu").size == 1
+
+
+def test_an_error_reaches_all_in_a_process_group_that_the_script_has_made():
+    """With its traceback; the group is the script's, and stays."""
+    found = on_two_ranks(exchange_in_a_group)
+    assert [(ranks, is_left, after) for ranks, _, is_left, after in found] == [([0, 1], True, [0, 1])] * 2
+    (name, is_told, text), failed = (failure for _, failure, _, _ in found)
+    assert (name, is_told) == ("RankFailed", True)
+    assert "rank 1 has failed" in text
+    assert failed[0] == "ValueError"

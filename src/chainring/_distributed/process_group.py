@@ -25,6 +25,7 @@ from chainring.converters import Device, as_device
 
 _TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """The variables in which launchers other than torchrun say how many tasks they have started."""
+_groups_joined = 0
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
 _FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
@@ -61,8 +62,8 @@ def create_communicator(device: Device = None) -> Communicator:
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
-    store = None if started else _start(rank, size, rank_device)
-    return ProcessGroupCommunicator(rank_device, local_rank, store)
+    store = _store_of_group() if started else _start(rank, size, rank_device)
+    return ProcessGroupCommunicator(rank_device, local_rank, store, ends_group=not started)
 
 
 def _read_environment() -> tuple[int, int, int]:
@@ -128,22 +129,32 @@ def _start(rank: int, size: int, device: torch.device) -> Any:
     return store
 
 
+def _store_of_group() -> Any:
+    """Return the store of a process group that the script, or a launcher such as Ray, has made; ``None`` without one."""
+    global _groups_joined
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if find is None:
+        return None
+    _groups_joined += 1  # the same number on all ranks, for keys that no earlier communicator has used
+    return PrefixStore(f"chainring/joined/{_groups_joined}", find())
+
+
 class ProcessGroupCommunicator(Communicator):
     """The ranks of torch.distributed's process group.
 
     Tensors go through a group of its backend, everything else through one of gloo's on the host, which does not wait for
-    the device. The default group is left to DDP and FSDP. With a ``store``, through which the ranks have met, this
-    communicator has started the process group, and also ends it.
+    the device. The default group is left to DDP and FSDP. Errors reach the other ranks by the ``store`` through which they
+    have met. With ``ends_group`` this communicator has started the process group, and also ends it.
     """
 
-    def __init__(self, device: torch.device, local_rank: int, store: Any) -> None:
+    def __init__(self, device: torch.device, local_rank: int, store: Any, ends_group: bool = False) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = local_rank
         self.device = device
         self._failures = None if store is None else FailureBroadcast(store, self.rank, self.size)
         self._tensors, self._objects = _new_group(), _new_group("gloo")
-        self._is_open = True
+        self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
             mute()
         atexit.register(self.close)
@@ -208,9 +219,9 @@ class ProcessGroupCommunicator(Communicator):
         atexit.unregister(self.close)
         if self._failures is not None:
             self._failures.close()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        self._failures, self._is_open = None, False
+        if self._ends_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._failures, self._is_open, self._ends_group = None, False, False
 
 
 class FailureBroadcast:
