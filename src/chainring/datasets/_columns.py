@@ -41,13 +41,14 @@ class Batch(Sequence[Any]):
     @overload
     def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> Batch: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
+    def __getitem__(self, index: slice | Indices) -> Batch: ...
+    def __getitem__(self, index: int | slice | Indices) -> Any:
+        if isinstance(index, (slice, np.ndarray)):
             if self._examples is not None:
-                batch = Batch(self._examples[index])
+                batch = Batch(self._examples[index] if isinstance(index, slice) else _rows_at(self._examples, index))
             else:
-                batch = Batch(columns=select_rows(self.columns, index), length=len(range(*index.indices(self._length))))
+                length = len(range(self._length)[index]) if isinstance(index, slice) else len(index)
+                batch = Batch(columns=select_rows(self.columns, index), length=length)
             batch.weight = min(self.weight, batch.weight)  # no example of a batch of weight 0 counts
             return batch
         if not -self._length <= index < self._length:
@@ -113,7 +114,21 @@ def select_rows(columns: Any, index: int | slice | Indices) -> Any:
     is_single = getattr(columns, "ndim", 1) == 0 or isinstance(columns, (str, bytes))
     if is_single or not hasattr(columns, "__getitem__"):
         return columns
+    if isinstance(index, np.ndarray):
+        return _rows_at(columns, index)
     return _with_own_memory(columns[index]) if isinstance(index, slice) and index.step not in (None, 1) else columns[index]
+
+
+def _rows_at(column: Any, indices: Indices) -> Any:
+    """Return some rows of a column, which is an array, or a sequence of strings, say, that then becomes a list."""
+    if hasattr(column, "ndim"):
+        return column[indices]
+    if isinstance(column, Sequence):
+        return [column[index] for index in indices.tolist()]
+    raise ValueError(
+        f"of a {type(column).__name__} only every n-th row can be taken; return a tuple or mapping of arrays, or a Batch of "
+        "examples"
+    )
 
 
 def _with_own_memory(rows: Any) -> Any:

@@ -7,8 +7,12 @@ from collections.abc import Iterator as PythonIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 
+from chainring._checks import is_integer
+from chainring._distributed.virtual_ranks import block_of
+from chainring._random import Indices
 from chainring.datasets._columns import Batch as Batch
 from chainring.serializers.base import Stateful
 
@@ -32,6 +36,9 @@ class Iterator(Stateful):
         step: the positions that a batch advances.
         name: its name in its updater.
         comm: the communicator of the ranks that share its batches; ``None`` as long as there is one rank.
+        virtual_ranks: the number of virtual ranks of which a rank serves a block, see `use_virtual_ranks`; or ``None``.
+        serves_virtual_ranks: True in a class whose ``__next__`` returns what `take_share` does. A class that defines another
+            ``__next__`` says it again, for otherwise several ranks that have virtual ranks refuse it.
         initial_seed: a seed of ``None`` is derived from it and the name; by default it is ``torch.initial_seed()``.
 
     Example::
@@ -56,7 +63,10 @@ class Iterator(Stateful):
     comm: Communicator | None = None
     rank: int = 0
     size: int = 1
+    virtual_ranks: int | None = None
+    serves_virtual_ranks: bool = False
     _batch_size_is_known: bool = True
+    _block: range | None = None  # of virtual ranks; None if the share is every size-th row
 
     @property
     def progress(self) -> tuple[int, int, int | None] | None:
@@ -88,6 +98,8 @@ class Iterator(Stateful):
     def share(self, rank: int, size: int) -> None:
         """Serve rank ``rank`` of ``size``: from now on return ``batch[rank::size]`` of each batch.
 
+        With `use_virtual_ranks` it is the rows of the rank's block of virtual ranks, in the order of the batch.
+
         Raises:
             ValueError: the rank is not one of the world's, or a repeated batch has fewer examples than there are ranks.
         """
@@ -95,17 +107,84 @@ class Iterator(Stateful):
             raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
         self.check_share(size)
         self.rank, self.size = rank, size
+        is_plain = self.virtual_ranks is None or self.virtual_ranks == size
+        self._block = None if is_plain else block_of(rank, size, self.virtual_ranks or 1)
 
-    def check_share(self, size: int) -> None:
-        """Refuse a world size that is too large for the batch.
+    def use_virtual_ranks(self, count: int) -> None:
+        """Let `share`, which is called next, give this rank the rows of a block of virtual ranks.
+
+        Virtual rank v of ``count`` has ``batch[v::count]``. Rank r of n has those from ``r * count // n`` to
+        ``(r + 1) * count // n - 1``; a single rank has the whole batch.
 
         Raises:
-            ValueError: a repeated batch has fewer examples than there are ranks.
+            TypeError: ``count`` is not an integer.
+            ValueError: ``count`` is below 1, or more than the examples of a repeated batch.
         """
+        self.virtual_ranks = require_virtual_ranks(count)
+        self.check_share(self.size)
+
+    def rows_of_share(self, length: int, first: int = 0) -> slice | Indices:
+        """Return which of the rows of a batch from ``first`` on, of which there are ``length``, are those of this rank.
+
+        They count from ``first``; an array or a `Batch` is indexed by the result.
+        """
+        if self._block is None:
+            return slice((self.rank - first) % self.size, None, self.size)
+        virtual = np.arange(first, first + length) % (self.virtual_ranks or 1)
+        return np.flatnonzero((virtual >= self._block.start) & (virtual < self._block.stop))
+
+    def take_share(self, batch: Batch) -> Batch:
+        """Return the rows of this rank; without any, an example with weight 0, which keeps the rank in step.
+
+        Raises:
+            ValueError: the batch has several examples, and cannot be cut.
+        """
+        if self.size == 1:
+            return batch
+        columns = batch.columns
+        if columns is not None and len(batch) > 1 and not hasattr(columns, "__getitem__"):
+            raise ValueError(
+                f"{self.size} ranks share a batch by its rows, and a {type(columns).__name__} of {len(batch)} examples "
+                "cannot be cut into rows: return a tuple or mapping of arrays, or a Batch of examples"
+            )
+        share = batch[self.rows_of_share(len(batch))]
+        if not len(share):
+            share = batch[:1]
+            share.weight = 0
+        return share
+
+    def check_share(self, size: int) -> None:
+        """Refuse a world size that is too large for the batch, or one that the virtual ranks do not allow.
+
+        Raises:
+            ValueError: a repeated batch has fewer examples than there are ranks or virtual ranks; or there are fewer virtual
+                ranks than ranks, or ``__next__`` does not know of them.
+        """
+        if self.virtual_ranks is not None:
+            self._check_virtual_ranks(self.virtual_ranks, size)
         if size > 1 and self.repeat and self._batch_size_is_known and self.batch_size < size:
             raise ValueError(
                 f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"
+            )
+
+    def _check_virtual_ranks(self, count: int, size: int) -> None:
+        if count < size:
+            raise ValueError(
+                f"every rank computes one virtual rank or more, and there are virtual_ranks={count} and {size} ranks; start "
+                f"at most {count} ranks, or take virtual_ranks={size} or more in a new run"
+            )
+        if self.repeat and self._batch_size_is_known and self.batch_size < count:
+            raise ValueError(
+                f"every virtual rank has rows of every full batch, and a batch of iterator {self.name!r} has "
+                f"{self.batch_size} examples for virtual_ranks={count}; raise the batch size, or take fewer virtual ranks"
+            )
+        cls = next(cls for cls in type(self).__mro__ if {"__next__", "serves_virtual_ranks"} & vars(cls).keys())
+        if size > 1 and not ("serves_virtual_ranks" in vars(cls) and self.serves_virtual_ranks):
+            raise ValueError(
+                f"each of {size} ranks takes the rows of its block of {count} virtual ranks, and it is not known whether "
+                f"__next__ of {cls.__name__} does: let it return self.take_share(batch) of the whole batch, or what that of "
+                "a class of Chainring does, and write serves_virtual_ranks = True in the class"
             )
 
     def use_converter(self, converter: Callable[..., Any]) -> None:
@@ -138,12 +217,34 @@ def not_the_end(what: str) -> RuntimeError:
     )
 
 
-def share_among_ranks(iterator: Any, comm: Communicator) -> None:
+def require_virtual_ranks(count: Any) -> int:
+    """Return a number of virtual ranks as it is.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is below 1.
+    """
+    if not is_integer(count):
+        raise TypeError(f"virtual_ranks is an integer of at least 1, or None, got {count!r}")
+    if count < 1:
+        raise ValueError(f"virtual_ranks is an integer of at least 1, got {count}")
+    return int(count)
+
+
+def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | None = None) -> None:
     """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks.
 
     Raises:
-        ValueError: ranks were given different seeds, so that they would take shares of different batches.
+        ValueError: ranks were given different seeds, so that they would take shares of different batches; or an iterator
+            of another library is to serve a block of virtual ranks.
     """
+    if virtual_ranks is not None and hasattr(iterator, "use_virtual_ranks"):
+        iterator.use_virtual_ranks(virtual_ranks)
+    elif virtual_ranks is not None and comm.size > 1:
+        raise ValueError(
+            f"each of {comm.size} ranks takes the rows of its block of {virtual_ranks} virtual ranks, which the iterator "
+            f"{type(iterator).__name__} cannot give; derive it from chainring.iterators.Iterator, or hand over what it reads"
+        )
     if hasattr(iterator, "share"):
         if comm.size > 1:
             iterator.initial_seed = comm.broadcast_object(torch.initial_seed())

@@ -67,7 +67,7 @@ class DevicePrefetcher(Iterator):
         self.repeat = source.repeat
         self.step = source.step
         self.counts_epochs = source.counts_epochs
-        self.rank, self.size = source.rank, source.size
+        self.rank, self.size, self.virtual_ranks = source.rank, source.size, source.virtual_ranks
         self._copier = _Copier(self.device)
         self._ready: deque[_Fetched] = deque()
         self._unsent: _Fetched | None = None  # fetched, but neither converted nor copied
@@ -194,13 +194,17 @@ class DevicePrefetcher(Iterator):
     def check_share(self, size: int) -> None:
         self.iterator.check_share(size)
 
+    def use_virtual_ranks(self, count: int) -> None:
+        self.iterator.use_virtual_ranks(count)
+
     def share(self, rank: int, size: int) -> None:
         self.iterator.share(rank, size)
         self.batch_size = self.iterator.batch_size
-        if (rank, size) != (self.rank, self.size) and self._is_ahead():  # the batches ahead are another rank's
+        share = rank, size, self.iterator.virtual_ranks
+        if share != (self.rank, self.size, self.virtual_ranks) and self._is_ahead():  # the batches ahead are another rank's
             self.iterator.load_state_dict(self._returned.saved)  # a loader without a state warns that it fetches again
             self._start()
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.virtual_ranks = share
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""

@@ -10,7 +10,7 @@ from chainring._checks import find_call_error, is_integer
 from chainring._messages import announce_change
 from chainring._random import preserve_rng, seed_all, stable_hash
 from chainring.iterators.base import Batch, Iterator
-from chainring.iterators.loader import cut_share, make_batch
+from chainring.iterators.loader import make_batch
 from chainring.serializers.base import AbstractSerializer, Serializer
 
 
@@ -46,6 +46,7 @@ class FunctionIterator(Iterator):
     """
 
     batch_size = 1
+    serves_virtual_ranks = True
     _batch_size_is_known = False
 
     def __init__(self, function: Callable[[int], Any], epoch_length: int | None = None, *, seed: int | None = None) -> None:
@@ -82,7 +83,7 @@ class FunctionIterator(Iterator):
             RuntimeError: the function has raised ``StopIteration``.
             TypeError: the function has returned no batch.
         """
-        batch = cut_share(self._call(self._index), self.rank, self.size)
+        batch = self.take_share(self._call(self._index))
         self._index += 1
         self.previous_epoch_detail = self.epoch_detail
         self.is_new_epoch = False

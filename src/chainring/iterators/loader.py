@@ -74,6 +74,8 @@ class LoaderIterator(Iterator):
         batch = next(LoaderIterator(loader))
     """
 
+    serves_virtual_ranks = True
+
     def __init__(
         self,
         loader: Iterable[Any] | Callable[[], Iterable[Any]],
@@ -139,7 +141,7 @@ class LoaderIterator(Iterator):
         if self._since_mark is not None:
             self._since_mark.append(fetched)
         self._advance(fetched)
-        return fetched.batch if self.per_rank else cut_share(fetched.batch, self.rank, self.size)
+        return fetched.batch if self.per_rank else self.take_share(fetched.batch)
 
     def _advance(self, fetched: _Fetched) -> None:
         """Count a batch that is returned."""
@@ -390,13 +392,19 @@ class LoaderIterator(Iterator):
         self.epoch, self._epoch_position, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
 
     def check_share(self, size: int) -> None:
-        if size > 1 and not self.per_rank:
-            if (what := _find_cut(self.loader)) is not None:
-                raise ValueError(
-                    f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and {what}; the batch "
-                    "size is that of all ranks together. Or say that each rank is given its own share: "
-                    "LoaderIterator(loader, per_rank=True)"
-                )
+        if size > 1 and self.per_rank and self.virtual_ranks is not None:
+            raise ValueError(
+                f"virtual rank v of {self.virtual_ranks} has the rows batch[v::{self.virtual_ranks}] of the batch of all "
+                f"ranks, and iterator {self.name!r} gives each of {size} its own share (per_rank=True), so that none knows "
+                "them; let all ranks read the same batches: leave per_rank out, and what cuts the data"
+            )
+        if size > 1 and not self.per_rank and (what := _find_cut(self.loader)) is not None:
+            raise ValueError(
+                f"iterator {self.name!r} gives each of {size} ranks its share of every batch, and {what}; the batch "
+                "size is that of all ranks together. Or say that each rank is given its own share: "
+                "LoaderIterator(loader, per_rank=True)"
+            )
+        if size == 1 or not self.per_rank:
             super().check_share(size)
 
     def share(self, rank: int, size: int) -> None:
@@ -652,27 +660,6 @@ def make_batch(item: Any) -> Batch:
         column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
         rows = len(column) if hasattr(column, "__len__") else 1
     return batch_of_columns(columns, rows)
-
-
-def cut_share(batch: Batch, rank: int, size: int) -> Batch:
-    """Return the rows of a rank; one without any repeats an example with weight 0, which keeps it in step.
-
-    Raises:
-        ValueError: the batch has several examples, and cannot be cut.
-    """
-    if size == 1:
-        return batch
-    columns = batch.columns
-    if columns is not None and len(batch) > 1 and not hasattr(columns, "__getitem__"):
-        raise ValueError(
-            f"{size} ranks share a batch by its rows, and a {type(columns).__name__} of {len(batch)} examples cannot be cut "
-            "into rows: return a tuple or mapping of arrays, or a Batch of examples"
-        )
-    share = batch[rank::size]
-    if not len(share):
-        share = batch[:1]
-        share.weight = 0
-    return share
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -40,6 +40,7 @@ class IndexedIterator(Iterator):
     """
 
     current_position: int = 0
+    serves_virtual_ranks = True
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class IndexedIterator(Iterator):
         return segments, epoch, position
 
     def _share_of_rank(self, segments: list[Segment]) -> tuple[list[Segment], bool]:
-        """Return the segments of this rank, every size-th example of the whole batch, and whether its share is empty.
+        """Return the segments of this rank's share of the whole batch, and whether it is empty.
 
         An empty share is replaced by one example, of weight 0, that keeps the rank in step with the others.
         """
@@ -146,7 +147,7 @@ class IndexedIterator(Iterator):
             return segments, False
         share, offset = [], 0
         for key, indices in segments:
-            share.append((key, indices[(self.rank - offset) % self.size :: self.size]))
+            share.append((key, indices[self.rows_of_share(len(indices), offset)]))
             offset += len(indices)
         if any(len(indices) for _, indices in share):
             return share, False

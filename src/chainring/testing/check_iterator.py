@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from chainring import _random
+from chainring._distributed.virtual_ranks import block_of
 from chainring.serializers._checkpoint import load, save
 from chainring.testing._harness import require, require_equal, require_no_error
 from chainring.training._unsaved import checksum, describe_leaves
@@ -33,8 +34,8 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
     Over two epochs, or one where it does not repeat: a new iterator that loads the state of any position goes on with the
     same batches, whatever the seed is by then; saving changes nothing; epochs are counted as `Iterator` says; global random
     generators are neither disturbed nor used. At its end it raises `StopIteration` until ``reset``; ``finalize`` may be
-    called at any time. With a ``share``, rank r of n gets ``batch[r::n]``; with a ``mark`` and ``return_to``, batches come
-    again.
+    called at any time. With a ``share``, rank r of n gets ``batch[r::n]``, and where it serves virtual ranks the rows of its
+    block of them; with a ``mark`` and ``return_to``, batches come again.
 
     Args:
         make: makes the iterator, over few examples. torch's seed is the same at each call.
@@ -222,23 +223,39 @@ def _require_shares(trial: _Trial, count: int) -> None:
     with trial.new_iterator() as iterator:
         if not hasattr(iterator, "share"):
             return
-        world_sizes = [size for size in (2, 3) if size <= getattr(iterator, "batch_size", 1)]
+        most = getattr(iterator, "batch_size", 1)
+        worlds: list[tuple[int | None, int]] = [(None, size) for size in (2, 3) if size <= most]
+        if getattr(iterator, "serves_virtual_ranks", False):
+            worlds += [(count, size) for count, size in ((3, 2), (4, 2), (4, 3)) if count <= most]
     with trial.new_iterator() as iterator:
         batches = [(_examples(next(iterator)), _counters(iterator)) for _ in range(count)]
-    for size in world_sizes:
+    for virtual_ranks, size in worlds:
         for rank in range(size):
-            rule = f"rank {rank} of {size} gets batch[{rank}::{size}], and the epochs of the whole"
-            remedy = "Return batch[self.rank::self.size]; where that is empty, one example in a Batch of weight 0"
             with trial.new_iterator() as iterator:
+                if virtual_ranks is not None:
+                    iterator.use_virtual_ranks(virtual_ranks)
                 iterator.share(rank, size)
-                for index, (examples, counters) in enumerate(batches):
-                    batch = next(iterator)
-                    weight = getattr(batch, "weight", len(batch))
-                    # A batch of weight 0 holds an example that does not count.
-                    found = _record(iterator, _examples(batch) if weight else []) | {"weight": str(weight)}
-                    share = examples[rank::size]
-                    expected = _record(iterator, share) | counters | {"weight": str(len(share))}
-                    require_equal(expected, found, f"{rule}; in batch {index}", remedy)
+                _require_share(iterator, batches, rank, size, virtual_ranks)
+
+
+def _require_share(
+    iterator: Any, batches: list[tuple[list[Any], Record]], rank: int, size: int, virtual_ranks: int | None
+) -> None:
+    """Require an iterator that was given a rank to have its rows of each batch, and to count as it does alone."""
+    block = range(rank, rank + 1) if virtual_ranks is None else block_of(rank, size, virtual_ranks)
+    rule = f"rank {rank} of {size} gets batch[{rank}::{size}], and the epochs of the whole"
+    remedy = "Return batch[self.rank::self.size]; where that is empty, one example in a Batch of weight 0"
+    if virtual_ranks is not None:
+        rule = f"rank {rank} of {size} gets the rows of virtual ranks {[*block]} of {virtual_ranks}, and the same epochs"
+        remedy = "Return self.take_share(batch)"
+    for index, (examples, counters) in enumerate(batches):
+        batch = next(iterator)
+        weight = getattr(batch, "weight", len(batch))
+        # A batch of weight 0 holds an example that does not count.
+        found = _record(iterator, _examples(batch) if weight else []) | {"weight": str(weight)}
+        share = [example for row, example in enumerate(examples) if row % (virtual_ranks or size) in block]
+        expected = _record(iterator, share) | counters | {"weight": str(len(share))}
+        require_equal(expected, found, f"{rule}; in batch {index}", remedy)
 
 
 def _require_marks(trial: _Trial, expected: list[Record]) -> None:

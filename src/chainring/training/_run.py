@@ -358,7 +358,7 @@ def prepare(trainer: Trainer) -> None:
     if not any(map(is_tensor_parallel, updater.get_all_models().values())):  # whose ranks need no comm
         comm.begin()
     for iterator in updater.get_all_iterators().values():
-        share_among_ranks(iterator, comm)
+        share_among_ranks(iterator, comm, getattr(updater, "virtual_ranks", None))
     if hasattr(updater, "start"):
         updater.start()
 
