@@ -52,6 +52,19 @@ class Communicator:
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Replace each tensor, in place, by the one of rank ``root``."""
 
+    def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send ``sent[r]``, in one dimension, to rank r; return what each rank has sent here, in the order of the ranks.
+
+        Args:
+            sent: one tensor for each rank, all of one dtype on one device.
+            sizes: how many elements each rank sends here.
+        """
+        return [tensors[self.rank].to(sent[0].device) for tensors in self.gather_object(list(sent))]
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape, in the order of the ranks."""
+        return [gathered.to(tensor.device) for gathered in self.gather_object(tensor)]
+
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in the order of the ranks, on every rank."""
         return [obj] * self.size

@@ -169,6 +169,16 @@ class ProcessGroupCommunicator(Communicator):
         for flat in _flattened(tensors):
             dist.broadcast(flat, root, group=self._tensors)
 
+    def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        received = sent[0].new_empty(sum(sizes))
+        dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), [*map(len, sent)], group=self._tensors)
+        return list(received.split(list(sizes)))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather_into_tensor(gathered, tensor, group=self._tensors)
+        return list(gathered)
+
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, obj, group=self._objects)
