@@ -172,7 +172,7 @@ class ProcessGroupCommunicator(Communicator):
     def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         received = sent[0].new_empty(sum(sizes))
         dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), [*map(len, sent)], group=self._tensors)
-        return list(received.split(list(sizes)))
+        return list(torch.split(received, list(sizes)))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = tensor.new_empty(self.size, *tensor.shape)

@@ -22,10 +22,10 @@ _BUCKET = 25 << 20  # bytes of gradients that are exchanged at once
 
 
 class Node(NamedTuple):
-    """A node of the tree: the leaves ``index * 2**level`` up to those of the next one."""
+    """A node of the tree: the leaves ``position * 2**level`` up to those of the next one."""
 
     level: int
-    index: int
+    position: int
 
 
 def block_of(rank: int, size: int, count: int) -> range:
@@ -42,12 +42,12 @@ def fold(nodes: dict[Node, T], count: int, add: Callable[[T, T], T]) -> dict[Nod
         for node in sorted(node for node in nodes if node.level == level):
             if node not in nodes:  # combined with its left sibling
                 continue
-            value, sibling = nodes.pop(node), Node(level, node.index ^ 1)
-            is_root = node.index == 0 and 1 << level >= count
-            if is_root or (sibling not in nodes and sibling.index << level < count):
+            value, sibling = nodes.pop(node), Node(level, node.position ^ 1)
+            is_root = node.position == 0 and 1 << level >= count
+            if is_root or (sibling not in nodes and sibling.position << level < count):
                 remaining[node] = value
             else:
-                parent = Node(level + 1, node.index >> 1)
+                parent = Node(level + 1, node.position >> 1)
                 nodes[parent] = add(value, nodes.pop(sibling)) if sibling in nodes else value
         level += 1
     return remaining
@@ -126,7 +126,8 @@ def _sum_over_ranks(
     }
     (total,) = fold(parts, count, Tensor.add_).values()
     flat = torch.cat(comm.all_gather(total))
-    *values, flags = flat.split([*(tensor.numel() for tensor in like), flat.numel() - sum(map(Tensor.numel, like))])
+    elements = list(map(Tensor.numel, like))
+    *values, flags = torch.split(flat, [*elements, len(flat) - sum(elements)])
     touched = present if all(present) else [bool(flag) for flag in flags.tolist()]  # only then is the device waited for
     return [
         value.view_as(tensor) if is_touched else None

@@ -18,8 +18,9 @@ from chainring.converters import Device, as_device, concat_examples, device_scop
 from chainring.datasets._columns import count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
+from chainring.training.updaters._arguments import check_default_update, check_models
 from chainring.training.updaters._forward import check_loss
-from chainring.training.updaters.standard import StandardUpdater, check_models
+from chainring.training.updaters.standard import StandardUpdater
 
 
 class ParallelUpdater(StandardUpdater):
@@ -71,7 +72,7 @@ class ParallelUpdater(StandardUpdater):
         main = check_models(model if models is None else models)["main"]
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:
-            self._check_default_update()
+            check_default_update(self._iterators, self._models, self._optimizers)
         self._replicas = _make_replicas(main, models, devices)
         self.device = self._replicas[0].device
         self._reporter_with_replicas: Reporter | None = None

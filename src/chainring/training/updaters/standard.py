@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,22 +13,26 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 
-from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._progress import raise_unless_end
 from chainring.converters import Device, as_device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
-from chainring.iterators.loader import as_iterator
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+from chainring.training.updaters._arguments import (
+    as_iterators,
+    check_default_update,
+    check_models,
+    check_optimizers,
+    check_settings,
+    look_up,
+)
 from chainring.training.updaters._closures import (
     NO_FP16,
     Evaluation,
-    can_step,
     check_not_sharded,
     check_returned,
     mean_loss,
@@ -42,7 +45,6 @@ from chainring.training.updaters._forward import (
     arguments,
     check_call,
     check_loss,
-    check_loss_func,
     loss_and_weight,
     run_backward,
 )
@@ -52,17 +54,51 @@ from chainring.training.updaters._gradients import (
     rescale,
     scale,
     stash,
+    step_optimizer,
     sum_over_ranks,
     unstash,
 )
 from chainring.training.updaters._precision import Precision, device_type_of
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, list_buffers
-from chainring.training.updaters.base import Updater, hyperparameters, parameter_names
+from chainring.training.updaters.base import Updater, hyperparameters
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
 T = TypeVar("T")
 _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 """Stands for the main iterator of an updater that has none."""
+
+
+class UpdateState:
+    """What an update has come to; with virtual ranks each of them has its own.
+
+    Attributes:
+        context: of the micro-batch under way.
+        examples: how many it has.
+        is_last_micro_batch: True if optimizers step in it.
+        weights: of the micro-batches by their number: of the first backward of each.
+        backward_weight: of the last backward; ``None`` before the first of a micro-batch.
+        has_loss_weight: True if a loss came with a weight.
+        total_weights: the sum over micro-batches for each optimizer.
+        deferred: optimizers that step at the end of the update.
+        stashed: their gradients, where an overridden update_core may add foreign ones.
+        stepped: optimizers that have stepped, whose gradients the next backward clears.
+        closures: those that optimizers step by, of each micro-batch.
+        precedes_closure: optimizers that had gradients before they were given a closure.
+    """
+
+    def __init__(self, context: UpdateContext) -> None:
+        self.context = context
+        self.examples: Any = 1
+        self.is_last_micro_batch = True
+        self.weights: dict[int, Any] = {}
+        self.backward_weight: Any = None
+        self.has_loss_weight = False
+        self.total_weights: dict[str, Any] = {}
+        self.deferred: list[str] = []
+        self.stashed: dict[Tensor, Tensor] = {}
+        self.stepped: list[Optimizer] = []
+        self.closures: dict[str, list[Evaluation]] = {}
+        self.precedes_closure: set[str] = set()
 
 
 class StandardUpdater(Updater):
@@ -134,12 +170,12 @@ class StandardUpdater(Updater):
         accumulate_across_epochs: bool = True,
     ) -> None:
         self._models = check_models(model)
-        self._optimizers = _check_optimizers(optimizer, self._models)
-        self._iterators = _as_iterators(iterator)
+        self._optimizers = check_optimizers(optimizer, self._models)
+        self._iterators = as_iterators(iterator)
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
-        _check_settings(converter, loss_func, accumulate, accumulate_across_epochs, callbacks)
+        check_settings(converter, loss_func, accumulate, accumulate_across_epochs, callbacks)
         if not self._overrides("update_core"):
-            self._check_default_update()
+            check_default_update(self._iterators, self._models, self._optimizers)
         self.converter = converter
         self.device = as_device(device)
         self.loss_func = loss_func
@@ -237,7 +273,7 @@ class StandardUpdater(Updater):
         batch = next(self._iterators["main"])
         inputs = self.converter(batch, self.device)
         if self.callbacks.batch_on_finish:
-            self._context = UpdateContext(self, self.iteration, 0)
+            self._state.context = UpdateContext(self, self.iteration, 0)
             inputs = self._finish_batch(inputs, count_examples(batch))
         weight = self._compute(inputs)
         if weight is None:
@@ -255,7 +291,7 @@ class StandardUpdater(Updater):
         check_loss(loss)
         run_backward(loss)
         for optimizer in self._optimizers.values():
-            _step_optimizer(optimizer)
+            step_optimizer(optimizer)
         return weight
 
     def _update_in_stages(self) -> None:
@@ -264,15 +300,15 @@ class StandardUpdater(Updater):
         self._begin_update()
         if self.accumulate == 1:
             self.update_core()
-            self.weight = require_count(self._weights.get(0, self._examples))
+            self.weight = require_count(self._state.weights.get(0, self._state.examples))
         else:
             self._accumulate()
-        if self._averages and self._has_loss_weight and (observation := current_observation()) is not None:
+        if self._averages and self._state.has_loss_weight and (observation := current_observation()) is not None:
             observation["main/weight"] = self._total_weight  # of all micro-batches and ranks, and not their mean
         if self._precision.scaler is not None:
             self._precision.scaler.update()
         if self._exchange_watch is not None:
-            has_weighed = self._backward_weight is not None
+            has_weighed = self._state.backward_weight is not None
             self._exchange_watch.check(self.comm, self._models, self._wrapped, has_weighed)
         if self.comm.size > 1 and (buffers := list_buffers(list(self._models.values()))):
             self.comm.broadcast(buffers)
@@ -283,40 +319,28 @@ class StandardUpdater(Updater):
     def _begin_update(self) -> None:
         if self._exchange_watch is not None:
             self._exchange_watch.begin()
-        self._context = UpdateContext(self, self.iteration, 0)
-        self._examples: Any = 1
-        self._has_loss_weight = False  # True if a loss came with a weight
-        self._weights: dict[int, Any] = {}  # of the micro-batches by their number: of the first backward of each
-        self._backward_weight: Any = None
-        self._closures: dict[str, list[Evaluation]] = {}
-        self._precedes_closure: set[str] = set()  # optimizers that had gradients before they were given a closure
-        self._stepped: list[Optimizer] = []
-        self._is_last_micro_batch = True
+        self._state = UpdateState(UpdateContext(self, self.iteration, 0))
         self.weight = 0
         main = self._iterators.get("main")
-        if self._averages:
-            # The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its
-            # weight over that of a full update, and the sums of the gradients are corrected once, at the end.
-            self._reference_weight = self.accumulate * getattr(main, "batch_size", 1)
-            self._total_weights: dict[str, Any] = {}
-            self._deferred: list[str] = []  # optimizers that step at the end of the update
-            self._stashed: dict[Tensor, Tensor] = {}
+        # The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its weight
+        # over that of a full update, and the sums of the gradients are corrected once, at the end.
+        self._reference_weight = self.accumulate * getattr(main, "batch_size", 1)
         if self._spans_batches:
             self._epoch_before = getattr(main, "epoch", 0)
             self._epoch_detail_before = getattr(main, "epoch_detail", None)
 
     def _accumulate(self) -> None:
         """Run the micro-batches of an update; if the data end after some, the update is made of those."""
-        outer = current_observation()
+        state, outer = self._state, current_observation()
         observed: list[dict[str, Any]] = []
         for micro_step in range(self.accumulate):
-            before, self._context = self._context, UpdateContext(self, self.iteration, micro_step)
-            self._is_last_micro_batch = micro_step == self.accumulate - 1
+            before, state.context = state.context, UpdateContext(self, self.iteration, micro_step)
+            state.is_last_micro_batch = micro_step == self.accumulate - 1
             observation: dict[str, Any] = {}
             self._discard_stale_gradients()
             # Stashed gradients are exchanged each time, since the last backward does not see them.
-            self._wrapped.set_gradient_sync(self._is_last_micro_batch or self._stashes)
-            self._backward_weight = None
+            self._wrapped.set_gradient_sync(state.is_last_micro_batch or self._stashes)
+            state.backward_weight = None
             try:
                 with nullcontext() if outer is None else report_scope(observation):
                     self.update_core()
@@ -324,30 +348,31 @@ class StandardUpdater(Updater):
                 if not observed:
                     raise
                 raise_unless_end(self, error)
-                self._context = before
+                state.context = before
                 self._finish_early()
                 break
-            self._weights.setdefault(micro_step, self._examples)  # of an update_core that does without `backward`
+            state.weights.setdefault(micro_step, state.examples)  # of an update_core that does without `backward`
             observed.append(observation)
             if self._ends_with_epoch and self._epoch_has_ended():
                 self._finish_early()
                 break
-        weights = [require_count(self._weights[micro_step]) for micro_step in range(len(observed))]
+        weights = [require_count(state.weights[micro_step]) for micro_step in range(len(observed))]
         self.weight = sum(weights)
         if outer is not None:
             outer.update(weighted_means(list(zip(observed, weights, strict=True))))
 
     def _finish_early(self) -> None:
         """Let the optimizers step that wait for a last micro-batch, which does not come."""
-        self._is_last_micro_batch = True
-        names = [name for name in self._deferred if name in self._total_weights and name not in self._closures]
-        if not (names or self._closures):
+        state = self._state
+        state.is_last_micro_batch = True
+        names = [name for name in state.deferred if name in state.total_weights and name not in state.closures]
+        if not (names or state.closures):
             return
         self._discard_stale_gradients()
         self._exchange_late()
         if names:
             self._finish_step(names)
-        for name in list(self._closures):
+        for name in list(state.closures):
             self._finish_step_by_closure(name)
 
     def _epoch_has_ended(self) -> bool:
@@ -356,16 +381,16 @@ class StandardUpdater(Updater):
     def _discard_stale_gradients(self) -> None:
         """Clear gradients that were added after an optimizer's step: a generator's loss also reaches its critic."""
         if self._stashes:
-            for name in self._deferred:
+            for name in self._state.deferred:
                 clear_gradients(self._optimizers[name])
 
     def _exchange_late(self) -> None:
         """Let wrapped models exchange the gradients that they have accumulated, as the last micro-batch would have done."""
         self._wrapped.set_gradient_sync(True)
-        if self.comm.size > 1 and self._wrapped.parameters and not self._stashes and not self._closures:
+        if self.comm.size > 1 and self._wrapped.parameters and not self._stashes and not self._state.closures:
             unreported = nullcontext() if current_observation() is None else report_scope({})
             with unreported, self._precision.autocast():
-                loss, _ = self._compute_loss(self._models["main"], self._context.batch)
+                loss, _ = self._compute_loss(self._models["main"], self._state.context.batch)
             run_backward(loss * 0)
 
     # --- the stages of a micro-batch, for `update_core` ---
@@ -386,8 +411,8 @@ class StandardUpdater(Updater):
     def _compute_gradients(self, batch: Any) -> Any:
         with self.autocast():
             loss, weight = self._compute_loss(self._models["main"], batch)
-            self._context.loss = loss
-        self._has_loss_weight = self._has_loss_weight or weight is not None
+            self._state.context.loss = loss
+        self._state.has_loss_weight = self._state.has_loss_weight or weight is not None
         self.backward(loss, weight)
         return loss
 
@@ -402,18 +427,18 @@ class StandardUpdater(Updater):
             StopIteration: the data have ended.
             KeyError: there is no iterator of that name.
         """
-        batch = next(_look_up(self._iterators, name, "iterator"))
+        batch = next(look_up(self._iterators, name, "iterator"))
         examples = count_examples(batch)
         if name == "main":
-            self._examples = examples
+            self._state.examples = examples
             if self._ends_with_epoch and self._epoch_has_ended():  # known before the backward in which ranks exchange
-                self._is_last_micro_batch = True
+                self._state.is_last_micro_batch = True
                 self._wrapped.set_gradient_sync(True)
         return self._finish_batch(self.converter(batch, self.device), examples)
 
     def _finish_batch(self, converted: Any, examples: Any) -> Any:
         """Call the callbacks of a converted batch; return the batch, which they may have replaced."""
-        context = self._context
+        context = self._state.context
         context.batch, context.examples = converted, None if isinstance(examples, Uncounted) else examples
         if self.callbacks.batch_on_finish:
             run(self.callbacks.batch_on_finish, context)
@@ -428,10 +453,10 @@ class StandardUpdater(Updater):
 
     @contextmanager
     def _forward_stage(self) -> PythonIterator[None]:
-        run(self.callbacks.forward_on_start, self._context)
+        run(self.callbacks.forward_on_start, self._state.context)
         with self._precision.autocast():
             yield
-        run(self.callbacks.forward_on_finish, self._context)
+        run(self.callbacks.forward_on_finish, self._state.context)
 
     def _compute_loss(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         """Return the loss of a converted batch, and its weight if it comes with one."""
@@ -462,14 +487,15 @@ class StandardUpdater(Updater):
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
         """
         check_loss(loss)
-        examples = self._examples
+        state = self._state
+        examples = state.examples
         if weight is None or (type(examples) is int and examples == 0):  # a repeated example never counts
             weight = require_count(examples)
-        self._weights.setdefault(self._context.micro_step, weight)
-        self._backward_weight = weight
-        if self._stepped:
+        state.weights.setdefault(state.context.micro_step, weight)
+        state.backward_weight = weight
+        if state.stepped:
             self._clear_stepped()
-        context, callbacks, scaler = self._context, self.callbacks, self._precision.scaler
+        context, callbacks, scaler = state.context, self.callbacks, self._precision.scaler
         context.loss = loss
         if callbacks.backward_on_start:
             run(callbacks.backward_on_start, context)
@@ -484,9 +510,9 @@ class StandardUpdater(Updater):
 
     def _clear_stepped(self) -> None:
         """Clear the gradients of a step before, in an update of several."""
-        for optimizer in self._stepped:
+        for optimizer in self._state.stepped:
             clear_gradients(optimizer)
-        self._stepped = []
+        self._state.stepped = []
 
     def step(self, name: str = "main", closure: Callable[[], Tensor] | None = None) -> None:
         """Let an optimizer step, in the last micro-batch: communicate, unscale, callbacks, ``optimizer.step()``.
@@ -531,22 +557,22 @@ class StandardUpdater(Updater):
     def _step(self, names: list[str]) -> None:
         if self._averages:
             self._add_total_weights(names)
-        if self._is_last_micro_batch:
+        if self._state.is_last_micro_batch:
             self._finish_step(names)
             return
-        self._deferred += [name for name in names if name not in self._deferred]
+        self._state.deferred += [name for name in names if name not in self._state.deferred]
         if self._stashes:
             for name in names:
-                stash(self.get_optimizer(name), self._stashed, self._wrapped.in_buckets)
+                stash(self.get_optimizer(name), self._state.stashed, self._wrapped.in_buckets)
 
     def _add_total_weights(self, names: list[str]) -> None:
-        if self._backward_weight is None:
+        if self._state.backward_weight is None:
             raise RuntimeError(
                 "step() follows self.backward(loss), which weights this micro-batch beside the others and those of other "
                 "ranks; write self.backward(loss) in update_core, not loss.backward()"
             )
         for name in names:
-            self._total_weights[name] = self._total_weights.get(name, 0) + self._backward_weight
+            self._state.total_weights[name] = self._state.total_weights.get(name, 0) + self._state.backward_weight
 
     def _finish_step(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
@@ -555,12 +581,12 @@ class StandardUpdater(Updater):
         with self._stepping():
             for optimizer in optimizers:
                 if scaler is None:
-                    _step_optimizer(optimizer)
+                    step_optimizer(optimizer)
                 else:
                     scaler.step(optimizer)
         if self.callbacks.update_on_finish:
-            run(self.callbacks.update_on_finish, self._context)
-        self._stepped += optimizers
+            run(self.callbacks.update_on_finish, self._state.context)
+        self._state.stepped += optimizers
 
     def _stepping(self) -> AbstractContextManager[None]:
         """Return the context of steps whose gradients have been exchanged."""
@@ -577,32 +603,33 @@ class StandardUpdater(Updater):
             # The gradients of the others are not final: another backward may have reached them, on each rank by itself.
             are_all = len(optimizers) == len(self._optimizers)
             with nullcontext() if are_all else only_gradients_of(optimizers, self._optimizers.values()):
-                run(self.callbacks.update_on_start, self._context)
+                run(self.callbacks.update_on_start, self._state.context)
 
     def _step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
         optimizer = self.get_optimizer(name)
+        state = self._state
         if not callable(closure):
             raise TypeError(f"a closure is a function without arguments that returns the loss, got {type(closure).__name__}")
         if self._precision.scaler is not None:
             raise ValueError(NO_FP16)
-        evaluation = Evaluation(closure, self._context, self._examples, current_observation())
-        self._closures.setdefault(name, []).append(evaluation)
-        if self._backward_weight is not None:
-            self._precedes_closure.add(name)
+        evaluation = Evaluation(closure, state.context, state.examples, current_observation())
+        state.closures.setdefault(name, []).append(evaluation)
+        if state.backward_weight is not None:
+            state.precedes_closure.add(name)
             if self._averages:
                 self._add_total_weights([name])
-        if self._is_last_micro_batch:
+        if state.is_last_micro_batch:
             self._finish_step_by_closure(name)
             return
-        self._deferred += [] if name in self._deferred else [name]
+        state.deferred += [] if name in state.deferred else [name]
         if self._stashes:
-            stash(optimizer, self._stashed, self._wrapped.in_buckets)
+            stash(optimizer, state.stashed, self._wrapped.in_buckets)
 
     def _finish_step_by_closure(self, name: str) -> None:
         """Let an optimizer step that calls the closures of all micro-batches as often as it likes."""
-        optimizer, evaluations = self.get_optimizer(name), self._closures.pop(name)
-        if name in self._precedes_closure:
-            self._precedes_closure.remove(name)
+        optimizer, evaluations = self.get_optimizer(name), self._state.closures.pop(name)
+        if name in self._state.precedes_closure:
+            self._state.precedes_closure.remove(name)
             self._finish_gradients([name], [optimizer])
         is_first = True
 
@@ -614,36 +641,42 @@ class StandardUpdater(Updater):
         with self._stepping():
             optimizer.step(closure)
         if self.callbacks.update_on_finish:
-            run(self.callbacks.update_on_finish, self._context)
-        self._stepped.append(optimizer)
+            run(self.callbacks.update_on_finish, self._state.context)
+        self._state.stepped.append(optimizer)
 
     def _evaluate(self, name: str, optimizer: Optimizer, evaluations: list[Evaluation], is_first: bool) -> Any:
         """Compute the gradients of an optimizer by its closures, and return the mean loss."""
+        state = self._state
         self._clear_stepped()
-        before = self._context, self._examples, self._backward_weight
+        before = state.context, state.examples, state.backward_weight
         with torch.enable_grad(), only_gradients_of([optimizer], self._optimizers.values()):
             losses = [self._call_closure(name, optimizer, evaluation, is_first) for evaluation in evaluations]
             unreported = nullcontext() if is_first or current_observation() is None else report_scope({})
             with unreported:
                 self._finish_gradients([name], [optimizer])
-        self._context, self._examples, self._backward_weight = before
+        state.context, state.examples, state.backward_weight = before
         return mean_loss(self.comm, losses, list_parameters([optimizer])[0].device)
 
     def _call_closure(self, name: str, optimizer: Optimizer, evaluation: Evaluation, is_first: bool) -> tuple[Any, Any]:
         """Return the loss of a micro-batch and its weight; its gradients are added to those of the micro-batches before."""
-        self._context, self._examples, self._backward_weight = evaluation.context, evaluation.examples, None
+        state = self._state
+        state.context, state.examples, state.backward_weight = (
+            evaluation.context,
+            evaluation.examples,
+            None,
+        )
         clear_gradients(optimizer)
         if is_first:
-            self._weights.pop(evaluation.context.micro_step, None)
+            state.weights.pop(evaluation.context.micro_step, None)
         observation = evaluation.observation
         with nullcontext() if observation is None else report_scope(observation if is_first else {}):
             loss = check_returned(evaluation.closure())
-        if self._backward_weight is None:
+        if state.backward_weight is None:
             self._weigh_gradients(optimizer)
         if self._averages:
             self._add_total_weights([name])
-            stash(optimizer, self._stashed, self._wrapped.in_buckets)
-        return loss, self._backward_weight
+            stash(optimizer, state.stashed, self._wrapped.in_buckets)
+        return loss, state.backward_weight
 
     def _weigh_gradients(self, optimizer: Optimizer) -> None:
         """Weigh the gradients of a closure that has called ``loss.backward()``, as `backward` weighs a loss."""
@@ -652,23 +685,24 @@ class StandardUpdater(Updater):
                 "DDP and fully_shard exchange gradients in the backward, before which self.backward(loss) weighs the loss; "
                 "write self.backward(loss) in the closure, not loss.backward()"
             )
-        self._backward_weight = weight = require_count(self._examples)
-        self._weights.setdefault(self._context.micro_step, weight)
+        state = self._state
+        state.backward_weight = weight = require_count(state.examples)
+        state.weights.setdefault(state.context.micro_step, weight)
         if self._averages:
             scale(optimizer, weight / self._reference_weight)
 
     def _average_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
         """Turn the weighted sums of gradients into means, over the micro-batches and over the ranks."""
-        for optimizer in optimizers if self._stashed else ():
-            unstash(optimizer, self._stashed)
-        totals = [self._total_weights.pop(name) for name in names]
+        for optimizer in optimizers if self._state.stashed else ():
+            unstash(optimizer, self._state.stashed)
+        totals = [self._state.total_weights.pop(name) for name in names]
         exchanged = self._wrapped.parameters
         if self._communicates:
             if self._exchange_watch is not None:
                 self._exchange_watch.has_exchanged = True
-            run(self.callbacks.comm_on_start, self._context)
+            run(self.callbacks.comm_on_start, self._state.context)
             totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
-            run(self.callbacks.comm_on_finish, self._context)
+            run(self.callbacks.comm_on_finish, self._state.context)
         self._total_weight = totals[0]
         for optimizer, total in zip(optimizers, totals, strict=True):
             rescale(optimizer, self._reference_weight, total, exchanged, self.comm.size)
@@ -690,19 +724,19 @@ class StandardUpdater(Updater):
         return counted or self._epoch_source is not _NO_EPOCHS
 
     def get_iterator(self, name: str) -> Any:
-        return _look_up(self._iterators, name, "iterator")
+        return look_up(self._iterators, name, "iterator")
 
     def get_all_iterators(self) -> dict[str, Any]:
         return dict(self._iterators)
 
     def get_model(self, name: str) -> nn.Module:
-        return _look_up(self._models, name, "model")
+        return look_up(self._models, name, "model")
 
     def get_all_models(self) -> dict[str, nn.Module]:
         return dict(self._models)
 
     def get_optimizer(self, name: str) -> Optimizer:
-        return _look_up(self._optimizers, name, "optimizer")
+        return look_up(self._optimizers, name, "optimizer")
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
         return dict(self._optimizers)
@@ -730,143 +764,3 @@ class StandardUpdater(Updater):
             "accumulate_across_epochs": self.accumulate_across_epochs,
             "precision": self._precision.name,
         }
-
-    # --- checks ---
-
-    def _check_default_update(self) -> None:
-        """Refuse iterators, models and optimizers with which the default update cannot work."""
-        registered: tuple[tuple[str, Mapping[str, Any]], ...] = (("iterator", self._iterators), ("model", self._models))
-        for role, objects in registered:
-            if objects and "main" not in objects:
-                raise ValueError(
-                    f'the default update works with the {role} "main", got only {sorted(objects)}; '
-                    "name one so, or write update_core in a subclass"
-                )
-        arguments = (None,) if any(map(needs_closure, self._optimizers.values())) else ()
-        for name, optimizer in self._optimizers.items():
-            if not can_step(optimizer, *arguments):
-                call = "step(closure), because one of the optimizers needs a closure" if arguments else "step()"
-                raise TypeError(
-                    f"the default update calls {call}, and that of optimizer {name!r} is "
-                    f"{type(optimizer).__name__}.step{inspect.signature(type(optimizer).step)}; "
-                    "write update_core in a subclass, which calls it otherwise"
-                )
-
-
-def check_models(given: Any) -> dict[str, nn.Module]:
-    """Return the models by name.
-
-    Raises:
-        TypeError: one is not a module.
-        ValueError: the mapping is empty.
-    """
-    models = _by_name(given, "model")
-    for name, model in models.items():
-        if not isinstance(model, nn.Module):
-            is_class = isinstance(model, type)
-            hint = "; call the class to make one" if is_class else "; converter= is a keyword" if callable(model) else ""
-            raise TypeError(
-                f"a StandardUpdater takes an iterator, an optimizer and third the model, an nn.Module{hint}. "
-                f"Model {name!r} is {_describe(model)}"
-            )
-    return models
-
-
-def _check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
-    """Return the optimizers by name, each over parameters of the models."""
-    optimizers = _by_name(given, "optimizer")
-    names = parameter_names(models)
-    for name, optimizer in optimizers.items():
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer {name!r} must be a torch.optim.Optimizer, got {_describe(optimizer)}")
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if hasattr(optimizer, "consolidate_state_dict"):
-            raise ValueError(
-                f"optimizer {name!r} is a {_describe(optimizer)}, whose state lies in parts on all ranks and could not be "
-                "saved; shard the model by torch.distributed.fsdp.fully_shard instead, and its optimizer's state is too"
-            )
-        foreign = sum(id(parameter) not in names for parameter in parameters)
-        if foreign:
-            raise ValueError(
-                f"every parameter of an optimizer must belong to a registered model; of the {len(parameters)} of optimizer "
-                f"{name!r}, {foreign} belong to none of {sorted(models)}. Make it from that model's parameters(), "
-                "or register its model too: model={'main': ..., 'other': ...}"
-            )
-    return optimizers
-
-
-def _check_settings(converter: Any, loss_func: Any, accumulate: Any, across_epochs: Any, callbacks: Any) -> None:
-    if not callable(converter):
-        raise TypeError(f"converter is called with a batch and a device, got {_describe(converter)}")
-    if loss_func is not None:
-        check_loss_func(loss_func)
-    if not is_integer(accumulate):
-        raise TypeError(f"accumulate is the number of micro-batches in an update, an integer, got {accumulate!r}")
-    if accumulate < 1:
-        raise ValueError(f"accumulate is the number of micro-batches in an update, at least 1, got {accumulate}")
-    if not isinstance(across_epochs, bool):
-        raise TypeError(f"accumulate_across_epochs is True or False, got {across_epochs!r}")
-    if callbacks is not None and not isinstance(callbacks, UpdateCallbacks):
-        raise TypeError(f"callbacks is an UpdateCallbacks, such as UpdateCallbacks(update_on_start=f), got {callbacks!r}")
-
-
-def _as_iterators(given: Any) -> dict[str, Any]:
-    """Return the iterators by name; none of ``None``."""
-    return {} if given is None else {name: as_iterator(source) for name, source in _by_name(given, "iterator").items()}
-
-
-def _by_name(given: Any, role: str) -> dict[str, Any]:
-    """Return one object as ``{"main": it}``, a mapping of several as a dict."""
-    if not isinstance(given, Mapping):
-        return {"main": given}
-    if not given:
-        remedy = "; give None for updates without data" if role == "iterator" else ""
-        raise ValueError(f"at least one {role} is needed, got an empty dict{remedy}")
-    return dict(given)
-
-
-def _look_up(registered: Mapping[str, T], name: str, role: str) -> T:
-    try:
-        return registered[name]
-    except KeyError:
-        raise KeyError(f"no {role} {name!r}; registered: {sorted(registered)}") from None
-
-
-def _describe(given: Any) -> str:
-    name = getattr(given, "__name__", None)
-    return f"the class {name}" if isinstance(given, type) else (name or type(given).__name__)
-
-
-try:
-    _PROFILED_STEP: Any = Optimizer.profile_hook_step(Optimizer.step).__code__
-except AttributeError:  # a PyTorch that does it in another way: steps are called as they stand
-    _PROFILED_STEP = object()
-
-
-def _step_optimizer(optimizer: Optimizer) -> None:
-    """Let an optimizer step.
-
-    PyTorch wraps the ``step`` of every class in a record for its profiler and calls of the hooks, which is a quarter of the
-    time of a small step. Where no profiler runs and no hook is registered, the wrapped function is called by itself. A step
-    that is wrapped or replaced in any other way, as schedulers of the learning rate do, is called as it stands.
-    """
-    # hot path: "no extension" of benchmarks/overhead.py
-    function: Any = type(optimizer).step
-    if getattr(function, "__code__", None) is not _PROFILED_STEP or "step" in vars(optimizer) or _is_watched(optimizer):
-        optimizer.step()
-    else:
-        function.__wrapped__(optimizer)
-
-
-def _is_watched(optimizer: Optimizer) -> bool:
-    """Return True if a profiler or a hook wants to know of a step, or a PyTorch does not have these private names."""
-    try:
-        return bool(
-            torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or hooks._global_optimizer_pre_hooks
-            or hooks._global_optimizer_post_hooks
-        )
-    except AttributeError:
-        return True
