@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Indices = NDArray[np.int64]
 
@@ -190,29 +191,49 @@ def set_rng_state(state: dict[str, Any]) -> None:
         device.set_rng_state(state["accelerator"])
 
 
+def take_generators() -> tuple[Any, ...]:
+    """Return the state of every generator for `put_generators`: in less time than `get_rng_state`, and not to be saved."""
+    device = _accelerator()
+    return *_take_host(), None if device is None else device.get_rng_state()
+
+
+def put_generators(state: tuple[Any, ...]) -> None:
+    """Restore what `take_generators` returned."""
+    *host, on_device = state
+    _put_host(*host)
+    device = _accelerator()
+    if device is not None and on_device is not None:
+        device.set_rng_state(on_device)
+
+
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore every generator at the end of the block."""
-    device = _accelerator()
-    state = None if device is None else device.get_rng_state()
-    with preserve_host_rng():
-        try:
-            yield
-        finally:
-            if device is not None:
-                device.set_rng_state(state)
+    state = take_generators()
+    try:
+        yield
+    finally:
+        put_generators(state)
 
 
 @contextmanager
 def preserve_host_rng() -> Iterator[None]:
     """Restore the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    state = _take_host()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_state)
+        _put_host(*state)
+
+
+def _take_host() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+
+def _put_host(python: Any, numpy: Any, torch_state: Tensor) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(torch_state)
 
 
 def _accelerator() -> Any:

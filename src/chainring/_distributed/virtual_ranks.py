@@ -75,6 +75,15 @@ class TreeSum:
         self._nodes[Node(0, next(self._leaves))] = list(leaf)
         self._nodes = fold(self._nodes, self._count, _add_lists)
 
+    def select(self, places: Sequence[int], like: Sequence[Tensor]) -> TreeSum:
+        """Return the sum of the tensors at these places of each list; those that are missing are zeros ``like`` these."""
+        selected = TreeSum(range(0), self._count)
+        for node, tensors in self._nodes.items():
+            chosen = [tensors[place] for place in places]
+            pairs = zip(chosen, like, strict=True)
+            selected._nodes[node] = [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in pairs]
+        return selected
+
     def finish(self, comm: Communicator, like: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the sums over the virtual ranks of all ranks; ``None`` where no virtual rank has the tensor.
 

@@ -21,7 +21,7 @@ from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
-from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
     as_iterators,
     check_default_update,
@@ -59,6 +59,7 @@ from chainring.training.updaters._gradients import (
     unstash,
 )
 from chainring.training.updaters._precision import Precision, device_type_of
+from chainring.training.updaters._virtual import NO_CLOSURES, Part, VirtualRanks, check_virtual_ranks
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, list_buffers
 from chainring.training.updaters.base import Updater, hyperparameters
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
@@ -134,6 +135,10 @@ class StandardUpdater(Updater):
             accelerator as a captured graph; results are the same to float tolerance. Seconds go by before the first update,
             and before the first of each other shape of a batch. An update that cannot be compiled runs as it is, and a
             warning says why; so does one that `dump_graph` or a `Profiler` watches, which need its graph and its phases.
+        virtual_ranks: computes each update as so many parts, whatever the number of ranks, and sums them in one order, so
+            that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to ``virtual_ranks``
+            ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, random numbers and statistics of the batch of its own,
+            and runs ``update_core`` once; all meet in `step`. See :doc:`/same-bits`.
         accumulate_across_epochs: False to make an update of the micro-batches that there are when an epoch ends, so that
             an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes it: e epochs have
             floor(e * n / accumulate) updates, and the end of an epoch may be inside of one.
@@ -168,6 +173,7 @@ class StandardUpdater(Updater):
         comm: Communicator | None = None,
         compile: bool = False,  # noqa: A002
         accumulate_across_epochs: bool = True,
+        virtual_ranks: int | None = None,
     ) -> None:
         self._models = check_models(model)
         self._optimizers = check_optimizers(optimizer, self._models)
@@ -178,12 +184,14 @@ class StandardUpdater(Updater):
             check_default_update(self._iterators, self._models, self._optimizers)
         self.converter = converter
         self.device = as_device(device)
+        self.virtual_ranks = virtual_ranks
         self.loss_func = loss_func
         self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
         check_sharding(self.comm, self._models)
         self._communicates = comm is not None
+        self._virtual = None if virtual_ranks is None else self._make_virtual_ranks(virtual_ranks)
         self._prepare_iterators()
         for module in self._models.values() if self.device is not None else ():
             module.to(self.device)
@@ -199,21 +207,27 @@ class StandardUpdater(Updater):
             if isinstance(source, Iterator):
                 source.name = name
                 source.use_converter(self.converter)
+                if self.virtual_ranks is not None:
+                    source.use_virtual_ranks(self.virtual_ranks)
                 source.check_share(self.comm.size)
+
+    def _make_virtual_ranks(self, count: int) -> VirtualRanks:
+        check_virtual_ranks(count, self.comm, self._models, self._optimizers)
+        return VirtualRanks(count, self.comm, self._models.values(), self._overrides("update_core", "step"))
 
     def _choose_path(self, compiles: bool) -> None:
         """Decide which steps an update needs; that follows from the settings."""
         overrides_core = self._overrides("update_core")
         overrides_stage = self._overrides("update_core", "next_batch", "autocast", "backward", "step")
-        # True if there is more than one micro-batch or rank to average.
-        self._averages = self.accumulate > 1 or self._communicates
+        # True if there is more than one micro-batch or rank, or virtual rank, to average.
+        self._averages = self.accumulate > 1 or self._communicates or self._virtual is not None
         # True if an update may take several batches, so that it counts epochs from its own beginning to its end.
         self._spans_batches = self.accumulate > 1 or overrides_core
         # True if an update that the end of an epoch cuts short is made of the micro-batches that there are.
         self._ends_with_epoch = self.accumulate > 1 and not self.accumulate_across_epochs
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
-        watches = self.comm.size > 1 and self._overrides("update_core", "step")
+        watches = (self.comm.size > 1 or self._virtual is not None) and self._overrides("update_core", "step")
         self._exchange_watch = ExchangeWatch(self._optimizers) if watches else None
         check_not_sharded(self._optimizers)
         self._steps_by_closure = any(map(needs_closure, self._optimizers.values()))
@@ -229,7 +243,7 @@ class StandardUpdater(Updater):
             forward = model if self.loss_func is None else partial(self.loss_func, model)
             self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
         elif compiles:
-            stages = "accumulation, ranks, callbacks, fp16, closures and stages of one's own"
+            stages = "accumulation, ranks, virtual ranks, callbacks, fp16, closures and stages of one's own"
             warn_not_compiled(f"{stages} need an update in stages")
 
     def _overrides(self, *names: str) -> bool:
@@ -241,6 +255,10 @@ class StandardUpdater(Updater):
         if self.comm.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
             self._wrapped.warn_of_hooks()
+        if self._virtual is not None:
+            self._virtual.start()
+            self._wrapped.set_gradient_sync(False)
+        elif self.comm.size > 1:
             self._wrapped.build_ddp_buckets()
 
     # --- an update ---
@@ -297,12 +315,13 @@ class StandardUpdater(Updater):
     def _update_in_stages(self) -> None:
         for optimizer in self._optimizers.values():
             clear_gradients(optimizer)
+        if self._exchange_watch is not None:
+            self._exchange_watch.begin()
         self._begin_update()
-        if self.accumulate == 1:
-            self.update_core()
-            self.weight = require_count(self._state.weights.get(0, self._state.examples))
+        if self._virtual is None:
+            self._compute_micro_batches()
         else:
-            self._accumulate()
+            self._compute_virtual_ranks(self._virtual)
         if self._averages and self._state.has_loss_weight and (observation := current_observation()) is not None:
             observation["main/weight"] = self._total_weight  # of all micro-batches and ranks, and not their mean
         if self._precision.scaler is not None:
@@ -310,15 +329,13 @@ class StandardUpdater(Updater):
         if self._exchange_watch is not None:
             has_weighed = self._state.backward_weight is not None
             self._exchange_watch.check(self.comm, self._models, self._wrapped, has_weighed)
-        if self.comm.size > 1 and (buffers := list_buffers(list(self._models.values()))):
+        if self.comm.size > 1 and self._virtual is None and (buffers := list_buffers(list(self._models.values()))):
             self.comm.broadcast(buffers)
         if self._spans_batches:
             self.previous_epoch_detail = self._epoch_detail_before
             self.is_new_epoch = getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before
 
     def _begin_update(self) -> None:
-        if self._exchange_watch is not None:
-            self._exchange_watch.begin()
         self._state = UpdateState(UpdateContext(self, self.iteration, 0))
         self.weight = 0
         main = self._iterators.get("main")
@@ -328,6 +345,53 @@ class StandardUpdater(Updater):
         if self._spans_batches:
             self._epoch_before = getattr(main, "epoch", 0)
             self._epoch_detail_before = getattr(main, "epoch_detail", None)
+
+    def _compute_micro_batches(self) -> None:
+        if self.accumulate == 1:
+            self._seed_virtual_rank(0)
+            self.update_core()
+            self.weight = require_count(self._state.weights.get(0, self._state.examples))
+        else:
+            self._accumulate()
+
+    # --- virtual ranks ---
+
+    def _compute_virtual_ranks(self, virtual: VirtualRanks) -> None:
+        """Compute what an update consists of for each virtual rank of this rank."""
+        virtual.begin(self.iteration, self._step_optimizers, self._activate)
+        if not self._overrides("update_core"):
+            self._fetch_micro_batches(virtual)
+        weight = virtual.run(self._compute_part)
+        # Every rank has what all have reported, and in a mean over ranks one of them counts.
+        self.weight = weight if self.comm.rank == 0 else 0
+
+    def _fetch_micro_batches(self, virtual: VirtualRanks) -> None:
+        main = self._iterators.get("main")
+        for _ in range(self.accumulate if main is not None else 0):
+            has_ended = not virtual.fetch("main", main)
+            if has_ended or (self._ends_with_epoch and getattr(main, "epoch", 0) != self._epoch_before):
+                break
+
+    def _activate(self, part: Part) -> None:
+        if part.state is None:
+            part.state = UpdateState(UpdateContext(self, self.iteration, 0))
+        self._state = part.state
+
+    def _compute_part(self, part: Part) -> None:
+        self._compute_micro_batches()
+        part.weight = self.weight
+
+    def _seed_virtual_rank(self, micro_step: int) -> None:
+        if self._virtual is not None:
+            self._virtual.seed_generators(micro_step)
+
+    def _meet(self, virtual: VirtualRanks, names: list[str]) -> None:
+        """Let optimizers step as soon as all virtual ranks have come to that step."""
+        optimizers = [self.get_optimizer(name) for name in names]
+        for optimizer in optimizers if self._state.stashed else ():
+            unstash(optimizer, self._state.stashed)
+        virtual.meet(names, optimizers, [self._state.total_weights.pop(name) for name in names])
+        self._state.stepped += optimizers
 
     def _accumulate(self) -> None:
         """Run the micro-batches of an update; if the data end after some, the update is made of those."""
@@ -339,7 +403,9 @@ class StandardUpdater(Updater):
             observation: dict[str, Any] = {}
             self._discard_stale_gradients()
             # Stashed gradients are exchanged each time, since the last backward does not see them.
-            self._wrapped.set_gradient_sync(state.is_last_micro_batch or self._stashes)
+            if self._virtual is None:
+                self._wrapped.set_gradient_sync(state.is_last_micro_batch or self._stashes)
+            self._seed_virtual_rank(micro_step)
             state.backward_weight = None
             try:
                 with nullcontext() if outer is None else report_scope(observation):
@@ -369,14 +435,18 @@ class StandardUpdater(Updater):
         if not (names or state.closures):
             return
         self._discard_stale_gradients()
-        self._exchange_late()
+        if self._virtual is None:
+            self._exchange_late()
         if names:
             self._finish_step(names)
         for name in list(state.closures):
             self._finish_step_by_closure(name)
 
     def _epoch_has_ended(self) -> bool:
-        return bool(getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before)
+        main = self._iterators.get("main")
+        # The first virtual rank of a block fetches all batches of an update, before the others have had theirs.
+        epoch = getattr(main, "epoch", 0) if self._virtual is None else self._virtual.part.epoch
+        return bool(epoch != self._epoch_before)
 
     def _discard_stale_gradients(self) -> None:
         """Clear gradients that were added after an optimizer's step: a generator's loss also reaches its critic."""
@@ -427,13 +497,18 @@ class StandardUpdater(Updater):
             StopIteration: the data have ended.
             KeyError: there is no iterator of that name.
         """
-        batch = next(look_up(self._iterators, name, "iterator"))
-        examples = count_examples(batch)
+        iterator = look_up(self._iterators, name, "iterator")
+        if self._virtual is None:
+            batch = next(iterator)
+            examples = count_examples(batch)
+        else:
+            batch, examples = self._virtual.take(name, iterator)
         if name == "main":
             self._state.examples = examples
             if self._ends_with_epoch and self._epoch_has_ended():  # known before the backward in which ranks exchange
                 self._state.is_last_micro_batch = True
-                self._wrapped.set_gradient_sync(True)
+                if self._virtual is None:
+                    self._wrapped.set_gradient_sync(True)
         return self._finish_batch(self.converter(batch, self.device), examples)
 
     def _finish_batch(self, converted: Any, examples: Any) -> Any:
@@ -551,6 +626,8 @@ class StandardUpdater(Updater):
         """
         if closure is None:
             self._step([name])
+        elif self._virtual is not None:
+            raise ValueError(NO_CLOSURES)
         else:
             self._step_by_closure(name, closure)
 
@@ -575,6 +652,12 @@ class StandardUpdater(Updater):
             self._state.total_weights[name] = self._state.total_weights.get(name, 0) + self._state.backward_weight
 
     def _finish_step(self, names: list[str]) -> None:
+        if self._virtual is None:
+            self._step_optimizers(names)
+        else:
+            self._meet(self._virtual, names)
+
+    def _step_optimizers(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
         scaler, optimizers = self._precision.scaler, [self.get_optimizer(name) for name in names]
         self._finish_gradients(names, optimizers)
@@ -693,15 +776,20 @@ class StandardUpdater(Updater):
 
     def _average_gradients(self, names: list[str], optimizers: list[Optimizer]) -> None:
         """Turn the weighted sums of gradients into means, over the micro-batches and over the ranks."""
-        for optimizer in optimizers if self._state.stashed else ():
-            unstash(optimizer, self._state.stashed)
-        totals = [self._state.total_weights.pop(name) for name in names]
         exchanged = self._wrapped.parameters
         if self._communicates:
             if self._exchange_watch is not None:
                 self._exchange_watch.has_exchanged = True
             run(self.callbacks.comm_on_start, self._state.context)
-            totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
+        if self._virtual is not None:
+            totals, exchanged = self._virtual.sum_gradients(optimizers), set()
+        else:
+            for optimizer in optimizers if self._state.stashed else ():
+                unstash(optimizer, self._state.stashed)
+            totals = [self._state.total_weights.pop(name) for name in names]
+            if self._communicates:
+                totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
+        if self._communicates:
             run(self.callbacks.comm_on_finish, self._state.context)
         self._total_weight = totals[0]
         for optimizer, total in zip(optimizers, totals, strict=True):
@@ -754,12 +842,16 @@ class StandardUpdater(Updater):
             scaler.load_state_dict(scaler_state)
         for name, value in self._settings().items():
             visit_setting(serializer["settings"], name, value, name)
+        if self._virtual is not None:
+            self._virtual.seed = visit_optional(serializer, "virtual_seed", self._virtual.seed)
         if isinstance(self._compute, CompiledUpdate):
             self._compute.serialize(serializer["compiled"])
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run may change, which is then announced."""
+        virtual = {} if self.virtual_ranks is None else {"virtual_ranks": self.virtual_ranks}
         return {
+            **virtual,
             "accumulate": self.accumulate,
             "accumulate_across_epochs": self.accumulate_across_epochs,
             "precision": self._precision.name,

@@ -1,0 +1,439 @@
+"""Virtual ranks: an update computed in a fixed number of parts, one after the other, whichever ranks compute them."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from chainring import _random
+from chainring._checks import is_integer
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.virtual_ranks import TreeSum, block_of
+from chainring.datasets._columns import Batch, count_examples, take_examples
+from chainring.reporting.reporter import current
+from chainring.training.updaters._closures import needs_closure
+from chainring.training.updaters._gradients import list_parameters
+from chainring.training.updaters._running_statistics import RunningStatistics
+from chainring.training.updaters._virtual_means import Agreement, Reported, average, list_keys
+
+NO_CLOSURES = (
+    "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
+    "often as it likes; take another optimizer, or leave virtual_ranks out"
+)
+
+
+class Part:
+    """What one virtual rank has come to in an update.
+
+    Attributes:
+        number: of the virtual rank.
+        state: the updater's.
+        observation: what it has reported.
+        weight: of that in a mean.
+        rows: the examples of its batches.
+        epoch: of the main iterator after the last batch that it has taken.
+        steps: the names of the optimizers at each of its steps.
+    """
+
+    def __init__(self, number: int, index: int) -> None:
+        self.number = number
+        self.index = index  # in the block of its rank
+        self.state: Any = None
+        self.observation: dict[str, Any] = {}
+        self.weight: Any = 0
+        self.rows = 0
+        self.epoch: Any = 0
+        self.steps: list[list[str]] = []
+        self.taken: dict[str, int] = {}  # batches of each iterator
+        # While another part is computed:
+        self.reports_into = self.observation
+        self.gradients: list[Tensor | None] = []
+        self.buffers: dict[int, Tensor] = {}
+        self.generators: Any = None
+
+
+class _Fetched(NamedTuple):
+    """A batch of an iterator, or what it has raised in its place."""
+
+    batch: Any
+    epoch: Any
+    error: BaseException | None
+
+
+class VirtualRanks:
+    """Computes an update for one virtual rank after the other, and lets all meet where an optimizer steps.
+
+    Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics. Where an
+    ``update_core`` may go on after a step, each runs in a thread of its own, of which one runs at a time.
+
+    Attributes:
+        count: the number of virtual ranks, of all ranks together.
+        block: those that this rank computes.
+        seed: from which their random numbers are derived.
+        part: the one that is being computed.
+    """
+
+    def __init__(self, count: int, comm: Communicator, models: Iterable[nn.Module], goes_on: bool) -> None:
+        self.count = count
+        self.block = block_of(comm.rank, comm.size, count)
+        self.seed: int | None = None
+        self.part = Part(0, 0)
+        self._comm = comm
+        self._models = list(models)
+        self._goes_on = goes_on
+        self._agreement = Agreement(comm)
+
+    def start(self) -> None:
+        """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
+        if self.seed is None:
+            self.seed = self._comm.broadcast_object(torch.initial_seed())
+        self._parameters = [parameter for model in self._models for parameter in model.parameters()]
+        self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
+        self._statistics = RunningStatistics(self._models, self.count)
+
+    def begin(self, iteration: int, finish: Callable[[list[str]], None], activate: Callable[[Part], None]) -> None:
+        """Begin an update.
+
+        Args:
+            iteration: updates completed.
+            finish: lets optimizers step, after all parts of all ranks have come to that step.
+            activate: makes a part the one that the updater works on.
+        """
+        self._iteration, self._finish, self._activate = iteration, finish, activate
+        self._outer_generators = _random.take_generators()
+        self._fetched: dict[str, list[_Fetched]] = {}
+        self._sums: list[TreeSum] = []
+        self._reporter = current.reporter
+        self._outer_observation = {} if self._reporter is None else self._reporter.observation
+        self._parts = [Part(number, index) for index, number in enumerate(self.block)]
+        self._statistics.begin(self.block)
+
+    def run(self, compute: Callable[[Part], None]) -> Tensor:
+        """Compute the parts of this rank, combine the results of all ranks, and return the weight of the update."""
+        try:
+            if self._goes_on and len(self._parts) > 1:
+                self._threads = _Threads(self, self._parts, compute)
+                self._threads.run()
+                self._put_gradients(self._parts[-1])
+            else:
+                self._run_in_turn(compute)
+        finally:
+            _random.put_generators(self._outer_generators)
+            self._report_into(self._outer_observation)
+        return self._combine()
+
+    def _run_in_turn(self, compute: Callable[[Part], None]) -> None:
+        for part in self._parts:
+            self.enter(part)
+            with self.reporting(part):
+                compute(part)
+            self.leave(part)
+        if len(self._parts) > 1 and self._parts[0].steps:  # a single part has stepped in the middle of its update
+            self.step()
+
+    def _combine(self) -> Tensor:
+        """Set running statistics and reported values to those of all virtual ranks."""
+        for part in self._parts:
+            self._statistics.add(part.number, part.rows, part.buffers)
+        reported = [Reported(part.observation, part.weight, part.rows) for part in self._parts]
+        keys, changed = self._agreement.reach(list_keys(reported), self._statistics.changed)
+        means, weight, rows = average(self._comm, self.block, self.count, reported, keys, self._device)
+        self._statistics.finish(self._comm, changed, rows)
+        for part in self._parts:
+            self._outer_observation.update({key: value for key, value in part.observation.items() if key not in means})
+        self._outer_observation.update(means)
+        return weight
+
+    # --- parts ---
+
+    def enter(self, part: Part) -> None:
+        """Let a part begin, or go on."""
+        self.part = part
+        self._activate(part)
+        self._statistics.put(part.buffers)
+        self._put_gradients(part)
+        if part.generators is not None:
+            _random.put_generators(part.generators)
+        self._report_into(part.reports_into)
+
+    def leave(self, part: Part) -> None:
+        """Put aside what a part has changed, so that the next begins as it did."""
+        part.buffers = self._statistics.take(part.buffers)
+        part.gradients = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._reporter is not None:
+            part.reports_into = self._reporter.observation
+
+    def _put_gradients(self, part: Part) -> None:
+        for parameter, gradient in zip(self._parameters, part.gradients, strict=False):
+            parameter.grad = gradient
+
+    def reporting(self, part: Part) -> Any:
+        """Return the context in which a part reports, if anybody wants to know."""
+        return nullcontext() if self._reporter is None else self._reporter.scope(part.observation)
+
+    def _report_into(self, observation: dict[str, Any]) -> None:
+        if self._reporter is not None:
+            self._reporter.observation = observation
+
+    def seed_generators(self, micro_step: int) -> None:
+        """Seed all generators for a micro-batch of the part."""
+        _random.seed_all("virtual rank", self.seed or 0, self._iteration, micro_step, self.part.number)
+
+    # --- batches ---
+
+    def fetch(self, name: str, iterator: Any) -> bool:
+        """Fetch a batch of which each part will take its rows; return False if the data have ended."""
+        error = batch = None
+        try:
+            batch = next(iterator)
+        except StopIteration as end:
+            error = end
+        self._fetched.setdefault(name, []).append(_Fetched(batch, getattr(iterator, "epoch", 0), error))
+        return error is None
+
+    def take(self, name: str, iterator: Any) -> tuple[Any, Any]:
+        """Return the rows of the part in the next batch of an iterator, and how many of them count.
+
+        Raises:
+            StopIteration: the data have ended.
+        """
+        part, fetched = self.part, self._fetched.setdefault(name, [])
+        position = part.taken.get(name, 0)
+        if position == len(fetched):
+            generators = _random.take_generators()
+            _random.put_generators(self._outer_generators)
+            self.fetch(name, iterator)
+            self._outer_generators = _random.take_generators()
+            _random.put_generators(generators)
+        batch, epoch, error = fetched[position]
+        part.taken[name] = position + 1
+        if error is not None:
+            raise error
+        rows, examples = _take_rows(batch, part.index, len(self.block))
+        if name == "main":
+            part.epoch = epoch
+            part.rows += examples if isinstance(examples, int) else 1
+        return rows, examples
+
+    # --- steps ---
+
+    def meet(self, names: list[str], optimizers: list[Optimizer], weights: list[Any]) -> None:
+        """Come to a step of optimizers with the gradients of the part, and wait until they have stepped.
+
+        A single part goes on at once. Where no ``update_core`` of one's own may go on after the step, all parts end first.
+
+        Args:
+            names: of the optimizers.
+            optimizers: those of these names, whose gradients are taken away.
+            weights: of the gradients of each, in a mean.
+        """
+        gradients = [*_take_gradients(optimizers), *(_as_tensor(weight, self._device) for weight in weights)]
+        part = self.part
+        number = len(part.steps)
+        part.steps.append(names)
+        if number == len(self._sums):
+            self._sums.append(TreeSum(self.block, self.count))
+        self._sums[number].add(gradients if part.rows else [None] * len(gradients))
+        if len(self._parts) == 1:
+            generators = _random.take_generators()
+            observation = part.observation if self._reporter is None else self._reporter.observation
+            self.step()
+            _random.put_generators(generators)
+            self._report_into(observation)
+        elif self._goes_on:
+            self._threads.wait(part)
+
+    def step(self) -> None:
+        """Let the optimizers step at which all parts of this rank have come.
+
+        Raises:
+            RuntimeError: the parts have come to steps of different optimizers.
+        """
+        steps = [part.steps for part in self._parts]
+        if other := next((names for names in steps if names != steps[0]), None):
+            raise RuntimeError(
+                "every virtual rank runs update_core, and all meet in self.step(): they must call it for the same "
+                f"optimizers in the same order; virtual rank {self.block[0]} has called {steps[0]}, another {other}"
+            )
+        number = len(steps[0])
+        self._report_into(self._outer_observation)
+        _random.seed_all("step", self.seed or 0, self._iteration, number)
+        self._activate(self._parts[-1])
+        self._finish(steps[0][-1])
+        for part in self._parts:  # which find the gradients of the step, and their own of other optimizers
+            pairs = zip(self._parameters, part.gradients, strict=False)
+            part.gradients = [own if parameter.grad is None else parameter.grad for parameter, own in pairs]
+
+    def sum_gradients(self, optimizers: list[Optimizer]) -> list[Tensor]:
+        """Set the gradients of optimizers to the sums over all virtual ranks; return the sums of their weights."""
+        parameters = _list_trained(optimizers)
+        weights = [_as_tensor(0, self._device) for _ in optimizers]
+        sums = self._sums[-1].finish(self._comm, [*parameters, *weights])
+        for parameter, gradient in zip(parameters, sums, strict=False):
+            parameter.grad = gradient
+        return [weights[0] if total is None else total for total in sums[len(parameters) :]]
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of a part, because another part has failed."""
+
+
+class _Threads:
+    """Runs each part in a thread of its own, from step to step, one at a time."""
+
+    def __init__(self, ranks: VirtualRanks, parts: list[Part], compute: Callable[[Part], None]) -> None:
+        self._ranks, self._parts, self._compute = ranks, parts, compute
+        self._turn_is_over = threading.Semaphore(0)
+        self._turns = {part.number: threading.Semaphore(0) for part in parts}
+        self._running = {part.number for part in parts}
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._settings = torch.is_grad_enabled(), torch.get_default_device()
+
+    def run(self) -> None:
+        """Run all parts to their ends."""
+        threads = []
+        for part in self._parts:
+            context = contextvars.copy_context()
+            name = f"chainring-virtual-rank-{part.number}"
+            threads.append(threading.Thread(target=context.run, args=(self._live, part), name=name, daemon=True))
+            threads[-1].start()
+        try:
+            while self._running:
+                for part in self._parts:
+                    self._continue(part)
+                if self._running:
+                    self._ranks.step()
+        finally:
+            self._is_abandoned = True
+            for number in self._running:
+                self._turns[number].release()
+            for thread in threads:
+                thread.join()
+
+    def _continue(self, part: Part) -> None:
+        """Let a part go on to its next step, or to its end."""
+        if part.number in self._running:
+            self._ranks.enter(part)
+            self._turns[part.number].release()
+            self._turn_is_over.acquire()
+            self._ranks.leave(part)
+            if self._error is not None:
+                raise self._error
+
+    def wait(self, part: Part) -> None:
+        """Wait, in the thread of a part, until all have stepped."""
+        part.generators = _random.take_generators()
+        self._turn_is_over.release()
+        self._turns[part.number].acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def _live(self, part: Part) -> None:
+        grad_enabled, device = self._settings
+        self._turns[part.number].acquire()
+        if self._is_abandoned:
+            return
+        try:
+            with torch.set_grad_enabled(grad_enabled), torch.device(device), self._ranks.reporting(part):
+                self._compute(part)
+        except _Abandoned:
+            return
+        except BaseException as error:
+            self._error = error
+        self._running.discard(part.number)
+        self._turn_is_over.release()
+
+
+def _take_rows(batch: Any, index: int, size: int) -> tuple[Any, Any]:
+    """Return every size-th example of a batch; where there is none the first one, which does not count."""
+    if size == 1:
+        return batch, count_examples(batch)
+    rows = take_examples(batch, slice(index, None, size))
+    examples = count_examples(rows)
+    if isinstance(examples, int) and examples == 0:
+        rows = take_examples(batch, slice(0, 1))
+        if isinstance(rows, Batch):
+            rows.weight = 0
+    return rows, examples
+
+
+def _list_trained(optimizers: list[Optimizer]) -> list[Tensor]:
+    return [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
+
+
+def _take_gradients(optimizers: list[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of optimizers, which then have none.
+
+    Raises:
+        TypeError: one is sparse.
+    """
+    gradients = []
+    for parameter in _list_trained(optimizers):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise TypeError(
+                f"virtual ranks add gradients in one order, and that of a parameter of shape {tuple(parameter.shape)} is "
+                f"{parameter.grad.layout}; give its layer sparse=False"
+            )
+        gradients.append(parameter.grad)
+        parameter.grad = None
+    return gradients
+
+
+def _as_tensor(number: Any, device: torch.device) -> Tensor:
+    """Return a number in the precision in which weights are added; one on a device is not read."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(number, Tensor):
+        return number.detach().to(device, dtype, copy=True).reshape(())
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+def check_virtual_ranks(
+    count: Any, comm: Communicator, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> None:
+    """Refuse a number of virtual ranks, and models and optimizers with which they cannot give the same bits.
+
+    Raises:
+        TypeError: the number is not an integer.
+        ValueError: it is below 1 or below the number of ranks, a module communicates by itself or is lazy, or an optimizer
+            needs a closure.
+    """
+    if not is_integer(count):
+        raise TypeError(f"virtual_ranks is the number of parts of an update, an integer, got {count!r}")
+    if count < max(1, comm.size):
+        raise ValueError(
+            f"virtual_ranks is the number of parts of an update, of which each rank computes one at least, got {count} with "
+            f"{comm.size} ranks; take at least {comm.size}, such as the largest number of devices that the run may ever have"
+        )
+    for name, model in models.items():
+        for path, module in model.named_modules():
+            _check_module(f"model {name!r} has {path or 'itself'} of type {type(module).__name__}", module)
+    for name, optimizer in optimizers.items():
+        if needs_closure(optimizer):
+            raise ValueError(f"optimizer {name!r} is {type(optimizer).__name__}; {NO_CLOSURES}")
+
+
+def _check_module(what: str, module: nn.Module) -> None:
+    if isinstance(module, nn.SyncBatchNorm):
+        raise ValueError(
+            f"with virtual_ranks each virtual rank has its own statistics of the batch, and {what}, which exchanges them "
+            "between ranks by itself; take nn.BatchNorm, whose running statistics are averaged"
+        )
+    if getattr(module, "_comm_hooks", None):
+        raise ValueError(
+            f"with virtual_ranks gradients are exchanged in one fixed order, and {what} with a communication hook of its "
+            "own, which would not be called; leave it out"
+        )
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(map(is_lazy, own)):
+        raise ValueError(f"{what}, whose shape is not known yet; call the model with one batch before the updater is made")
