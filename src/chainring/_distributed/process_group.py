@@ -175,9 +175,9 @@ class ProcessGroupCommunicator(Communicator):
         return list(torch.split(received, list(sizes)))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(gathered, tensor, group=self._tensors)
-        return list(gathered)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor, group=self._tensors)
+        return gathered
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

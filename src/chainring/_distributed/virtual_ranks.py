@@ -116,7 +116,7 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is not None and right is not None:
         return left
     present = right if left is None else left
-    return None if present is None else present.add_(0.0)
+    return None if present is None else present.add_(0)
 
 
 def _sum_over_ranks(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,8 +15,6 @@ from chainring.training.updaters._closures import can_step, needs_closure
 from chainring.training.updaters._forward import check_loss_func
 from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks
-
-T = TypeVar("T")
 
 
 def check_models(given: Any) -> dict[str, nn.Module]:
@@ -89,13 +87,6 @@ def _by_name(given: Any, role: str) -> dict[str, Any]:
         remedy = "; give None for updates without data" if role == "iterator" else ""
         raise ValueError(f"at least one {role} is needed, got an empty dict{remedy}")
     return dict(given)
-
-
-def look_up(registered: Mapping[str, T], name: str, role: str) -> T:
-    try:
-        return registered[name]
-    except KeyError:
-        raise KeyError(f"no {role} {name!r}; registered: {sorted(registered)}") from None
 
 
 def _describe(given: Any) -> str:

@@ -33,17 +33,12 @@ class RunningStatistics:
         self._initial = [buffer.clone() for buffer in self._buffers]
         self._sum = TreeSum(block, self._count)
         self._changed: set[int] = set()
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = [buffer._version for buffer in self._buffers]
 
     @torch.no_grad()
     def put(self, values: dict[int, Tensor]) -> None:
         """Put the buffers in place that `take` has returned of a virtual rank; all others are as at the beginning."""
         for slot, value in values.items():
             self._buffers[slot].copy_(value)
-        self._note_versions()
 
     @torch.no_grad()
     def take(self, values: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -51,10 +46,9 @@ class RunningStatistics:
         taken = dict(values)
         for slot, (buffers, name) in enumerate(self._slots):
             own, found = self._buffers[slot], buffers[name]
-            if found is not own or found._version != self._versions[slot]:
+            if slot in taken or found is not own or _may_differ(found, self._initial[slot]):
                 taken[slot] = found.clone()
                 buffers[name] = own
-            if slot in taken:
                 own.copy_(self._initial[slot])
         return taken
 
@@ -66,7 +60,7 @@ class RunningStatistics:
             initial = self._initial[slot]
             self._changed.add(slot)
             if _is_averaged(value):
-                leaf[slot] = (_exact(value) - _exact(initial)) * rows
+                leaf[slot] = torch.where(value == initial, 0, _exact(value) - _exact(initial)) * rows  # also of infinities
             elif number == 0:
                 leaf[slot] = value.to(torch.int64) - initial.to(torch.int64)
         self._sum.add(leaf)
@@ -87,7 +81,13 @@ class RunningStatistics:
             buffer, initial = self._buffers[slot], self._initial[slot]
             assert total is not None
             change = total / rows if _is_averaged(buffer) else total
-            buffer.copy_(_exact(initial) + change)
+            buffer.copy_(torch.where(change == 0, _exact(initial), _exact(initial) + change))
+
+
+def _may_differ(buffer: Tensor, initial: Tensor) -> bool:
+    """Return True if a buffer has changed; on an accelerator, which would have to be waited for, always."""
+    # Its version does not tell: BatchNorm's kernel on the host changes its statistics without counting that.
+    return buffer.device.type != "cpu" or not torch.equal(buffer, initial)
 
 
 def _is_averaged(buffer: Tensor) -> bool:

@@ -28,7 +28,6 @@ from chainring.training.updaters._arguments import (
     check_models,
     check_optimizers,
     check_settings,
-    look_up,
 )
 from chainring.training.updaters._closures import (
     NO_FP16,
@@ -137,8 +136,8 @@ class StandardUpdater(Updater):
             warning says why; so does one that `dump_graph` or a `Profiler` watches, which need its graph and its phases.
         virtual_ranks: computes each update as so many parts, whatever the number of ranks, and sums them in one order, so
             that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to ``virtual_ranks``
-            ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, random numbers and statistics of the batch of its own,
-            and runs ``update_core`` once; all meet in `step`. See :doc:`/same-bits`.
+            ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, its own random numbers and statistics of the
+            batch, and runs ``update_core`` once; all meet in `step`.
         accumulate_across_epochs: False to make an update of the micro-batches that there are when an epoch ends, so that
             an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes it: e epochs have
             floor(e * n / accumulate) updates, and the end of an epoch may be inside of one.
@@ -184,8 +183,7 @@ class StandardUpdater(Updater):
             check_default_update(self._iterators, self._models, self._optimizers)
         self.converter = converter
         self.device = as_device(device)
-        self.virtual_ranks = virtual_ranks
-        self.loss_func = loss_func
+        self.loss_func, self.virtual_ranks = loss_func, virtual_ranks
         self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
@@ -497,7 +495,7 @@ class StandardUpdater(Updater):
             StopIteration: the data have ended.
             KeyError: there is no iterator of that name.
         """
-        iterator = look_up(self._iterators, name, "iterator")
+        iterator = _look_up(self._iterators, name, "iterator")
         if self._virtual is None:
             batch = next(iterator)
             examples = count_examples(batch)
@@ -812,19 +810,19 @@ class StandardUpdater(Updater):
         return counted or self._epoch_source is not _NO_EPOCHS
 
     def get_iterator(self, name: str) -> Any:
-        return look_up(self._iterators, name, "iterator")
+        return _look_up(self._iterators, name, "iterator")
 
     def get_all_iterators(self) -> dict[str, Any]:
         return dict(self._iterators)
 
     def get_model(self, name: str) -> nn.Module:
-        return look_up(self._models, name, "model")
+        return _look_up(self._models, name, "model")
 
     def get_all_models(self) -> dict[str, nn.Module]:
         return dict(self._models)
 
     def get_optimizer(self, name: str) -> Optimizer:
-        return look_up(self._optimizers, name, "optimizer")
+        return _look_up(self._optimizers, name, "optimizer")
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
         return dict(self._optimizers)
@@ -856,3 +854,10 @@ class StandardUpdater(Updater):
             "accumulate_across_epochs": self.accumulate_across_epochs,
             "precision": self._precision.name,
         }
+
+
+def _look_up(registered: Mapping[str, T], name: str, role: str) -> T:
+    try:
+        return registered[name]
+    except KeyError:
+        raise KeyError(f"no {role} {name!r}; registered: {sorted(registered)}") from None
