@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,13 +18,14 @@ from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
 from chainring.datasets._columns import count_examples, require_count
-from chainring.iterators.base import Iterator, share_among_ranks
+from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
-from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.base import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
+from chainring.training.extensions._virtual_forwards import VirtualForwards
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
 from chainring.training.updaters._forward import arguments, check_loss_func, loss_and_weight
@@ -63,10 +65,15 @@ class Evaluator(Extension):
         loss_func: ``loss_func(model, *inputs)`` is called with the main target, as the updater does; by default the
             updater's for a model of its own, unless there is an ``eval_func``.
         progress_bar: whether a terminal or a notebook shows a bar of the batches during an evaluation.
+        virtual_ranks: evaluates each batch in so many parts, the examples ``batch[v::virtual_ranks]`` in part v, each with
+            random numbers of its own, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks. By
+            default it is that of the updater. What a forward changes in buffers is undone, and images, texts and histograms
+            are those of part 0. A metric object of torchmetrics is exact if its states are counts; one of your own that has
+            no ``sync`` must count in whole numbers, which are added up over the ranks.
 
     Raises:
         ValueError: the iterator repeats, so an evaluation would never end, or gives one pass only; or there is nothing to
-            call, or two things.
+            call, or two things; or ``virtual_ranks`` is below 1 or below the number of ranks.
         TypeError: an iterator, a model or a function has the wrong type.
     """
 
@@ -74,6 +81,8 @@ class Evaluator(Extension):
     priority = PRIORITY_WRITER
     skip_on_resume = True
     default_name = "validation"
+    _updater: Any = None
+    _initial_seed: int | None = None  # of the parts, if the updater has none
 
     def __init__(
         self,
@@ -87,6 +96,7 @@ class Evaluator(Extension):
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
         loss_func: Callable[..., Any] | None = None,
         progress_bar: bool = False,
+        virtual_ranks: int | None = None,
     ) -> None:
         iterators = dict(iterator) if isinstance(iterator, dict) else {"main": iterator}
         self._iterators = {name: _one_pass_iterator(name, source, converter) for name, source in iterators.items()}
@@ -111,6 +121,7 @@ class Evaluator(Extension):
         self._precision = precision or "fp32"
         self._loss_func = loss_func
         self.progress_bar = progress_bar
+        self.virtual_ranks = self._virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
         self._media: dict[str, Media] = {}  # reported in the last evaluation
 
@@ -138,11 +149,16 @@ class Evaluator(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._comm = trainer.comm
         self._follow(trainer.updater)
+        if self._virtual_ranks is not None and self._initial_seed is None:
+            self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
         for source in self._iterators.values():
-            share_among_ranks(source, trainer.comm)
+            share_among_ranks(source, trainer.comm, self._virtual_ranks)
 
     def _follow(self, updater: Any) -> None:
-        """Take the precision and the loss function of the updater for a model of its own, where none is given."""
+        """Take what is not given: the virtual ranks of the updater, and its precision and loss for a model of its own."""
+        self._updater = updater
+        if self.virtual_ranks is None:
+            self._virtual_ranks = getattr(updater, "virtual_ranks", None)
         target = unwrap(self._targets.get("main"))
         is_trained = any(unwrap(model) is target for model in updater.get_all_models().values())
         if is_trained and self.precision is None:
@@ -169,22 +185,38 @@ class Evaluator(Extension):
         getattr(iterator, "rewind", iterator.reset)()
         models = list(self._targets.values())
         reporter, self._media = Reporter(), {}
-        reporter.media_watchers = (self._media.__setitem__,)
         for name, model in self._targets.items():
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
             self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
         summary = DictMeans()
-        precision = Precision(self._precision, device_type_of(models))
+        forward = partial(self._forward, reporter, Precision(self._precision, device_type_of(models)))
         modes = _evaluation_mode(models)
         with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), modes, self._shown(iterator) as batches:
-            for batch in batches:
-                observation: dict[str, Any] = {}
-                with reporter.scope(observation), precision.autocast():
-                    weight = self._evaluate_batch(batch)
-                summary.add(observation, weight)
+            if self._virtual_ranks is None:
+                for batch in batches:
+                    summary.add(*forward(batch))
+            else:
+                parts = VirtualForwards(self._virtual_ranks, self._comm, self._seed_of_parts(), models)
+                parts.run(batches, forward, summary)
             return summary.over_ranks(self._comm).compute_mean()
+
+    def _forward(
+        self, reporter: Reporter, precision: Precision, batch: Any, shows: bool = True
+    ) -> tuple[dict[str, Any], Any]:
+        """Return what is reported of a batch, and its weight; ``shows`` says whether images and the like are kept."""
+        observation: dict[str, Any] = {}
+        reporter.media_watchers = (self._media.__setitem__,) if shows else ()
+        with reporter.scope(observation), precision.autocast():
+            return observation, self._evaluate_batch(batch)
+
+    def _seed_of_parts(self) -> int:
+        """Return the seed of the updater's virtual ranks, if it has any; else that of rank 0 when the run was begun."""
+        seed = getattr(self._updater, "virtual_seed", None)
+        if seed is None:
+            seed = self._initial_seed
+        return torch.initial_seed() if seed is None else int(seed)
 
     def _shown(self, iterator: Any) -> AbstractContextManager[Iterable[Any]]:
         """Return a context that gives the batches, and shows how many of them are done if that is asked for."""
@@ -211,6 +243,8 @@ class Evaluator(Extension):
     def serialize(self, serializer: AbstractSerializer) -> None:
         for name, iterator in self._iterators.items():
             serializer.visit(f"iterator:{name}", iterator)
+        if self.virtual_ranks is not None:
+            self._initial_seed = visit_optional(serializer, "seed", self._initial_seed)
 
 
 def _models_of(target: nn.Module | dict[str, nn.Module]) -> dict[str, nn.Module]:

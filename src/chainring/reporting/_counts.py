@@ -1,0 +1,114 @@
+"""What metric objects have counted on several ranks, added up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from chainring._checks import is_number
+from chainring._distributed.communicator import Communicator
+
+
+def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
+    """Return a metric that has counted what this one has on all ranks; to be called on all of them.
+
+    One that has ``sync``, as those of torchmetrics, exchanges what it has counted when it is computed, and is returned as it
+    is. Of another, all that ``reset`` sets back must be counts: whole numbers, and arrays, lists and mappings of them. Rank
+    0 gets a copy with their sums, the others ``None``, and the metric is reset.
+
+    Raises:
+        ValueError: something else belongs to its state.
+    """
+    if comm.size == 1 or exchanges(metric):
+        return metric
+    total = copy.deepcopy(metric)
+    total.reset()
+    found, start = getattr(metric, "__dict__", {}), getattr(total, "__dict__", {})
+    changed = {name: value for name, value in found.items() if not _is_same(value, start.get(name))}
+    others = [name for name, value in changed.items() if not _is_count(value, start.get(name))]
+    counts = {name: _to("cpu", value) for name, value in changed.items() if name not in others}
+    gathered = comm.gather_object((counts, others if hasattr(metric, "__dict__") else ["__slots__"]))
+    if refused := sorted({name for _, names in gathered for name in names}):
+        raise ValueError(
+            f"with virtual_ranks the metric {key!r} ({type(metric).__name__}) of {comm.size} ranks is computed from the sum "
+            f"of what they have counted, and its {', '.join(refused)} is not made of whole numbers that reset() sets to a "
+            "start; count in such numbers, derive it from torchmetrics.Metric, or report a value of each batch, of which "
+            "the mean is taken"
+        )
+    metric.reset()
+    if comm.rank > 0:
+        return None
+    for name in dict.fromkeys(name for part, _ in gathered for name in part):
+        values = [part[name] for part, _ in gathered if name in part]
+        start[name] = _to(_device_of(changed.get(name)), _add(values, _to("cpu", start.get(name))))
+    return total
+
+
+def exchanges(metric: Any) -> bool:
+    """Return whether a metric, or each of a collection, exchanges by itself what it has counted when it is computed."""
+    if callable(values := getattr(metric, "values", None)):
+        return all(map(exchanges, values()))
+    return callable(getattr(metric, "sync", None)) and bool(getattr(metric, "sync_on_compute", True))
+
+
+def _is_same(value: Any, start: Any) -> bool:
+    if value is start:
+        return True
+    if type(value) is not type(start):
+        return False
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape == start.shape and value.dtype == start.dtype and bool((value == start).all())
+    if isinstance(value, Mapping):
+        return value.keys() == start.keys() and all(_is_same(item, start[key]) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(start) and all(map(_is_same, value, start))
+    try:
+        return bool(value == start)
+    except Exception:  # an object of the user's own
+        return False
+
+
+def _is_count(value: Any, start: Any) -> bool:
+    """Return whether a value is whole numbers, in the structure that it has at the start."""
+    if isinstance(value, Mapping):
+        return isinstance(start, Mapping) and all(_is_count(item, start.get(key, 0)) for key, item in value.items())
+    if isinstance(value, list):
+        return isinstance(start, list) and len(value) == len(start) and all(map(_is_count, value, start))
+    if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "iuf":
+            return False
+        begins_alike = is_number(start) or getattr(start, "shape", None) == value.shape
+        return begins_alike and _is_whole(torch.as_tensor(value))
+    return is_number(value) and is_number(start) and float(value).is_integer()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool((tensor == tensor.round()).all())
+    return tensor.dtype is not torch.bool and not tensor.is_complex()
+
+
+def _add(values: list[Any], start: Any) -> Any:
+    """Return the start, and added to it what each of the values has more."""
+    if isinstance(start, Mapping):
+        total: Any = copy.copy(values[0])
+        for key in dict.fromkeys(key for value in values for key in value):
+            total[key] = _add([value[key] for value in values if key in value], start.get(key, 0))
+        return total
+    if isinstance(start, list):
+        return [_add([value[index] for value in values], item) for index, item in enumerate(start)]
+    return start + sum(value - start for value in values)
+
+
+def _to(device: Any, value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), value)
+
+
+def _device_of(value: Any) -> torch.device:
+    return next((leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), torch.device("cpu"))
