@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -20,6 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from chainring._distributed.communicator import Communicator, RankFailed
+from chainring._distributed.failures import FailureBroadcast
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
@@ -28,9 +27,6 @@ _TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"
 _groups_joined = 0
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
-_FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
-_POLL_PERIOD = 0.25  # seconds
-_RECEIVE_TIMEOUT = 3.0  # seconds
 
 
 def create_communicator(device: Device = None) -> Communicator:
@@ -147,12 +143,15 @@ class ProcessGroupCommunicator(Communicator):
     have met. With ``ends_group`` this communicator has started the process group, and also ends it.
     """
 
-    def __init__(self, device: torch.device, local_rank: int, store: Any, ends_group: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, local_rank: int, store: Any, ends_group: bool = False, exchange: Any = nullcontext
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.local_rank = local_rank
         self.device = device
         self._failures = None if store is None else FailureBroadcast(store, self.rank, self.size)
+        self._exchange = exchange if self._failures is None else self._failures.exchange
         self._tensors, self._objects = _new_group(), _new_group("gloo")
         self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
@@ -161,27 +160,32 @@ class ProcessGroupCommunicator(Communicator):
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for flat in _flattened(tensors):
-            dist.all_reduce(flat, group=self._tensors)
+            with self._exchange():
+                dist.all_reduce(flat, group=self._tensors)
             if average:
                 flat.div_(self.size)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         for flat in _flattened(tensors):
-            dist.broadcast(flat, root, group=self._tensors)
+            with self._exchange():
+                dist.broadcast(flat, root, group=self._tensors)
 
     def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         received = sent[0].new_empty(sum(sizes))
-        dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), [*map(len, sent)], group=self._tensors)
+        with self._exchange():
+            dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), [*map(len, sent)], group=self._tensors)
         return list(torch.split(received, list(sizes)))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor, group=self._tensors)
+        with self._exchange():
+            dist.all_gather(gathered, tensor, group=self._tensors)
         return gathered
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj, group=self._objects)
+        with self._exchange():
+            dist.all_gather_object(gathered, obj, group=self._objects)
         return gathered
 
     def start_max(self, number: int) -> Callable[[], int]:
@@ -189,7 +193,8 @@ class ProcessGroupCommunicator(Communicator):
         work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects, async_op=True)
 
         def wait() -> int:
-            work.wait()
+            with self._exchange():
+                work.wait()
             return int(largest)
 
         return wait
@@ -199,7 +204,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def beside(self) -> Communicator:
         self.barrier()  # so that they connect at the same time
-        return ProcessGroupCommunicator(self.device, self.local_rank, None)
+        return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=self._exchange)
 
     def failed(self, error: BaseException) -> BaseException:
         failures = self._failures
@@ -232,62 +237,6 @@ class ProcessGroupCommunicator(Communicator):
         if self._ends_group and dist.is_initialized():
             dist.destroy_process_group()
         self._failures, self._is_open, self._ends_group = None, False, False
-
-
-class FailureBroadcast:
-    """Tells every rank of the first failure, through the store through which the ranks have met.
-
-    A thread polls the store, because a rank may be waiting in an exchange that only the end of the failed process ends.
-    Where the process of rank 0 has made the store, it ends with that process.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._first: str | None = None
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="chainring-failures", daemon=True)
-        self._thread.start()
-
-    def publish(self, text: str) -> str:
-        """Publish why this rank fails; return what was published first, which may be another rank's."""
-        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone
-            if self._first is None:
-                self._receive(self._store.compare_set(_FAILURE, "", text))
-        return self._first or text
-
-    def poll(self) -> str | None:
-        """Return what was published first, ``None`` if nothing was: a rank publishes before it leaves."""
-        with contextlib.suppress(RuntimeError):
-            self._poll()
-        return self._first
-
-    def wait_for_others(self) -> None:
-        """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
-        until = time.monotonic() + _RECEIVE_TIMEOUT
-        with contextlib.suppress(RuntimeError):
-            while self._rank == 0 and self._store.add(_RECEIVED, 0) < self._size and time.monotonic() < until:
-                time.sleep(_POLL_PERIOD / 10)
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def _listen(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            while self._first is None and not self._closed.wait(_POLL_PERIOD):
-                self._poll()
-
-    def _poll(self) -> None:
-        with self._lock:
-            if self._first is None and self._store.check([_FAILURE]):
-                self._receive(self._store.get(_FAILURE))
-
-    def _receive(self, text: bytes) -> None:
-        self._first = str(text, "utf-8")
-        self._store.add(_RECEIVED, 1)
 
 
 def _connect_timeout(size: int) -> timedelta:
