@@ -1,5 +1,6 @@
 """What every test has: one thread, and generators that the test before it has not touched."""
 
+import multiprocessing
 import signal
 
 import pytest
@@ -9,6 +10,11 @@ import chainring
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The server that forks ranks and runs imports once what they all need; it does not see the folders of the tests.
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "chainring.parallel", "chainring.testing", "pytest"]
+)
 
 
 @pytest.fixture(autouse=True)

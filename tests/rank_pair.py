@@ -13,7 +13,6 @@ from chainring.parallel import create_communicator
 def on_two_ranks(function, *arguments):
     """What ``function(comm, *arguments)`` returns on rank 0 and on rank 1, or the error that it raises, as text."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rank_pair"])
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]

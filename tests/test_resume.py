@@ -24,7 +24,6 @@ def _send(pipe, function, arguments):
 def in_fresh_process():
     """Calls a function of the program in a process of its own, which knows nothing of those before it."""
     context = multiprocessing.get_context("forkserver")  # forked from a server that has imported torch and done no more
-    context.set_forkserver_preload(["resume_program", "torch._dynamo"])  # which the first step of an optimizer imports
 
     def call(function, *arguments):
         receiver, sender = context.Pipe(duplex=False)

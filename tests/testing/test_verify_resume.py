@@ -1,17 +1,10 @@
 """verify_resume says that a sound training continues bit for bit, and of a forgetful one what differs first and why."""
 
-import multiprocessing
-
 import forgetful_programs as programs
 import pytest
 
 from chainring.serializers._checkpoint import read_state
 from chainring.testing import Inconclusive, NotTried, ResumeDiffers, verify_resume
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "chainring.testing"])
 
 
 def report(make_trainer, **settings):

@@ -1,7 +1,6 @@
 """verify_resume is exact, differs or is inconclusive, kills where it matters, and leaves nothing behind."""
 
 import contextlib
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -10,11 +9,6 @@ import borderline_programs as programs
 import pytest
 
 from chainring.testing import Inconclusive, ResumeDiffers, verify_resume
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "chainring.testing", "borderline_programs"])
 
 
 def report(make_trainer, **settings):
