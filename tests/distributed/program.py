@@ -55,7 +55,7 @@ class Options:
 
     Attributes:
         kind: how ranks exchange gradients: ``"plain"`` by the updater, ``"ddp"``, or ``"fsdp"``.
-        net: beside linear layers: ``""``, ``"dropout"`` or ``"batchnorm"``.
+        net: beside linear layers: ``""``, ``"dropout"``, ``"batchnorm"`` or ``"batchnorm dropout"``.
         batch: the batch size, of all ranks together.
         accumulate: parts of an update.
         examples: to train on.
@@ -63,6 +63,12 @@ class Options:
         repeat: whether the data begin again; otherwise the run ends with them.
         iterations: when the run ends, of data that begin again.
         period: of the snapshots.
+        virtual_ranks: the number of virtual ranks, if there are.
+        precision: of the forward.
+        clip: the largest norm of the gradients, if there is.
+        tokens: whether the loss comes with a weight.
+        own_core: whether an ``update_core`` of its own takes two batches and steps with two optimizers.
+        counts: whether the model reports a metric object.
         fault: what happens to it.
     """
 
@@ -75,6 +81,12 @@ class Options:
     repeat: bool = True
     iterations: int = 20
     period: int = 4
+    virtual_ranks: int | None = None
+    precision: str = "fp32"
+    clip: float | None = None
+    tokens: bool = False
+    own_core: bool = False
+    counts: bool = False
     fault: Fault | None = None
 
 
@@ -185,9 +197,41 @@ class Loaded(training.Extension):
         self.parameters, self.optimizer = digests(trainer)
 
 
+class Right:
+    """A metric: the fraction of right predictions."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right, self.count = torch.zeros((), dtype=torch.int64), 0
+
+    def compute(self):
+        return self.right / self.count
+
+
+class Counting(Classifier):
+    """Reports a metric beside the means of an evaluation."""
+
+    def __init__(self, predictor):
+        super().__init__(predictor, accfun=self.count)
+        self.right = Right()
+
+    def count(self, scores, labels):
+        are_right = scores.argmax(1) == labels
+        if not self.training:
+            self.right.right += are_right.sum()
+            self.right.count += len(labels)
+            chainring.report({"right": self.right}, self)
+        return are_right.float().mean()
+
+
 def model_of(options, comm):
-    between = {"dropout": [nn.Dropout(0.3)], "batchnorm": [nn.BatchNorm1d(24)], "": []}[options.net]
-    model = Classifier(nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10)))
+    layers = {"batchnorm": nn.BatchNorm1d(24), "dropout": nn.Dropout(0.3)}
+    between = [layers[name] for name in options.net.split()]
+    model = (Counting if options.counts else Classifier)(
+        nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10))
+    )
     if comm.size > 1 and options.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if comm.size > 1 and options.kind == "fsdp":
@@ -197,6 +241,38 @@ def model_of(options, comm):
     return model
 
 
+def optimizer_of(options, model):
+    if not options.own_core:
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+    *body, head = getattr(model, "module", model).predictor
+    return {
+        "body": torch.optim.AdamW(nn.Sequential(*body).parameters(), lr=0.01),
+        "head": torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9),
+    }
+
+
+class TwoSteps(training.StandardUpdater):
+    """Trains one part of the model after the other, on a batch each; what it draws and reports follows a step."""
+
+    def update_core(self):
+        for name in self.get_all_optimizers():
+            images, labels = self.next_batch()
+            with self.autocast():
+                loss = self.loss_func(self.get_model("main"), images, labels)
+            self.backward(loss)
+            self.step(name)
+            chainring.report({f"{name}/drawn": torch.rand(())})
+
+
+def in_tokens(function):
+    """The function, whose loss then has a weight: as if labels were so many tokens."""
+
+    def weighted(model, images, labels):
+        return {"loss": function(model, images, labels), "weight": labels.sum() + 1}
+
+    return weighted
+
+
 def build(options, comm, place):
     """The trainer, and the list of the examples that its updates consume."""
     chainring.deterministic(0)
@@ -204,9 +280,19 @@ def build(options, comm, place):
     befalling = Befalling(options.fault, comm.rank, place)
     train, test = datasets.get_digits()
     data = iterators.SerialIterator(Digits(train, options.examples, befalling.in_example), options.batch, options.repeat)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    updater = training.StandardUpdater(
-        data, optimizer, model, converter=consumed, comm=comm, accumulate=options.accumulate, loss_func=befalling.in_loss
+    updater = (TwoSteps if options.own_core else training.StandardUpdater)(
+        data,
+        optimizer_of(options, model),
+        model,
+        converter=consumed,
+        comm=comm,
+        accumulate=options.accumulate,
+        loss_func=in_tokens(befalling.in_loss) if options.tokens else befalling.in_loss,
+        precision=options.precision,
+        callbacks=None
+        if options.clip is None
+        else training.UpdateCallbacks(update_on_start=training.clip_grad_norm(options.clip)),
+        virtual_ranks=options.virtual_ranks,
     )
     stop = (options.iterations, "iteration") if options.repeat else None
     trainer = training.Trainer(updater, stop, out=f"{place}/out")
@@ -222,8 +308,8 @@ def build(options, comm, place):
 def digests(trainer):
     """Of the whole parameters and buffers, and of the whole state of the optimizer; every rank calls it."""
     updater = trainer.updater
-    state = updater.get_optimizer("main").state_dict()["state"]
-    kept = [state[number][name] for number in sorted(state) for name in sorted(state[number])]
+    states = [optimizer.state_dict()["state"] for optimizer in updater.get_all_optimizers().values()]
+    kept = [state[number][name] for state in states for number in sorted(state) for name in sorted(state[number])]
     return digest(updater.get_model("main").state_dict().values()), digest(kept)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # where tries.py is, which both tables share
 
 import agreement
+import bits
 import elastic
 import mishaps
 import resumes
@@ -21,4 +22,4 @@ from worlds import Bench
 import tries
 
 if __name__ == "__main__":
-    sys.exit(tries.main(__doc__, [*agreement.ROWS, *resumes.ROWS, *mishaps.ROWS, *elastic.ROWS], Bench))
+    sys.exit(tries.main(__doc__, [*agreement.ROWS, *resumes.ROWS, *mishaps.ROWS, *elastic.ROWS, *bits.ROWS], Bench))

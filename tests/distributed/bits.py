@@ -1,0 +1,82 @@
+"""With virtual ranks a run has the same bits on any number of ranks."""
+
+import hashlib
+import json
+import re
+
+import torch
+from program import Options
+from worlds import Row, first_difference, newest
+
+from chainring.serializers._checkpoint import read_state
+from tries import WrongEndError
+
+BOTH = {"net": "batchnorm dropout"}
+COLUMNS = {
+    "dropout": {"net": "dropout"},
+    "BatchNorm": {"net": "batchnorm"},
+    "clipping": {**BOTH, "clip": 0.1},
+    "bf16": {**BOTH, "precision": "bf16"},
+    "fp16": {**BOTH, "precision": "fp16"},
+    "accumulate": {**BOTH, "accumulate": 3},
+    "update_core": {**BOTH, "own_core": True},
+    "token weights": {**BOTH, "tokens": True},
+    "evaluation": {**BOTH, "counts": True, "held_out": 33, "precision": "bf16"},
+    "uneven": {"net": "dropout", "examples": 203, "batch": 20, "repeat": False},  # the last batch is of three
+    "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
+    "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},
+    "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
+}
+OF_A_WORLD = re.compile(r"elapsed_time|extensions/LogReport/file|generators/[1-9]")  # the file of the log has times in it
+FEW, MANY = (1, 2, 3), (1, 2, 3, 4, 5, 7)
+
+
+def any_size(bench, number, draw, place):
+    """A column of the matrix: one digest on all numbers of ranks."""
+    name = list(COLUMNS)[number % len(COLUMNS)]
+    turn = number // len(COLUMNS)
+    options = Options(virtual_ranks=7 + (number + turn) % 2, iterations=10, **COLUMNS[name])
+    ends = {}
+    for size in MANY if turn else FEW:
+        where = place / str(size)
+        where.mkdir()
+        ends[size] = end_of(where, bench.run(where, size, options).outcomes()[0])
+        compare(size, ends[size], ends[1])
+    return name
+
+
+def end_of(place, told):
+    """What a run has come to, as rank 0 tells, and what its last snapshot holds, as read in one process."""
+    state = read_state(place / "out" / f"snapshot_iter_{newest(place / 'out')}")
+    saved = {f"snapshot {name}": in_words(value) for name, value in state.items() if not OF_A_WORLD.match(name)}
+    return {name: told[name] for name in ("iteration", "parameters", "optimizer", "log")} | saved
+
+
+def in_words(value):
+    """A value of a snapshot, of an array its dtype, shape and digest."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    elements = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(elements).hexdigest()}"
+
+
+def sha256(end):
+    return hashlib.sha256(json.dumps(end, sort_keys=True).encode()).hexdigest()
+
+
+def compare(size, end, expected):
+    """Raises if a run on so many ranks has not come to the same as another, to the last bit."""
+    if sha256(end) == sha256(expected):
+        return
+    differing = [name for name in sorted({*end, *expected}) if end.get(name) != expected.get(name)]
+    rows = first_difference(end["log"], expected["log"])
+    raise WrongEndError(f"on {size} ranks these differ from one rank: {differing}; the first rows that differ are {rows}")
+
+
+ROWS = [
+    Row(
+        "bits", "virtual_ranks=7 and 8, each column on 1, 2, 3 ranks, in the large table on 1, 2, 3, 4, 5, 7",
+        "one SHA-256 of parameters, optimizer, log and the last snapshot",
+        len(COLUMNS), 5 * len(COLUMNS), any_size,
+    ),
+]  # fmt: skip
