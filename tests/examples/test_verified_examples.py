@@ -16,6 +16,7 @@ ARGUMENTS = {
     "gan/train_gan.py": ("--unit", "16"),
     "preemptible/train.py": (),
     "images/train_images.py": (),
+    "same_bits/train_same_bits.py": (),
     "sweep/sweep.py": ("--epoch", "3"),
     "distributed/train_digits.py": (),
     "distributed/train_language_model.py": ("--sentences", "500", "--unit", "16"),
