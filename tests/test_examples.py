@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 MNIST = Path(__file__).parent.parent / "examples" / "mnist"
 
@@ -14,8 +14,9 @@ MNIST = Path(__file__).parent.parent / "examples" / "mnist"
 def run(script, *arguments):
     """Runs an example in a process of its own and returns what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(MNIST / script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    done = forked.run([MNIST / script, *map(str, arguments)], env=environment, timeout=120)
+    done.check_returncode()
+    return done.stdout
 
 
 def test_the_plain_loop_reaches_the_same_numbers(tmp_path):

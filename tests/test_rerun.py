@@ -4,11 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 TESTS = Path(__file__).parent
 PROGRAM = TESTS / "rerun_program.py"
@@ -18,8 +18,7 @@ MNIST = TESTS.parent / "examples" / "mnist" / "train_mnist.py"
 def start(script, *arguments):
     """Runs a script in a process of its own; what became of it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return forked.run([script, *map(str, arguments)], env=environment, timeout=120)
 
 
 def run(script, *arguments):

@@ -6,13 +6,13 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import forked
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mnist" / "train_mnist.py"
 ENTRIES = ["epoch", "main/loss", "validation/main/loss", "main/accuracy", "validation/main/accuracy", "elapsed_time"]
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 def command(out):
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    arguments = [sys.executable, str(EXAMPLE), "--epoch", str(EPOCHS), "--batchsize", "5", "--out", str(out)]
+    arguments = [str(EXAMPLE), "--epoch", str(EPOCHS), "--batchsize", "5", "--out", str(out)]
     return arguments, environment | {"OMP_NUM_THREADS": "1"}
 
 
@@ -90,7 +90,7 @@ def run_in_terminal(columns, out, **settings):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     arguments, environment = command(out)
     environment |= {"TERM": "xterm-256color", **settings}
-    with subprocess.Popen(arguments, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
+    with forked.Forked(arguments, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         received = b""
         while chunk := _read(master):
@@ -187,10 +187,11 @@ def test_a_dumb_terminal_gets_lines(tmp_path):
 def test_nothing_but_lines_goes_to_a_pipe(tmp_path):
     """The table as it is, the progress as plain lines: no carriage return, no escape code, nothing on stderr."""
     arguments, environment = command(tmp_path)
-    done = subprocess.run(arguments, env=environment, capture_output=True, check=True)
-    assert done.stderr == b""
-    assert not set(done.stdout) - set(range(32, 127)) - {ord("\n")}
-    text = done.stdout.decode().splitlines()
+    done = forked.run(arguments, env=environment)
+    done.check_returncode()
+    assert done.stderr == ""
+    assert not set(done.stdout.encode()) - set(range(32, 127)) - {ord("\n")}
+    text = done.stdout.splitlines()
     progress = [line for line in text if "%|" in line]
     assert [line for line in text if line not in progress] == table_of(json.loads((tmp_path / "log").read_text()))
     assert all(BAR.fullmatch(line) for line in progress)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 from extensions.snapshots import differing, fail_rename
 
+import forked
 import resume_program
 from chainring import serializers, training
 from chainring.serializers._checkpoint import read_state
@@ -186,7 +185,7 @@ def test_a_run_inside_an_iteration_of_another_saves_its_state_and_the_outer_one_
 
     def run(out, at):
         text = INNER.format(tests=str(Path(resume_program.__file__).parent), out=str(tmp_path / out), at=at, way=way)
-        return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+        return forked.run(["-c", text])
 
     ended = run("cut", 2)
     assert (ended.returncode, ended.stderr) == (143, "")
@@ -356,11 +355,10 @@ trainer.run()
 def test_the_workers_of_a_data_loader_leave_a_signal_to_the_trainer(tmp_path, number, code, persistent):
     """It comes to the whole group, as from a terminal or a scheduler; the iteration ends, and nobody stays behind."""
     program = WITH_WORKERS.format(out=str(tmp_path), persistent=persistent)
-    arguments = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    process = subprocess.Popen([sys.executable, "-c", program], **arguments)
-    assert process.stdout.readline() == "running\n"
-    os.killpg(process.pid, number)
-    _, err = process.communicate(timeout=60)
+    with forked.Forked(["-c", program], start_new_session=True) as process:
+        assert process.stdout.readline() == "running\n"
+        os.killpg(process.pid, number)
+        _, err = process.communicate()
     assert (process.returncode, err) == (code, "")
     assert len(list(tmp_path.glob("snapshot_iter_*"))) == 1
     with pytest.raises(ProcessLookupError):
@@ -384,11 +382,11 @@ print("not reached")
 def test_the_process_exits_with_the_code_of_the_signal_without_a_traceback(tmp_path, number, code):
     """143 or 130, and the newest snapshot loads."""
     program = PROGRAM.format(tests=str(Path(resume_program.__file__).parent), out=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "running\n"
-    sent = time.monotonic()
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    with forked.Forked(["-c", program]) as process:
+        assert process.stdout.readline() == "running\n"
+        sent = time.monotonic()
+        process.send_signal(number)
+        out, err = process.communicate()
     assert process.returncode == code
     assert time.monotonic() - sent < 10
     assert "not reached" not in out
