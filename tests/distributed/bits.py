@@ -3,9 +3,10 @@
 import hashlib
 import json
 import re
+from dataclasses import replace
 
 import torch
-from program import Options
+from program import Fault, Options
 from worlds import Row, first_difference, newest
 
 from chainring.serializers._checkpoint import read_state
@@ -28,6 +29,12 @@ COLUMNS = {
     "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
 }
 OF_A_WORLD = re.compile(r"elapsed_time|extensions/LogReport/file|generators/[1-9]")  # the file of the log has times in it
+MOVING = {
+    "plain": {"clip": 0.1},
+    "ddp": {"clip": 0.1},
+    "plain update_core": {"own_core": True, "precision": "bf16"},
+    "ddp accumulates": {"accumulate": 2},
+}
 FEW, MANY = (1, 2, 3), (1, 2, 3, 4, 5, 7)
 
 
@@ -42,6 +49,26 @@ def any_size(bench, number, draw, place):
         where.mkdir()
         ends[size] = end_of(where, bench.run(where, size, options).outcomes()[0])
         compare(size, ends[size], ends[1])
+    return name
+
+
+def moves(bench, number, draw, place):
+    """A run is killed again and again, each time goes on with another number of ranks, and ends like one that was not."""
+    name = list(MOVING)[number % len(MOVING)]
+    settings = {"virtual_ranks": 8, **BOTH, **MOVING[name]}
+    options = Options(kind=name.split()[0], **settings)
+    known_place, known = bench.known("plain", 1, **settings)
+    size, sizes = 0, []
+    for _ in range(3):
+        size = draw.choice([other for other in range(1, 6) if other != size])
+        sizes.append(str(size))
+        there = newest(place / "out") if (place / "out").exists() else 0
+        fault = Fault("kill", draw.randrange(size), draw.randrange(there, options.iterations - 1), draw.uniform(0, 0.01))
+        bench.ended_at_once(bench.run(place, size, replace(options, fault=fault)), fault.rank)
+        (place / "happened").unlink()
+    size = draw.choice([other for other in range(1, 6) if other != size])
+    told = bench.run(place, size, options).outcomes()
+    compare(f"{', '.join(sizes)} and {size}", end_of(place, told[0]), end_of(known_place, known[0]))
     return name
 
 
@@ -78,5 +105,9 @@ ROWS = [
         "bits", "virtual_ranks=7 and 8, each column on 1, 2, 3 ranks, in the large table on 1, 2, 3, 4, 5, 7",
         "one SHA-256 of parameters, optimizer, log and the last snapshot",
         len(COLUMNS), 5 * len(COLUMNS), any_size,
+    ),
+    Row(
+        "moves", "virtual_ranks=8, SIGKILL of a rank at three random moments, gone on each time with 1 to 5 ranks",
+        "the same SHA-256 as of one process that nothing happened to", len(MOVING), 25 * len(MOVING), moves,
     ),
 ]  # fmt: skip
