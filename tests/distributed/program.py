@@ -34,16 +34,17 @@ class Fault:
     """What befalls a rank.
 
     Attributes:
-        kind: ``"kill"`` SIGKILL, ``"term"`` SIGTERM, ``"write"`` SIGKILL in its next snapshot's write; ``"example"`` and
-            ``"loss"`` raise there, ``"slow"`` holds the rank up in every update and ``"hold"`` its writes.
-        rank: which.
+        kind: ``"kill"`` SIGKILL, ``"term"`` SIGTERM, ``"write"`` SIGKILL in its next snapshot's write, ``"machine"`` SIGKILL
+            of its launcher as well; ``"example"`` and ``"loss"`` raise there, ``"slow"`` holds the rank up in every update
+            and ``"hold"`` its writes.
+        rank: which; ``None`` for the one that is told of it.
         iteration: in which update, or for a write after which.
         delay: seconds later for a signal, or by which the rank is slow.
         number: of the flush to the disk in the write.
     """
 
     kind: str
-    rank: int
+    rank: int | None
     iteration: int
     delay: float = 0.0
     number: int = 1
@@ -126,7 +127,7 @@ class Befalling(training.Extension):
     priority = 1000
 
     def __init__(self, fault, rank, place):
-        self.fault = fault if fault is not None and fault.rank == rank else None
+        self.fault = fault if fault is not None and fault.rank in (rank, None) else None
         self.mark = Path(place) / "happened"
         self.iteration = 0
 
@@ -139,6 +140,10 @@ class Befalling(training.Extension):
             number = signal.SIGKILL if self.fault.kind == "kill" else signal.SIGTERM
             timer = threading.Timer(self.fault.delay, os.kill, (os.getpid(), number))
             timer.daemon = True  # a run that is over first is not waited with
+            timer.start()
+        if self.is_now("machine"):
+            timer = threading.Timer(self.fault.delay, self.lose_machine)
+            timer.daemon = True
             timer.start()
         if self.is_now("write"):
             self.kill_in_write()
@@ -153,6 +158,10 @@ class Befalling(training.Extension):
             return False
         self.mark.touch()
         return True
+
+    def lose_machine(self):
+        for process in (os.getppid(), os.getpid()):
+            os.kill(process, signal.SIGKILL)
 
     def kill_in_write(self):
         flush, left = os.fsync, [self.fault.number]
