@@ -123,6 +123,9 @@ CHANGES = {
     ),
     "the parts of an update": ({}, {"accumulate": 2}, "accumulate 2, where the saved run had 1"),
     "the precision": ({"precision": "bf16"}, {}, "precision 'fp32', where the saved run had 'bf16'"),
+    "the virtual ranks": ({"virtual_ranks": 2}, {"virtual_ranks": 1}, "virtual_ranks 1, where the saved run had 2"),
+    "no virtual ranks any more": ({"virtual_ranks": 2}, {}, "virtual_ranks None, where the saved run had 2"),
+    "virtual ranks from now on": ({}, {"virtual_ranks": 2}, "virtual_ranks 2, where the saved run had None"),
     "the replicas": ({"replicas": 2}, {"replicas": 3}, "number of replicas 3, where the saved run had 2"),
     "when an extension runs": (
         {},

@@ -847,9 +847,8 @@ class StandardUpdater(Updater):
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run may change, which is then announced."""
-        virtual = {} if self.virtual_ranks is None else {"virtual_ranks": self.virtual_ranks}
         return {
-            **virtual,
+            "virtual_ranks": self.virtual_ranks,
             "accumulate": self.accumulate,
             "accumulate_across_epochs": self.accumulate_across_epochs,
             "precision": self._precision.name,
