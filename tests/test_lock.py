@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
+import forked
 from chainring._files import DirectoryLock
 
 HOLDER = (
@@ -33,13 +32,12 @@ def test_a_second_lock_in_the_same_process_is_refused_until_the_first_is_release
 
 def test_another_process_is_named_and_a_killed_one_lets_go_at_once_though_its_workers_live(tmp_path):
     """The lock is of the process that took it, so an orphaned worker does not keep it."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with forked.Forked(["-c", HOLDER, tmp_path]) as holder:
         pid = int(holder.stdout.readline())
         with pytest.raises(BlockingIOError, match=f"process {pid} on "):
             DirectoryLock(tmp_path)
         holder.kill()
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        holder.wait()
         DirectoryLock(tmp_path).release()
 
 
@@ -60,10 +58,10 @@ def test_the_lock_survives_a_copy_of_the_directory(tmp_path):
     lock = DirectoryLock(out)
     shutil.copytree(out, tmp_path / "copy")
     program = "import sys; from chainring._files import DirectoryLock; DirectoryLock(sys.argv[1])"
-    other = subprocess.run([sys.executable, "-c", program, str(out)], capture_output=True, text=True, check=False)
+    other = forked.run(["-c", program, out])
     assert f"is being written by another run: process {os.getpid()} on " in other.stderr
     lock.release()
-    subprocess.run([sys.executable, "-c", program, str(out)], check=True)
+    assert forked.run(["-c", program, out]).returncode == 0
 
 
 def test_a_run_of_a_version_that_held_a_record_lock_is_respected(tmp_path):
@@ -75,8 +73,7 @@ def test_a_run_of_a_version_that_held_a_record_lock_is_respected(tmp_path):
         "print(flush=True)\n"
         "sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with forked.Forked(["-c", program, tmp_path]) as holder:
         holder.stdout.readline()
         with pytest.raises(BlockingIOError, match="is being written by another run"):
             DirectoryLock(tmp_path)

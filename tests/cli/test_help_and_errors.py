@@ -6,8 +6,6 @@ import os
 import pty
 import shutil
 import struct
-import subprocess
-import sys
 import termios
 import zlib
 
@@ -17,13 +15,14 @@ import safetensors.torch
 import torch
 
 import chainring
+import forked
 import resume_program
 from chainring import serializers
 from chainring.cli import main
 from chainring.training.extensions import snapshot
 
 COMMANDS = ["report", "inspect", "verify", "export", "verify-resume"]
-COMMAND = [sys.executable, "-m", "chainring"]
+COMMAND = ["-m", "chainring"]
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,8 @@ def to_output(paths, output):
     """The command with its output there, which Python collects until the end, as in any shell."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [*COMMAND, "inspect", paths / "result"]
-    return subprocess.run(command, env=environment, stdout=output, stderr=subprocess.PIPE, check=False)
+    with forked.Forked(command, env=environment, stdout=output) as process:
+        return process.wait(), process.stderr.read()
 
 
 def test_a_reader_that_closes_the_pipe_is_not_an_error(paths):
@@ -229,14 +229,14 @@ def test_a_reader_that_closes_the_pipe_is_not_an_error(paths):
     os.close(reading)
     done = to_output(paths, writing)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done == (0, "")
 
 
 def test_an_output_that_cannot_be_written_is_an_error_of_one_line(paths):
     """A full disk, say; here a file that is open for reading only."""
     with open(paths / "model", "rb") as output:
         done = to_output(paths, output)
-    assert (done.returncode, done.stderr) == (2, b"chainring: the output: Bad file descriptor\n")
+    assert done == (2, "chainring: the output: Bad file descriptor\n")
 
 
 def test_on_a_terminal_it_prints_lines_that_fit_and_no_codes(paths):
@@ -245,7 +245,7 @@ def test_on_a_terminal_it_prints_lines_that_fit_and_no_codes(paths):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     command = [*COMMAND, "inspect", paths / "result"]
-    with subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
+    with forked.Forked(command, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         shown = b""
         while chunk := _read(master):

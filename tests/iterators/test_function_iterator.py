@@ -2,13 +2,12 @@
 
 import inspect
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
+import forked
 from chainring.iterators import Batch, FunctionIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 
@@ -39,7 +38,7 @@ def test_a_batch_is_the_same_whatever_ran_before_and_in_any_process():
         inspect.getsource(draw)
         + "iterator = FunctionIterator(draw, seed=5)\nprint([next(iterator).columns.tolist() for _ in range(4)])"
     )
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    other = forked.run(["-c", program])
     assert other.stdout.strip() == str(whole)
     assert rows(FunctionIterator(draw, seed=6), 4) != whole
     assert len({str(batch) for batch in whole}) == 4

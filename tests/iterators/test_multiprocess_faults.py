@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from examples_in_workers import Dataset, DecodeError, Noisy, for_ever, gone, in_shared_memory, kill_at, what_is_held
 
+import forked
 from chainring.converters import concat_examples
 from chainring.iterators import MultiprocessIterator, SerialIterator, epoch_order
 
@@ -238,7 +237,7 @@ print(*[child.pid for child in multiprocessing.active_children()], flush=True)
 def test_no_worker_outlives_a_trainer_that_is_killed(get):
     """SIGKILL while the workers wait, are stuck, or have a full pipe before them."""
     program = PROGRAM.format(here=str(HERE), get=get, then="threading.Event().wait()")
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+    with forked.Forked(["-c", program]) as trainer:
         pids = [*map(int, trainer.stdout.readline().split())]
         trainer.kill()
     assert len(pids) == 2
@@ -257,7 +256,7 @@ def test_an_interpreter_that_ends_without_finalize_ends_the_workers(get, then):
     """Quickly and without a word."""
     program = PROGRAM.format(here=str(HERE), get=get, then=then)
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    done = forked.run(["-c", f"import warnings\nwarnings.simplefilter('error')\n{program}"])
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - start < 10
     assert gone(map(int, done.stdout.split()), 0)

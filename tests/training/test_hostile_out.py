@@ -2,11 +2,10 @@
 
 import collections
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import hostile_out
+
+import forked
 
 CASES, SEED, SECONDS = 200, 0, 300
 REFUSALS = {
@@ -25,8 +24,7 @@ def test_a_hostile_directory_changes_nothing_outside_runs_nothing_and_hangs_noth
 
     A run goes on, or is refused by an error that names what is in the way.
     """
-    command = [sys.executable, str(Path(hostile_out.__file__)), str(tmp_path), str(CASES), str(SEED)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = forked.run([hostile_out.__file__, str(tmp_path), str(CASES), str(SEED)], timeout=SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     cases = json.loads(done.stdout)
     assert [case for case in cases if case[4] or case[5]] == []

@@ -3,14 +3,13 @@
 import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from counting import CountingUpdater, a_trainer
 from torch import nn
 
+import forked
 from chainring import training
 from chainring.training import extensions
 
@@ -93,13 +92,12 @@ def test_a_trainer_may_run_within_another_in_another_directory(tmp_path):
 
 def test_another_process_is_refused_while_one_runs_and_let_in_at_once_when_that_is_killed(tmp_path):
     """Though a worker process of the killed trainer lives on."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with forked.Forked(["-c", HOLDER, tmp_path, Path(__file__).parent]) as holder:
         pid = int(holder.stdout.readline())
         with pytest.raises(BlockingIOError, match=f"process {pid} on {socket.gethostname()}"):
             run(tmp_path)
         holder.kill()
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        holder.wait()
         assert run(tmp_path).updater.iteration == 2
 
 

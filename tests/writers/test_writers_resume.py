@@ -1,8 +1,6 @@
 """A process that is killed in the middle of an update, and another that goes on: what each kind of writer then holds."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas
@@ -14,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from written import LOSSES, train
 
 import chainring
+import forked
 
 PROGRAM = Path(__file__).with_name("killed_program.py")
 
@@ -23,7 +22,7 @@ def test_after_a_kill_files_have_each_row_once_and_services_each_row(tmp_path, d
     """The snapshot is of iteration 4; row 6 was written before the kill, and is computed again."""
     monkeypatch.setenv("PYTHONPATH", str(Path(chainring.__file__).parent.parent))
     out = tmp_path / "out"
-    killed = subprocess.run([sys.executable, PROGRAM, out, database, "6"], capture_output=True, text=True, check=False)
+    killed = forked.run([PROGRAM, out, database, "6"])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert list(pandas.read_csv(out / "log.csv")["iteration"]) == [2, 4, 6]
 

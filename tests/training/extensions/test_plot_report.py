@@ -2,7 +2,6 @@
 
 import math
 import os
-import subprocess
 import sys
 import warnings
 
@@ -13,6 +12,7 @@ from matplotlib.image import imread
 from resuming import differences, parts, whole
 from scripted import Counting, run
 
+import forked
 from chainring import training
 from chainring.training import extensions
 
@@ -137,7 +137,7 @@ def test_matplotlib_is_used_without_touching_its_backend(tmp_path):
     )
     environment = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "config")}
     environment.pop("MPLBACKEND", None)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = forked.run(["-c", program], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
