@@ -38,7 +38,7 @@ class Part:
         state: the updater's.
         observation: what it has reported.
         weight: of that in a mean.
-        rows: the examples of its batches.
+        rows: the examples of its batches; 1 in an update that takes none.
         epoch: of the main iterator after the last batch that it has taken.
         steps: the names of the optimizers at each of its steps.
     """
@@ -49,7 +49,7 @@ class Part:
         self.state: Any = None
         self.observation: dict[str, Any] = {}
         self.weight: Any = 0
-        self.rows = 0
+        self.rows = 1
         self.epoch: Any = 0
         self.steps: list[list[str]] = []
         self.taken: dict[str, int] = {}  # batches of each iterator
@@ -222,7 +222,7 @@ class VirtualRanks:
         rows, examples = _take_rows(batch, part.index, len(self.block))
         if name == "main":
             part.epoch = epoch
-            part.rows += examples if isinstance(examples, int) else 1
+            part.rows = (part.rows if position else 0) + (examples if isinstance(examples, int) else 1)
         return rows, examples
 
     # --- steps ---
