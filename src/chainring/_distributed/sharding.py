@@ -102,6 +102,18 @@ def shard_like(value: Any, like: Any) -> Any:
     return module.distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def as_summand(whole: Tensor, like: Any) -> Any:
+    """Return a tensor of this rank as a part of a sum over the ranks that hold ``like``, a sharded tensor of that shape."""
+    module, mesh = sys.modules["torch.distributed.tensor"], like.device_mesh
+    placements = [module.Partial()] * mesh.ndim
+    return module.DTensor.from_local(whole, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def is_summand(tensor: Any) -> bool:
+    """Return whether a tensor is a part of a sum, as `as_summand` makes it."""
+    return is_sharded(tensor) and all(placement.is_partial() for placement in tensor.placements)
+
+
 def reshard(modules: Sequence[Any]) -> None:
     """Let modules to which `fully_shard` was applied hold their shards again, and not what a forward has gathered."""
     for module in modules:
@@ -159,6 +171,11 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
             shard_placement_fn=placements.get,
             ignored_params={parameter for parameter in others if not is_sharded(parameter)} or None,
         )
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """Return what `fully_shard` keeps of each parameter that it has sharded."""
+    return [held for state in _fsdp_states(model) for group in _fsdp_groups(state) for held in group.fsdp_params]
 
 
 def _class_before_fsdp(module: Any) -> Any:

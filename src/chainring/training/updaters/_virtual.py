@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from chainring import _random
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import to_local
 from chainring._distributed.virtual_ranks import TreeSum, block_of
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._running_statistics import RunningStatistics
+from chainring.training.updaters._sharded_gradients import ShardedGradients, set_gradient, whole_like
 from chainring.training.updaters._virtual_means import Agreement, Reported, average, list_keys
 
 NO_CLOSURES = (
@@ -35,6 +37,7 @@ class Part:
 
     Attributes:
         number: of the virtual rank.
+        counts: False if its results are thrown away.
         state: the updater's.
         observation: what it has reported.
         weight: of that in a mean.
@@ -43,8 +46,9 @@ class Part:
         steps: the names of the optimizers at each of its steps.
     """
 
-    def __init__(self, number: int, index: int) -> None:
+    def __init__(self, number: int, index: int, counts: bool = True) -> None:
         self.number = number
+        self.counts = counts
         self.index = index  # in the block of its rank
         self.state: Any = None
         self.observation: dict[str, Any] = {}
@@ -95,6 +99,7 @@ class VirtualRanks:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
         if self.seed is None:
             self.seed = self._comm.broadcast_object(torch.initial_seed())
+        self._sharded = ShardedGradients(self._models)
         self._parameters = [parameter for model in self._models for parameter in model.parameters()]
         self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._statistics = RunningStatistics(self._models, self.count)
@@ -114,7 +119,11 @@ class VirtualRanks:
         self._reporter = current.reporter
         self._outer_observation = {} if self._reporter is None else self._reporter.observation
         self._parts = [Part(number, index) for index, number in enumerate(self.block)]
+        if self._sharded and len(self.block) * self._comm.size < self.count:
+            # Parameters are gathered from all ranks in each forward, of which other ranks have one more.
+            self._parts.insert(0, Part(self.count, 0, counts=False))
         self._statistics.begin(self.block)
+        self._sharded.drop()
 
     def run(self, compute: Callable[[Part], None]) -> Tensor:
         """Compute the parts of this rank, combine the results of all ranks, and return the weight of the update."""
@@ -141,13 +150,14 @@ class VirtualRanks:
 
     def _combine(self) -> Tensor:
         """Set running statistics and reported values to those of all virtual ranks."""
-        for part in self._parts:
+        parts = [part for part in self._parts if part.counts]
+        for part in parts:
             self._statistics.add(part.number, part.rows, part.buffers)
-        reported = [Reported(part.observation, part.weight, part.rows) for part in self._parts]
+        reported = [Reported(part.observation, part.weight, part.rows) for part in parts]
         keys, changed = self._agreement.reach(list_keys(reported), self._statistics.changed)
         means, weight, rows = average(self._comm, self.block, self.count, reported, keys, self._device)
         self._statistics.finish(self._comm, changed, rows)
-        for part in self._parts:
+        for part in parts:
             self._outer_observation.update({key: value for key, value in part.observation.items() if key not in means})
         self._outer_observation.update(means)
         return weight
@@ -167,6 +177,7 @@ class VirtualRanks:
     def leave(self, part: Part) -> None:
         """Put aside what a part has changed, so that the next begins as it did."""
         part.buffers = self._statistics.take(part.buffers)
+        self._sharded.collect()
         part.gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -188,6 +199,10 @@ class VirtualRanks:
     def seed_generators(self, micro_step: int) -> None:
         """Seed all generators for a micro-batch of the part."""
         _random.seed_all("virtual rank", self.seed or 0, self._iteration, micro_step, self.part.number)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward."""
+        return self._sharded.backward()
 
     # --- batches ---
 
@@ -237,13 +252,15 @@ class VirtualRanks:
             optimizers: those of these names, whose gradients are taken away.
             weights: of the gradients of each, in a mean.
         """
+        self._sharded.collect()
         gradients = [*_take_gradients(optimizers), *(_as_tensor(weight, self._device) for weight in weights)]
         part = self.part
         number = len(part.steps)
         part.steps.append(names)
         if number == len(self._sums):
             self._sums.append(TreeSum(self.block, self.count))
-        self._sums[number].add(gradients if part.rows else [None] * len(gradients))
+        if part.counts:
+            self._sums[number].add(gradients if part.rows else [None] * len(gradients))
         if len(self._parts) == 1:
             generators = _random.take_generators()
             observation = part.observation if self._reporter is None else self._reporter.observation
@@ -278,9 +295,9 @@ class VirtualRanks:
         """Set the gradients of optimizers to the sums over all virtual ranks; return the sums of their weights."""
         parameters = _list_trained(optimizers)
         weights = [_as_tensor(0, self._device) for _ in optimizers]
-        sums = self._sums[-1].finish(self._comm, [*parameters, *weights])
+        sums = self._sums[-1].finish(self._comm, [*map(whole_like, parameters), *weights])
         for parameter, gradient in zip(parameters, sums, strict=False):
-            parameter.grad = gradient
+            set_gradient(parameter, gradient)
         return [weights[0] if total is None else total for total in sums[len(parameters) :]]
 
 
@@ -378,14 +395,14 @@ def _take_gradients(optimizers: list[Optimizer]) -> list[Tensor | None]:
     Raises:
         TypeError: one is sparse.
     """
-    gradients = []
+    gradients: list[Tensor | None] = []
     for parameter in _list_trained(optimizers):
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise TypeError(
                 f"virtual ranks add gradients in one order, and that of a parameter of shape {tuple(parameter.shape)} is "
                 f"{parameter.grad.layout}; give its layer sparse=False"
             )
-        gradients.append(parameter.grad)
+        gradients.append(to_local(parameter.grad))
         parameter.grad = None
     return gradients
 

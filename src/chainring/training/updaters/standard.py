@@ -325,7 +325,7 @@ class StandardUpdater(Updater):
         if self._precision.scaler is not None:
             self._precision.scaler.update()
         if self._exchange_watch is not None:
-            has_weighed = self._state.backward_weight is not None
+            has_weighed = self._virtual is not None or self._state.backward_weight is not None
             self._exchange_watch.check(self.comm, self._models, self._wrapped, has_weighed)
         if self.comm.size > 1 and self._virtual is None and (buffers := list_buffers(list(self._models.values()))):
             self.comm.broadcast(buffers)
@@ -577,7 +577,8 @@ class StandardUpdater(Updater):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference_weight
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
+        with nullcontext() if self._virtual is None else self._virtual.backward():
+            run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
 

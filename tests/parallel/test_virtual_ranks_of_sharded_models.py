@@ -1,0 +1,141 @@
+"""Virtual ranks of sharded models: equal to the last bit to the plain model in one process, on two ranks and on three."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from chainring import report
+from chainring.datasets import TupleDataset
+from chainring.iterators import SerialIterator
+from chainring.training import StandardUpdater, Trainer, extensions
+from rank_pair import on_ranks
+
+ROWS = torch.linspace(-2, 2, 50 * 5).reshape(50, 5) ** 3
+LABELS = torch.arange(50) * 7 % 3
+
+
+class Net(nn.Module):
+    """Dropout, running statistics, and a layer that only some virtual ranks, or none, go through."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(0.3))
+        self.head = nn.Linear(7, 3)
+        self.rare = nn.Linear(1, 1)
+        self.threshold = 0.5
+
+    def forward(self, x, t):
+        y = self.head(self.body(x) if len(x) > 1 else self.body[2](self.body[0](x)))
+        loss = nn.functional.cross_entropy(y, t)
+        if torch.rand(()) < self.threshold:
+            loss = loss + self.rare(y[:, :1]).square().mean()
+        report({"loss": loss, "accuracy": (y.argmax(1) == t).float().mean()}, self)
+        return loss
+
+
+class InTurn(StandardUpdater):
+    """Each optimizer takes a batch of its own and steps before the next one's forward."""
+
+    def update_core(self):
+        for name in self.get_all_optimizers():
+            with self.autocast():
+                loss = self.get_model("main")(*self.next_batch())
+            self.backward(loss)
+            self.step(name)
+            report({"drawn": torch.rand(())})
+
+
+def adam(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.02)
+
+
+def of_two(net):
+    return {
+        "body": torch.optim.SGD(net.body.parameters(), lr=0.1, momentum=0.9),
+        "head": torch.optim.Adam([*net.head.parameters(), *net.rare.parameters()], lr=0.02),
+    }
+
+
+def shard_all(net, mesh):
+    fully_shard(net.body[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def shard_a_part(net, mesh):
+    fully_shard(net.head, mesh=mesh)
+
+
+def case(virtual_ranks=4, *, make=StandardUpdater, optimizer=adam, shard=shard_all, threshold=0.5, **settings):
+    return {
+        "virtual_ranks": virtual_ranks,
+        "make": make,
+        "optimizer": optimizer,
+        "shard": shard,
+        "threshold": threshold,
+        "settings": settings,
+    }
+
+
+CASES = {
+    "four virtual ranks, of which the last batch leaves two without rows": case(),
+    "virtual ranks that do not divide by the ranks": case(5),
+    "a part of the model": case(shard=shard_a_part),
+    "parameters that no virtual rank has touched": case(threshold=0.0),
+    "several micro-batches": case(accumulate=2),
+    "autocast": case(precision="bf16"),
+    "a loss scaler": case(precision="fp16"),
+    "two optimizers that step together": case(optimizer=of_two),
+    "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
+    "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
+}
+
+
+def trained(comm, out, names):
+    """For each case the bits of what five updates make of a model; sharded with a communicator, and plain without."""
+    return {name: bits_of(*train(comm, f"{out}/{name}", **CASES[name])) for name in names}
+
+
+def train(comm, out, virtual_ranks, make, optimizer, shard, threshold, settings):
+    torch.manual_seed(3)
+    net = Net()
+    net.threshold = threshold
+    if comm is not None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shard(net, init_device_mesh("cpu", (comm.size,)))
+    iterator = SerialIterator(TupleDataset(ROWS, LABELS), 12, seed=1, repeat=make is InTurn or "accumulate" in settings)
+    updater = make(iterator, optimizer(net), net, comm=comm, virtual_ranks=virtual_ranks, **settings)
+    trainer = Trainer(updater, (5, "iteration"), out=out)
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    trainer.run()
+    return net, updater, trainer.get_extension("LogReport").log
+
+
+def bits_of(net, updater, rows):
+    """Parameters, buffers, the state of optimizers and rows of the log; tensors as bytes."""
+    tensors = dict(net.state_dict())
+    for name, optimizer in updater.get_all_optimizers().items():
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"{name} {index} {key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    whole = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()}
+    logged = [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in whole.items()}, logged
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return trained(None, tmp_path_factory.mktemp("plain"), CASES)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def sharded(request, tmp_path_factory):
+    return on_ranks(request.param, trained, str(tmp_path_factory.mktemp("sharded")), list(CASES))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sharded_model_has_the_bits_of_the_plain_one(plain, sharded, name):
+    """Of parameters, buffers, optimizer state and log rows, on every rank."""
+    for rank in sharded:
+        assert isinstance(rank, dict), rank
+        assert rank[name] == plain[name]
