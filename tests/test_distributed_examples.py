@@ -1,17 +1,20 @@
-"""The examples of several processes run as their users run them, and end as in one process."""
+"""The examples of several processes, started by torchrun or as it starts them, end as in one process."""
 
 import ast
 import difflib
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+import forked
 from chainring import serializers
 from chainring.nn import Classifier
 
@@ -22,13 +25,33 @@ SMALL = ["-e", 1, "--sentences", 200, "--unit", 16, "-b", 11, "--accumulate", 2]
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
 
 
-def losses_of(script, out, *arguments, processes=1):
+def alone(command, environment):
+    """One process runs a script."""
+    return [forked.run(command, env=environment)]
+
+
+def by_torchrun(command, environment):
+    """Two processes run it, which torchrun starts."""
+    command = [sys.executable, *TORCHRUN, *command]
+    return [subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)]
+
+
+def two(command, environment):
+    """Two processes run it, which find in the environment what torchrun would put there."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
+    environment = {**environment, **place}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    with ThreadPoolExecutor(len(ranks)) as at_once:
+        return list(at_once.map(lambda rank: forked.run(command, env={**environment, **rank}), ranks))
+
+
+def losses_of(run, script, out, *arguments):
     """Runs an example and returns the losses and accuracies in the rows of its log."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [] if processes == 1 else TORCHRUN
-    command = [sys.executable, *launcher, str(script), "-o", str(out), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    for done in run([str(script), "-o", str(out), *map(str, arguments)], environment):
+        assert done.returncode == 0, done.stderr
     rows = json.loads((out / "log").read_text())
     return [{key: value for key, value in row.items() if key.endswith(("/loss", "/accuracy"))} for row in rows]
 
@@ -42,15 +65,15 @@ def code_of(path):
 
 @pytest.fixture(scope="module")
 def digits_alone(tmp_path_factory):
-    return losses_of(DIGITS, tmp_path_factory.mktemp("digits") / "alone", "-e", 1)
+    return losses_of(alone, DIGITS, tmp_path_factory.mktemp("digits") / "alone", "-e", 1)
 
 
-@pytest.mark.parametrize("parallel", ["none", "fsdp"])
-def test_digits_end_with_two_processes_as_with_one(digits_alone, tmp_path, parallel):
+@pytest.mark.parametrize(("parallel", "run"), [("none", by_torchrun), ("fsdp", two)])
+def test_digits_end_with_two_processes_as_with_one(digits_alone, tmp_path, parallel, run):
     """Losses and accuracies of training and validation agree to 1e-5; in the end the model is one plain file."""
     assert len(digits_alone) == 1
     assert len(digits_alone[0]) == 4
-    losses = losses_of(DIGITS, tmp_path / "two", "-e", 1, "--parallel", parallel, processes=2)
+    losses = losses_of(run, DIGITS, tmp_path / "two", "-e", 1, "--parallel", parallel)
     assert losses == [pytest.approx(row, abs=1e-5) for row in digits_alone]
     model = Classifier(nn.Sequential(nn.Linear(64, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 10)))
     serializers.load(tmp_path / "two" / "mlp.model", model)
@@ -61,10 +84,10 @@ def test_the_language_model_ends_with_two_processes_as_with_one(tmp_path):
 
     It learns: in ten updates the perplexity is well below that of a guess, the number of words.
     """
-    (alone,) = losses_of(LANGUAGE_MODEL, tmp_path / "alone", *SMALL)
-    (two,) = losses_of(LANGUAGE_MODEL, tmp_path / "two", *SMALL, "--parallel", "ddp", processes=2)
-    assert two == pytest.approx(alone, abs=1e-5)
-    assert math.exp(alone["validation/main/loss"]) < 70
+    (expected,) = losses_of(alone, LANGUAGE_MODEL, tmp_path / "alone", *SMALL)
+    (losses,) = losses_of(two, LANGUAGE_MODEL, tmp_path / "two", *SMALL, "--parallel", "ddp")
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert math.exp(expected["validation/main/loss"]) < 70
 
 
 def test_the_script_for_several_processes_differs_in_five_lines():
