@@ -1,5 +1,7 @@
 """Virtual ranks of sharded models: equal to the last bit to the plain model in one process, on two ranks and on three."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,22 @@ def adam(net):
     return torch.optim.AdamW(net.parameters(), lr=0.02)
 
 
+def made_by(name, **settings):
+    return partial(_make, name, settings)
+
+
+def _make(name, settings, net):
+    return getattr(torch.optim, name)(net.parameters(), lr=0.02, **settings)
+
+
+class Own(torch.optim.SGD):
+    """Nobody knows what it does."""
+
+
+def own(net):
+    return Own(net.parameters(), lr=0.1)
+
+
 def of_two(net):
     return {
         "body": torch.optim.SGD(net.body.parameters(), lr=0.1, momentum=0.9),
@@ -89,6 +107,9 @@ CASES = {
     "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
     "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
 }
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta", "ASGD"]
+CASES |= {name: case(3, optimizer=made_by(name)) for name in OPTIMIZERS}
+CASES |= {f"{name} of lists of tensors": case(3, optimizer=made_by(name, foreach=True)) for name in OPTIMIZERS}
 
 
 def trained(comm, out, names):
@@ -139,3 +160,37 @@ def test_a_sharded_model_has_the_bits_of_the_plain_one(plain, sharded, name):
     for rank in sharded:
         assert isinstance(rank, dict), rank
         assert rank[name] == plain[name]
+
+
+REFUSED = {
+    "fused": ("with virtual_ranks each rank .* has fused=True.*: take foreach=True", made_by("Adam", fused=True)),
+    "norms": ("is Adafactor, which may .*: take one of torch.optim's SGD, Adam", made_by("Adafactor")),
+    "one's own": ("is Own, which may use more than one element.* wrap it in DistributedDataParallel", own),
+    "low precision": ('steps in torch.bfloat16 on the host.* precision="bf16"', adam),
+}
+
+
+def refused(comm, names):
+    return {name: refusal(comm, *REFUSED[name]) for name in names}
+
+
+def refusal(comm, words, optimizer):
+    net = Net().to(torch.bfloat16 if "bfloat16" in words else torch.float32)
+    fully_shard(net)
+    with pytest.raises(ValueError, match=words):
+        StandardUpdater(SerialIterator([0.0] * 4, 4), optimizer(net), net, comm=comm, virtual_ranks=2)
+    StandardUpdater(SerialIterator([0.0] * 4, 4), optimizer(net), net, comm=comm)
+    return "refused"
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return on_ranks(2, refused, list(REFUSED))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_whose_bits_depend_on_the_shards_is_refused(refusals, name):
+    """Where the updater is made, and only with virtual ranks; the words say what to take instead."""
+    for rank in refusals:
+        assert isinstance(rank, dict), rank
+        assert rank[name] == "refused"

@@ -7,12 +7,12 @@ hold (``Partial``), and so it is there, and can be cleared, put aside and added 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from chainring._distributed.sharding import (
     as_summand,
@@ -24,6 +24,11 @@ from chainring._distributed.sharding import (
     shard_like,
     to_local,
 )
+
+_ELEMENT_BY_ELEMENT = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.RAdam, optim.Adamax,
+    optim.Adadelta, optim.ASGD,
+)  # fmt: skip
 
 
 class ShardedGradients:
@@ -100,3 +105,41 @@ def set_gradient(parameter: Any, gradient: Tensor | None) -> None:
     """Set the gradient of a parameter to a whole one that every rank has, of which a sharded parameter takes its shard."""
     parameter.grad = None
     parameter.grad = shard_like(gradient, parameter)
+
+
+def check_sharded_parameters(optimizers: Mapping[str, optim.Optimizer]) -> None:
+    """Refuse optimizers that make of a shard something else than of the same elements in the whole parameter.
+
+    Raises:
+        ValueError: an optimizer of sharded parameters does not work element by element, or not with these.
+    """
+    for name, optimizer in optimizers.items():
+        groups = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        for group, parameter in groups:
+            if is_sharded(parameter) and (reason := _find_reason(optimizer, group, parameter)):
+                raise ValueError(
+                    "with virtual_ranks each rank makes of its shards what one rank makes of whole parameters, to the last "
+                    f"bit, and optimizer {name!r} of sharded parameters {reason}, or leave the model plain or wrap it in "
+                    "DistributedDataParallel"
+                )
+
+
+def _find_reason(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Any) -> str | None:
+    """Return why the bits of a step depend on the shards, and what to write instead; ``None`` if they do not."""
+    cls, device = type(optimizer), parameter.device.type
+    if cls not in _ELEMENT_BY_ELEMENT:
+        names = ", ".join(known.__name__ for known in _ELEMENT_BY_ELEMENT)
+        return f"is {cls.__qualname__}, which may use more than one element at a time: take one of torch.optim's {names}"
+    if group.get("fused"):
+        return "has fused=True, whose kernels round by the place of an element: take foreach=True, or neither"
+    if device == "cpu" and parameter.element_size() < 4:
+        return (
+            f"steps in {parameter.dtype} on the host, whose kernels round by the place of an element: keep parameters in "
+            'float32 and compute with precision="bf16"'
+        )
+    if device != parameter.device_mesh.device_type:
+        return (
+            f"steps on {device!r}, to which fully_shard has moved them, and ranks exchange on "
+            f"{parameter.device_mesh.device_type!r}: leave offload_policy out"
+        )
+    return None

@@ -23,7 +23,12 @@ from chainring.reporting.reporter import current
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._running_statistics import RunningStatistics
-from chainring.training.updaters._sharded_gradients import ShardedGradients, set_gradient, whole_like
+from chainring.training.updaters._sharded_gradients import (
+    ShardedGradients,
+    check_sharded_parameters,
+    set_gradient,
+    whole_like,
+)
 from chainring.training.updaters._virtual_means import Agreement, Reported, average, list_keys
 
 NO_CLOSURES = (
@@ -423,7 +428,7 @@ def check_virtual_ranks(
     Raises:
         TypeError: the number is not an integer.
         ValueError: it is below 1 or below the number of ranks, a module communicates by itself or is lazy, or an optimizer
-            needs a closure.
+            needs a closure or has sharded parameters with which it cannot.
     """
     if not is_integer(count):
         raise TypeError(f"virtual_ranks is the number of parts of an update, an integer, got {count!r}")
@@ -438,6 +443,7 @@ def check_virtual_ranks(
     for name, optimizer in optimizers.items():
         if needs_closure(optimizer):
             raise ValueError(f"optimizer {name!r} is {type(optimizer).__name__}; {NO_CLOSURES}")
+    check_sharded_parameters(optimizers)
 
 
 def _check_module(what: str, module: nn.Module) -> None:
