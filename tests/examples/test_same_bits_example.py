@@ -1,7 +1,9 @@
-"""examples/same_bits: what is learned does not depend on the number of processes."""
+"""examples/same_bits, and the program of the page on virtual ranks: the number of processes changes no bit."""
+
+import re
 
 import pytest
-from running import log, run
+from running import EXAMPLES, log, run
 
 SCRIPT = "same_bits/train_same_bits.py"
 
@@ -39,3 +41,14 @@ def test_another_number_of_processes_goes_on_with_the_same_bits(alone, tmp_path)
 def test_another_number_of_virtual_ranks_is_another_run(alone, tmp_path):
     """It is a setting, as the batch size is: with 4 of them the bits are others."""
     assert digest(tmp_path, "--epoch", 2, "--virtual-ranks", 4) != alone[1]
+
+
+def test_the_program_of_the_page_prints_one_digest_on_one_process_and_on_three(tmp_path, monkeypatch):
+    """Copied out as it stands; beside it, the table that it prints."""
+    page = (EXAMPLES.parent / "docs" / "same-bits.md").read_text()
+    program = tmp_path / "train.py"
+    program.write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1))
+    monkeypatch.chdir(tmp_path)
+    alone, three = run(program), run(program, processes=3)
+    assert re.search(r"^[0-9a-f]{64}$", alone, re.MULTILINE)
+    assert alone in three  # below it: the files of the earlier run make room
