@@ -1,0 +1,331 @@
+"""An update_core of one's own runs once for each virtual rank, and all meet in step."""
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
+
+from chainring import report
+from chainring.iterators import SerialIterator
+from chainring.parallel import Communicator
+from chainring.training import StandardUpdater
+
+BATCH = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def started(kind, virtual_ranks=3, **settings):
+    updater = updater_of(BATCH, kind=kind, virtual_ranks=virtual_ranks, **settings)
+    updater.start()
+    return updater
+
+
+class Plain(StandardUpdater):
+    """What the default does, in stages."""
+
+    def update_core(self):
+        self.backward(self.get_model("main")(*self.next_batch()))
+        self.step()
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_across_epochs": False}])
+def test_update_core_of_the_default_stages_trains_like_the_default(settings):
+    data = regression_data(15)  # the third batch is of three examples
+    own = started(Plain, data=data, repeat=False, **settings)
+    default = started(StandardUpdater, data=data, repeat=False, **settings)
+    updates = 2 if settings else 3
+    own_reports = [observed_update(own) for _ in range(updates)]
+    default_reports = [observed_update(default) for _ in range(updates)]
+    assert all(map(torch.equal, parameters_of(own), parameters_of(default)))
+    assert own_reports == default_reports
+    assert own.is_new_epoch
+    with pytest.raises(StopIteration):
+        own.update()
+    assert own.iteration == updates
+
+
+def test_each_virtual_rank_has_its_rows_and_runs_to_its_step_before_the_next_one():
+    events = []
+
+    class Noting(StandardUpdater):
+        def update_core(self):
+            x, t = self.next_batch()
+            events.append(("begins", x[:, 0].tolist()))
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+            events.append(("goes on", x[:, 0].tolist()))
+
+    started(Noting).update()
+    x = regression_data().tensors[0][:, 0]
+    shares = [x[number:BATCH:3].tolist() for number in range(3)]
+    assert events == [(what, share) for what in ("begins", "goes on") for share in shares]
+
+
+def test_after_step_every_virtual_rank_sees_the_stepped_parameters_and_their_gradient():
+    seen = []
+
+    class Looking(Plain):
+        def update_core(self):
+            super().update_core()
+            seen.append([(p.tolist(), p.grad.tolist()) for p in self.get_model("main").parameters()])
+
+    updater = started(Looking)
+    updater.update()
+    assert seen == [[(p.tolist(), p.grad.tolist()) for p in updater.get_model("main").parameters()]] * 3
+
+
+def test_generators_go_on_in_each_virtual_rank_after_a_step():
+    drawn = {}
+
+    class Drawing(StandardUpdater):
+        def update_core(self):
+            x, t = self.next_batch()
+            numbers = drawn.setdefault(x[0, 0].item(), [])
+            numbers.append(torch.rand(()).item())
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+            numbers.append(torch.rand(()).item())
+
+    class DrawingBefore(Drawing):
+        def update_core(self):
+            x, t = self.next_batch()
+            drawn.setdefault(x[0, 0].item(), []).extend(torch.rand(2).tolist())
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+
+    found = []
+    for kind in (Drawing, DrawingBefore):
+        drawn.clear()
+        started(kind).update()
+        found.append(dict(drawn))
+    assert found[0] == found[1]
+
+
+class Adversaries(nn.Module):
+    """Two parts, each of which learns against the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.maker, self.judge = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+
+
+class Adversarial(StandardUpdater):
+    """The judge steps first, and the maker learns of the judge that has stepped."""
+
+    def update_core(self):
+        model = self.get_model("main")
+        x, t = self.next_batch()
+        made = model.maker(x)
+        judged = (model.judge(x) - t).square().mean() + model.judge(made.detach()).square().mean()
+        self.backward(judged)
+        self.step("judge")
+        made_loss = (model.judge(made) - 1).square().mean()
+        self.backward(made_loss)
+        self.step("maker")
+        report({"judge": judged, "maker": made_loss})
+
+
+def adversarial(virtual_ranks, **settings):
+    model = Adversaries()
+    optimizers = {name: torch.optim.Adam(getattr(model, name).parameters(), 0.1) for name in ("judge", "maker")}
+    iterator = SerialIterator(regression_data(), BATCH, shuffle=False)
+    updater = Adversarial(iterator, optimizers, model, virtual_ranks=virtual_ranks, **settings)
+    updater.start()
+    return updater
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_optimizers_that_step_one_after_the_other_train_as_without_virtual_ranks(accumulate):
+    virtual, plain = adversarial(3, accumulate=accumulate), adversarial(None, accumulate=accumulate)
+    for _ in range(4):
+        found, expected = observed_update(virtual), observed_update(plain)
+        assert {key: float(value) for key, value in found.items()} == pytest.approx(
+            {key: float(value) for key, value in expected.items()}
+        )
+    assert_close(parameters_of(virtual), parameters_of(plain))
+
+
+def test_different_steps_in_different_virtual_ranks_are_named():
+    class Straying(Adversarial):
+        def update_core(self):
+            model = self.get_model("main")
+            x, t = self.next_batch()
+            self.backward((model.judge(model.maker(x)) - t).square().mean())
+            self.step("judge" if torch.equal(x[0], regression_data().tensors[0][1]) else "maker")
+
+    updater = adversarial(3)
+    updater.__class__ = Straying
+    with pytest.raises(RuntimeError, match=r"all meet in self\.step\(\).*virtual rank 0 has called.*'maker'.*'judge'"):
+        updater.update()
+
+
+def test_virtual_rank_that_does_not_step_is_named():
+    class Straying(StandardUpdater):
+        def update_core(self):
+            x, t = self.next_batch()
+            self.backward(self.get_model("main")(x, t))
+            if torch.equal(x[0], regression_data().tensors[0][0]):
+                self.step()
+
+    with pytest.raises(RuntimeError, match=r"must call it for the same optimizers"):
+        started(Straying).update()
+
+
+@pytest.mark.parametrize("error", [ArithmeticError("broken"), KeyboardInterrupt("broken"), SystemExit("broken")])
+@pytest.mark.parametrize("failing", [1, 2, 3, 4, 6])
+def test_error_in_one_virtual_rank_ends_the_update(failing, error):
+    """In the first, second, last one; and after a step, in the first and the last one."""
+    calls = []
+
+    def fail():
+        calls.append(None)
+        if len(calls) == failing:
+            raise error
+
+    class Failing(StandardUpdater):
+        def update_core(self):
+            batch = self.next_batch()
+            fail()
+            self.backward(self.get_model("main")(*batch))
+            self.step()
+            fail()
+
+    updater = started(Failing)
+    with pytest.raises(type(error), match="broken"):
+        updater.update()
+    assert updater.iteration == 0
+    calls.extend([None] * 6)
+    updater.update()
+    assert updater.iteration == 1
+
+
+def test_stop_iteration_that_is_not_the_end_of_the_data_is_an_error():
+    class Failing(Plain):
+        def update_core(self):
+            next(iter(()))
+
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        started(Failing).update()
+
+
+def test_signal_in_the_middle_of_an_update_ends_it():
+    class Interrupted(Plain):
+        def update_core(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            super().update_core()
+
+    with pytest.raises(KeyboardInterrupt):
+        started(Interrupted).update()
+
+
+def test_update_of_a_single_virtual_rank_needs_no_thread():
+    threads = set()
+
+    class Looking(Plain):
+        def update_core(self):
+            super().update_core()
+            threads.add(threading.current_thread())
+
+    started(Looking, virtual_ranks=1).update()
+    assert threads == {threading.main_thread()}
+
+
+def test_virtual_ranks_compute_under_the_settings_of_the_thread_that_trains():
+    seen = []
+
+    class Looking(Plain):
+        def update_core(self):
+            x, _ = batch = self.next_batch()
+            product = x.float() @ torch.ones(3, 1)
+            seen.append((product.dtype, torch.empty(0).device.type, torch.is_grad_enabled(), sys.gettrace() is None))
+            self.backward(self.get_model("main")(*batch))
+            self.step()
+
+    updater = started(Looking)
+    with torch.autocast("cpu", torch.bfloat16):
+        updater.update()
+    assert [dtype for dtype, *_ in seen] == [torch.bfloat16] * 3
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        updater.update()
+    assert [dtype for dtype, *_ in seen] == [torch.float32] * 3
+
+
+def test_batch_that_next_batch_does_not_give_is_refused():
+    """`next_batch` gives each virtual rank its rows; an iterator itself gives those of the whole block."""
+
+    class Chainer(StandardUpdater):
+        def update_core(self):
+            batch = self.get_iterator("main").next()
+            self.backward(self.get_model("main")(*self.converter(batch, self.device)))
+            self.step()
+
+    with pytest.raises(RuntimeError, match="next_batch"):
+        started(Chainer).update()
+
+
+def test_batches_of_several_iterators_are_each_shared_out():
+    seen = []
+
+    class Two(StandardUpdater):
+        def update_core(self):
+            (x, t), (other, _) = self.next_batch(), self.next_batch("other")
+            seen.append((x[:, 0].tolist(), other[:, 0].tolist()))
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+
+    model = same_regression()
+    iterators = {
+        "main": SerialIterator(regression_data(), 6, shuffle=False),
+        "other": SerialIterator(regression_data(), 4, shuffle=False),
+    }
+    updater = Two(iterators, torch.optim.SGD(model.parameters(), 0.1), model, virtual_ranks=3, comm=Communicator())
+    updater.start()
+    updater.update()
+    x = regression_data().tensors[0][:, 0]
+    assert seen == [(x[number:6:3].tolist(), x[number:4:3].tolist()) for number in range(3)]
+
+
+def test_step_of_ones_own_is_met_by_all():
+    norms = []
+
+    class Own(StandardUpdater):
+        def step(self, name="main", closure=None):
+            super().step(name, closure)
+            norms.append([p.grad.norm().item() for p in self.get_model("main").parameters()])
+
+    updater = started(Own)
+    updater.update()
+    assert norms == [[p.grad.norm().item() for p in updater.get_model("main").parameters()]] * 3
+
+
+class Reporting(Regression):
+    def forward(self, x, t):
+        report({"first": x[0, 0]}, self)
+        return super().forward(x, t)
+
+
+def test_values_reported_before_and_after_a_step_are_means_over_virtual_ranks():
+    class After(StandardUpdater):
+        def update_core(self):
+            x, t = self.next_batch()
+            self.backward(self.get_model("main")(x, t))
+            self.step()
+            report({"after": x[0, 0]})
+
+    observation = observed_update(started(After, model=Reporting()))
+    mean = regression_data().tensors[0][:3, 0].mean().item()
+    assert float(observation["main/first"]) == pytest.approx(mean)
+    assert float(observation["after"]) == pytest.approx(mean)
