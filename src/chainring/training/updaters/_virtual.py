@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -282,7 +282,7 @@ class VirtualRanks:
             RuntimeError: the parts have come to steps of different optimizers.
         """
         steps = [part.steps for part in self._parts]
-        if other := next((names for names in steps if names != steps[0]), None):
+        if (other := next((names for names in steps if names != steps[0]), None)) is not None:
             raise RuntimeError(
                 "every virtual rank runs update_core, and all meet in self.step(): they must call it for the same "
                 f"optimizers in the same order; virtual rank {self.block[0]} has called {steps[0]}, another {other}"
@@ -320,7 +320,7 @@ class _Threads:
         self._running = {part.number for part in parts}
         self._error: BaseException | None = None
         self._is_abandoned = False
-        self._settings = torch.is_grad_enabled(), torch.get_default_device()
+        self._settings = _ThreadSettings()
 
     def run(self) -> None:
         """Run all parts to their ends."""
@@ -362,12 +362,11 @@ class _Threads:
             raise _Abandoned
 
     def _live(self, part: Part) -> None:
-        grad_enabled, device = self._settings
         self._turns[part.number].acquire()
         if self._is_abandoned:
             return
         try:
-            with torch.set_grad_enabled(grad_enabled), torch.device(device), self._ranks.reporting(part):
+            with self._settings.applied(), self._ranks.reporting(part):
                 self._compute(part)
         except _Abandoned:
             return
@@ -375,6 +374,29 @@ class _Threads:
             self._error = error
         self._running.discard(part.number)
         self._turn_is_over.release()
+
+
+class _ThreadSettings:
+    """What PyTorch keeps for each thread, as it is in this one."""
+
+    def __init__(self) -> None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._index = None if accelerator is None else torch.accelerator.current_device_index()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._grad_enabled, self._device = torch.is_grad_enabled(), torch.get_default_device()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let another thread compute as that one."""
+        if self._index is not None:
+            torch.accelerator.set_device_index(self._index)
+        with ExitStack() as stack:
+            for kind, dtype in self._autocasts:
+                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
+            stack.enter_context(torch.device(self._device))
+            yield
 
 
 def _take_rows(batch: Any, index: int, size: int) -> tuple[Any, Any]:
