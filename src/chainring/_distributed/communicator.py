@@ -52,18 +52,20 @@ class Communicator:
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Replace each tensor, in place, by the one of rank ``root``."""
 
-    def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send ``sent[r]``, in one dimension, to rank r; return what each rank has sent here, in the order of the ranks.
+    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start to send row r of a matrix to rank r; what it returns waits for the others' and returns it, rank by rank.
 
         Args:
-            sent: one tensor for each rank, all of one dtype on one device.
+            sent: one row for each rank.
             sizes: how many elements each rank sends here.
         """
-        return [tensors[self.rank].to(sent[0].device) for tensors in self.gather_object(list(sent))]
+        received = [rows[self.rank].to(sent.device) for rows in self.gather_object(list(sent))]
+        return lambda: received
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which have the same shape, in the order of the ranks."""
-        return [gathered.to(tensor.device) for gathered in self.gather_object(tensor)]
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to exchange tensors of one shape; what it returns waits for them, and returns them stacked, rank by rank."""
+        gathered = torch.stack([other.to(tensor.device) for other in self.gather_object(tensor)])
+        return lambda: gathered
 
     def gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in the order of the ranks, on every rank."""

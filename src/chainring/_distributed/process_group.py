@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from chainring._distributed.failures import FailureBroadcast
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
+T = TypeVar("T")
 _TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """The variables in which launchers other than torchrun say how many tasks they have started."""
 _groups_joined = 0
@@ -170,17 +171,28 @@ class ProcessGroupCommunicator(Communicator):
             with self._exchange():
                 dist.broadcast(flat, root, group=self._tensors)
 
-    def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        received = sent[0].new_empty(sum(sizes))
-        with self._exchange():
-            dist.all_to_all_single(received, torch.cat(list(sent)), list(sizes), [*map(len, sent)], group=self._tensors)
-        return list(torch.split(received, list(sizes)))
+    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        received = sent.new_empty(sum(sizes))
+        own = [sent.shape[1]] * self.size
+        work = dist.all_to_all_single(received, sent.reshape(-1), list(sizes), own, group=self._tensors, async_op=True)
+        return self._waiting(work, list(torch.split(received, list(sizes))), sent)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._exchange():
-            dist.all_gather(gathered, tensor, group=self._tensors)
-        return gathered
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        work = dist.all_gather(list(gathered), tensor, group=self._tensors, async_op=True)
+        return self._waiting(work, gathered, tensor)
+
+    def _waiting(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
+        """Return a function that waits for an exchange, and until then holds what is sent."""
+        held = [sent]
+
+        def wait() -> T:
+            with self._exchange():
+                work.wait()
+            held.clear()
+            return result
+
+        return wait
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

@@ -18,7 +18,8 @@ from torch import Tensor
 from chainring._distributed.communicator import Communicator
 
 T = TypeVar("T")
-_BUCKET = 25 << 20  # bytes of gradients that are exchanged at once
+_BUCKET = 4 << 20  # bytes of gradients that are exchanged at once
+_AHEAD = 1  # buckets that are sent before the sum of the first of them
 
 
 class Node(NamedTuple):
@@ -63,25 +64,36 @@ class TreeSum:
 
     ``None`` stands for a tensor that a virtual rank does not have; it adds nothing. No more lists are held at once than the
     block has nodes, and one that is being added. The tensors that are added belong to the sum, which changes them.
+
+    Attributes:
+        count: the number of virtual ranks, of all ranks together.
+        nodes: of the virtual ranks that were added.
     """
 
     def __init__(self, block: range, count: int) -> None:
-        self._leaves = iter(block)
-        self._count = count
-        self._nodes: dict[Node, list[Tensor | None]] = {}
+        self.count = count
+        self.nodes: dict[Node, list[Tensor | None]] = {}
+        self._block = block
+        self._added = 0
+
+    @property
+    def next_leaf(self) -> Node:
+        """The leaf of the virtual rank that comes next."""
+        return Node(0, self._block[self._added])
 
     def add(self, leaf: Sequence[Tensor | None]) -> None:
         """Add what the next virtual rank of the block has."""
-        self._nodes[Node(0, next(self._leaves))] = list(leaf)
-        self._nodes = fold(self._nodes, self._count, _add_lists)
+        self.nodes[self.next_leaf] = list(leaf)
+        self._added += 1
+        self.nodes = fold(self.nodes, self.count, _add_lists)
 
     def select(self, places: Sequence[int], like: Sequence[Tensor]) -> TreeSum:
         """Return the sum of the tensors at these places of each list; those that are missing are zeros ``like`` these."""
-        selected = TreeSum(range(0), self._count)
-        for node, tensors in self._nodes.items():
+        selected = TreeSum(range(0), self.count)
+        for node, tensors in self.nodes.items():
             chosen = [tensors[place] for place in places]
             pairs = zip(chosen, like, strict=True)
-            selected._nodes[node] = [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in pairs]
+            selected.nodes[node] = [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in pairs]
         return selected
 
     def finish(self, comm: Communicator, like: Sequence[Tensor]) -> list[Tensor | None]:
@@ -91,14 +103,108 @@ class TreeSum:
             comm: the communicator of the ranks, all of which call this.
             like: tensors of the same shapes, dtypes and devices, for those that this rank does not have.
         """
-        nodes = [self._nodes[node] for node in sorted(self._nodes)]
         if comm.size == 1:
-            return nodes[0]
-        sums: list[Tensor | None] = []
-        for bucket in _buckets(like):
-            columns = [node[len(sums) : len(sums) + len(bucket)] for node in nodes]
-            sums += _sum_over_ranks(comm, columns, bucket, self._count)
-        return sums
+            (sums,) = self.nodes.values()
+            return sums
+        own = absent_of(list(self.nodes.values()))
+        find_whether_any = comm.start_max(len(own))
+        exchange = Exchange(comm, self, like)
+        exchange.start_all()
+        absent = set.intersection(*map(set, comm.gather_object(own))) if find_whether_any() else set()
+        return [None if place in absent else total for place, total in enumerate(exchange.finish())]
+
+    @torch.no_grad()
+    def start_gather(self, comm: Communicator) -> Callable[[], Tensor]:
+        """Start to sum over the virtual ranks of all ranks, of which each has one vector of a few numbers.
+
+        All nodes go to all ranks, in one message: fewer bytes in two would take longer.
+        """
+        nodes = [tensors[0] for _, tensors in sorted(self.nodes.items())]
+        blocks = [nodes_of(block_of(rank, comm.size, self.count), self.count) for rank in range(comm.size)]
+        filling = [torch.zeros_like(nodes[0])] * (max(map(len, blocks)) - len(nodes))  # type: ignore[arg-type]
+        wait = comm.start_all_gather(torch.stack([*nodes, *filling]))  # type: ignore[list-item]
+
+        def finish() -> Tensor:
+            parts: dict[Node, Tensor] = {}
+            for block, values in zip(blocks, wait(), strict=True):
+                parts.update(zip(block, values, strict=False))
+            (total,) = fold(parts, self.count, Tensor.add_).values()
+            return total
+
+        return finish
+
+
+def absent_of(lists: Sequence[Sequence[Tensor | None]]) -> list[int]:
+    """Return the places at which no list has a tensor."""
+    return [place for place, tensors in enumerate(zip(*lists, strict=True)) if all(tensor is None for tensor in tensors)]
+
+
+class Exchange:
+    """Sums lists of tensors over the virtual ranks of all ranks, in buckets from the last tensor to the first.
+
+    Of each bucket, a rank sums a slice of the nodes of all ranks and gives it to the others. All ranks start the same
+    messages in the same order, each as soon as it has what is sent.
+
+    Attributes:
+        buckets: places in the lists.
+        started: how many of the buckets have been sent.
+    """
+
+    def __init__(self, comm: Communicator, total: TreeSum, like: Sequence[Tensor]) -> None:
+        self.buckets = list(_buckets(like))
+        self.started = 0
+        self._comm, self._total, self._like = comm, total, like
+        blocks = [block_of(rank, comm.size, total.count) for rank in range(comm.size)]
+        self._nodes = [nodes_of(block, total.count) for block in blocks]
+        self._summed: list[Callable[[], Tensor]] = []
+        self._sent: list[Callable[[], list[Tensor]]] = []
+
+    @torch.no_grad()
+    def start(self, leaf: Sequence[Tensor | None] | None = None) -> None:
+        """Send the next bucket, to which ``leaf`` adds what the next virtual rank has at its places."""
+        places = self.buckets[self.started]
+        nodes = {node: [tensors[place] for place in places] for node, tensors in self._total.nodes.items()}
+        if leaf is not None:
+            nodes[self._total.next_leaf] = list(leaf)
+        like = [self._like[place] for place in places]
+        rows = {node: _flatten(tensors, like, self._comm.size) for node, tensors in nodes.items()}
+        remaining = sorted(fold(rows, self._total.count, Tensor.add_).items())
+        sent = remaining[0][1] if len(remaining) == 1 else torch.cat([row for _, row in remaining], dim=1)
+        width = sent.shape[1] // len(remaining)
+        self._sent.append(self._comm.start_all_to_all(sent, [len(nodes) * width for nodes in self._nodes]))
+        self.started += 1
+        if len(self._sent) > _AHEAD:
+            self._sum()
+
+    @torch.no_grad()
+    def start_all(self, leaf: Sequence[Tensor | None] | None = None) -> None:
+        """Send all buckets that were not sent yet, and the sums of all."""
+        for places in self.buckets[self.started :]:
+            self.start(None if leaf is None else [leaf[place] for place in places])
+        while self._sent:
+            self._sum()
+
+    def finish(self) -> list[Tensor]:
+        """Return the sums, after all were sent."""
+        sums: dict[int, Tensor] = {}
+        for places, wait in zip(self.buckets, self._summed, strict=True):
+            flat, start = wait().view(-1), 0
+            for place in places:
+                tensor = self._like[place]
+                sums[place] = flat[start : start + tensor.numel()].view(tensor.shape)
+                start += tensor.numel()
+        return [sums[place] for place in range(len(self._like))]
+
+    def _sum(self) -> None:
+        """Sum the slice of this rank of the first bucket whose sum was not sent yet, and send it."""
+        received = self._sent.pop(0)()
+        parts = {
+            node: part
+            for nodes, values in zip(self._nodes, received, strict=True)
+            for node, part in zip(nodes, values.view(len(nodes), -1), strict=True)
+        }
+        (total,) = fold(parts, self._total.count, Tensor.add_).values()
+        self._summed.append(self._comm.start_all_gather(total))
 
 
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
@@ -119,50 +225,23 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return None if present is None else present.add_(0)
 
 
-def _sum_over_ranks(
-    comm: Communicator, nodes: Sequence[Sequence[Tensor | None]], like: Sequence[Tensor], count: int
-) -> list[Tensor | None]:
-    """Sum the nodes of all ranks: each rank sums a slice of all of them, and gives it to the others."""
-    present = [any(node[i] is not None for node in nodes) for i in range(len(like))]
-    slices = torch.stack([_flatten(node, like, comm.size) for node in nodes], dim=1)  # (ranks, nodes, elements)
-    blocks = [nodes_of(block_of(rank, comm.size, count), count) for rank in range(comm.size)]
-    width = slices.shape[2]
-    received = comm.all_to_all(list(slices.flatten(1)), [len(block) * width for block in blocks])
-    parts = {
-        node: part
-        for block, values in zip(blocks, received, strict=True)
-        for node, part in zip(block, values.view(-1, width), strict=True)
-    }
-    (total,) = fold(parts, count, Tensor.add_).values()
-    flat = torch.cat(comm.all_gather(total))
-    elements = list(map(Tensor.numel, like))
-    *values, flags = torch.split(flat, [*elements, len(flat) - sum(elements)])
-    touched = present if all(present) else [bool(flag) for flag in flags.tolist()]  # only then is the device waited for
-    return [
-        value.view_as(tensor) if is_touched else None
-        for value, tensor, is_touched in zip(values, like, touched[: len(like)], strict=True)
-    ]
-
-
 def _flatten(node: Sequence[Tensor | None], like: Sequence[Tensor], ranks: int) -> Tensor:
-    """Return the elements of a node's tensors, and for each whether it is there, as one row for each rank."""
+    """Return a copy of the elements of a node's tensors, in one row for each rank."""
     values = [torch.zeros_like(one) if tensor is None else tensor for tensor, one in zip(node, like, strict=True)]
-    flags = like[0].new_tensor([tensor is not None for tensor in node])
-    missing = -(sum(map(Tensor.numel, like)) + len(like)) % ranks
-    return torch.cat([*(value.reshape(-1) for value in values), flags, flags.new_zeros(missing)]).view(ranks, -1)
+    filling = like[0].new_zeros(-sum(map(Tensor.numel, like)) % ranks)
+    return torch.cat([*(value.reshape(-1) for value in values), filling]).view(ranks, -1)
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of one dtype and device, as many as are exchanged at once."""
-    for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
-        bucket: list[Tensor] = []
-        for tensor in group:
-            if bucket and sum(map(_size, bucket)) + _size(tensor) > _BUCKET:
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places, from the last on, of neighbours of one dtype and device, as many as are exchanged at once."""
+    places = range(len(tensors) - 1, -1, -1)
+    for _, group in groupby(places, lambda place: (tensors[place].dtype, tensors[place].device)):
+        bucket: list[int] = []
+        size = 0
+        for place in group:
+            if bucket and size + tensors[place].nbytes > _BUCKET:
                 yield bucket
-                bucket = []
-            bucket.append(tensor)
+                bucket, size = [], 0
+            bucket.append(place)
+            size += tensors[place].nbytes
         yield bucket
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.nbytes

@@ -66,9 +66,9 @@ class RunningStatistics:
         self._sum.add(leaf)
 
     @property
-    def changed(self) -> list[int]:
+    def changed(self) -> tuple[int, ...]:
         """The numbers of the buffers that a virtual rank of this rank has changed."""
-        return sorted(self._changed)
+        return tuple(sorted(self._changed))
 
     @torch.no_grad()
     def finish(self, comm: Communicator, changed: Sequence[int], rows: Tensor) -> None:

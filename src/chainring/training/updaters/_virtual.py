@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,15 +21,11 @@ from chainring._distributed.virtual_ranks import TreeSum, block_of
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
 from chainring.training.updaters._closures import needs_closure
+from chainring.training.updaters._gradient_exchange import GradientExchange
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._running_statistics import RunningStatistics
-from chainring.training.updaters._sharded_gradients import (
-    ShardedGradients,
-    check_sharded_parameters,
-    set_gradient,
-    whole_like,
-)
-from chainring.training.updaters._virtual_means import Agreement, Reported, average, list_keys
+from chainring.training.updaters._sharded_gradients import ShardedGradients, check_sharded_parameters, set_gradient
+from chainring.training.updaters._virtual_means import Agreement, Found, Means, Reported, list_keys, start_means
 
 NO_CLOSURES = (
     "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
@@ -49,6 +45,7 @@ class Part:
         rows: the examples of its batches; 1 in an update that takes none.
         epoch: of the main iterator after the last batch that it has taken.
         steps: the names of the optimizers at each of its steps.
+        step_weights: of their gradients, in a mean.
     """
 
     def __init__(self, number: int, index: int, counts: bool = True) -> None:
@@ -61,6 +58,7 @@ class Part:
         self.rows = 1
         self.epoch: Any = 0
         self.steps: list[list[str]] = []
+        self.step_weights: list[list[Any]] = []
         self.taken: dict[str, int] = {}  # batches of each iterator
         # While another part is computed:
         self.reports_into = self.observation
@@ -98,7 +96,7 @@ class VirtualRanks:
         self._comm = comm
         self._models = list(models)
         self._goes_on = goes_on
-        self._agreement = Agreement(comm)
+        self._agreements: list[Agreement] = []  # at each step of an update, and at its end
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
@@ -108,6 +106,7 @@ class VirtualRanks:
         self._parameters = [parameter for model in self._models for parameter in model.parameters()]
         self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._statistics = RunningStatistics(self._models, self.count)
+        self._overlaps = not self._sharded
 
     def begin(self, iteration: int, finish: Callable[[list[str]], None], activate: Callable[[Part], None]) -> None:
         """Begin an update.
@@ -121,9 +120,13 @@ class VirtualRanks:
         self._outer_generators = _random.take_generators()
         self._fetched: dict[str, list[_Fetched]] = {}
         self._sums: list[TreeSum] = []
+        self._exchange: GradientExchange | None = None
+        self._last_leaf: list[Tensor | None] | None = None
+        self._settled: tuple[Means, Found] | None = None
         self._reporter = current.reporter
         self._outer_observation = {} if self._reporter is None else self._reporter.observation
-        self._parts = [Part(number, index) for index, number in enumerate(self.block)]
+        self._counting = [Part(number, index) for index, number in enumerate(self.block)]
+        self._parts = list(self._counting)
         if self._sharded and len(self.block) * self._comm.size < self.count:
             # Parameters are gathered from all ranks in each forward, of which other ranks have one more.
             self._parts.insert(0, Part(self.count, 0, counts=False))
@@ -150,22 +153,39 @@ class VirtualRanks:
             with self.reporting(part):
                 compute(part)
             self.leave(part)
-        if len(self._parts) > 1 and self._parts[0].steps:  # a single part has stepped in the middle of its update
+        if self._parts[0].steps and not self._goes_on:
             self.step()
 
     def _combine(self) -> Tensor:
         """Set running statistics and reported values to those of all virtual ranks."""
-        parts = [part for part in self._parts if part.counts]
-        for part in parts:
+        if self._settled is None:
+            found = self._agreement(len(self._sums)).start(Found(*self._end_parts()))()
+            self._settled = self._start_means(found.keys, [])(), found
+        means, found = self._settled
+        self._statistics.finish(self._comm, found.changed, means.rows)
+        for part in self._counting:
+            other = {key: value for key, value in part.observation.items() if key not in means.values}
+            self._outer_observation.update(other)
+        self._outer_observation.update(means.values)
+        return means.weight
+
+    def _end_parts(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the keys of what the parts of this rank have reported, and the buffers that they have changed."""
+        for part in self._counting:
             self._statistics.add(part.number, part.rows, part.buffers)
-        reported = [Reported(part.observation, part.weight, part.rows) for part in parts]
-        keys, changed = self._agreement.reach(list_keys(reported), self._statistics.changed)
-        means, weight, rows = average(self._comm, self.block, self.count, reported, keys, self._device)
-        self._statistics.finish(self._comm, changed, rows)
-        for part in parts:
-            self._outer_observation.update({key: value for key, value in part.observation.items() if key not in means})
-        self._outer_observation.update(means)
-        return weight
+        keys = list_keys([Reported(part.observation, part.weight, part.rows) for part in self._counting])
+        return keys, self._statistics.changed
+
+    def _start_means(self, keys: Sequence[str], step_weights: Sequence[Sequence[Any]]) -> Callable[[], Means]:
+        weights = step_weights or [[]] * len(self._counting)
+        pairs = zip(self._counting, weights, strict=True)
+        reported = [Reported(part.observation, part.weight, part.rows, own) for part, own in pairs]
+        return start_means(self._comm, self.block, self.count, reported, keys, self._device)
+
+    def _agreement(self, number: int) -> Agreement:
+        while len(self._agreements) <= number:
+            self._agreements.append(Agreement(self._comm))
+        return self._agreements[number]
 
     # --- parts ---
 
@@ -205,9 +225,19 @@ class VirtualRanks:
         """Seed all generators for a micro-batch of the part."""
         _random.seed_all("virtual rank", self.seed or 0, self._iteration, micro_step, self.part.number)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context of a backward."""
-        return self._sharded.backward()
+    def backward(self, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
+        """Return the context of a backward.
+
+        Args:
+            optimizers: those that step after it, if no other backward comes before.
+        """
+        if self._sharded:
+            return self._sharded.backward()
+        is_last = optimizers and self.part is self._parts[-1] and self.part.rows and not self._goes_on
+        if not is_last or not self._overlaps or self._comm.size == 1:
+            return nullcontext()
+        self._exchange = GradientExchange(self._comm, self._sum(0), _list_trained(optimizers))
+        return self._exchange.backward()
 
     # --- batches ---
 
@@ -258,15 +288,17 @@ class VirtualRanks:
             weights: of the gradients of each, in a mean.
         """
         self._sharded.collect()
-        gradients = [*_take_gradients(optimizers), *(_as_tensor(weight, self._device) for weight in weights)]
+        gradients = _take_gradients(optimizers)
         part = self.part
         number = len(part.steps)
         part.steps.append(names)
-        if number == len(self._sums):
-            self._sums.append(TreeSum(self.block, self.count))
-        if part.counts:
-            self._sums[number].add(gradients if part.rows else [None] * len(gradients))
-        if len(self._parts) == 1:
+        part.step_weights.append(weights)
+        leaf: list[Tensor | None] = gradients if part.rows else [None] * len(gradients)
+        if part.counts and (self._goes_on or self._comm.size == 1 or part is not self._counting[-1]):
+            self._sum(number).add(leaf)
+        elif part.counts:
+            self._last_leaf = leaf
+        if self._goes_on and len(self._parts) == 1:
             generators = _random.take_generators()
             observation = part.observation if self._reporter is None else self._reporter.observation
             self.step()
@@ -274,6 +306,12 @@ class VirtualRanks:
             self._report_into(observation)
         elif self._goes_on:
             self._threads.wait(part)
+
+    def _sum(self, number: int) -> TreeSum:
+        """Return the sum of the gradients of a step."""
+        if number == len(self._sums):
+            self._sums.append(TreeSum(self.block, self.count))
+        return self._sums[number]
 
     def step(self) -> None:
         """Let the optimizers step at which all parts of this rank have come.
@@ -299,11 +337,27 @@ class VirtualRanks:
     def sum_gradients(self, optimizers: list[Optimizer]) -> list[Tensor]:
         """Set the gradients of optimizers to the sums over all virtual ranks; return the sums of their weights."""
         parameters = _list_trained(optimizers)
-        weights = [_as_tensor(0, self._device) for _ in optimizers]
-        sums = self._sums[-1].finish(self._comm, [*map(whole_like, parameters), *weights])
-        for parameter, gradient in zip(parameters, sums, strict=False):
-            set_gradient(parameter, gradient)
-        return [weights[0] if total is None else total for total in sums[len(parameters) :]]
+        number, leaf = len(self._counting[-1].steps) - 1, self._last_leaf
+        total = self._sum(number)
+        exchange = self._exchange or GradientExchange(self._comm, total, parameters)
+        self._exchange = self._last_leaf = None
+        keys, changed = ((), ()) if self._goes_on else self._end_parts()
+        own = Found(keys, changed, exchange.absent(leaf), exchange.is_stale(leaf))
+        wait_for_agreement = self._agreement(number).start(own)
+        exchange.start(leaf)
+        found = wait_for_agreement()
+        wait_for_means = self._start_means(found.keys, [part.step_weights[-1] for part in self._counting])
+        gradients = exchange.finish()
+        if found.is_stale:
+            self._overlaps = False
+            gradients = exchange.repeat(leaf)
+        for place, parameter in enumerate(parameters):
+            set_gradient(parameter, None if place in found.absent else gradients[place])
+        total.nodes.clear()
+        means = wait_for_means()
+        if not self._goes_on:
+            self._settled = means, found
+        return means.step_weights
 
 
 class _Abandoned(BaseException):
@@ -432,14 +486,6 @@ def _take_gradients(optimizers: list[Optimizer]) -> list[Tensor | None]:
         gradients.append(to_local(parameter.grad))
         parameter.grad = None
     return gradients
-
-
-def _as_tensor(number: Any, device: torch.device) -> Tensor:
-    """Return a number in the precision in which weights are added; one on a device is not read."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    if isinstance(number, Tensor):
-        return number.detach().to(device, dtype, copy=True).reshape(())
-    return torch.full((), number, dtype=dtype, device=device)
 
 
 def check_virtual_ranks(

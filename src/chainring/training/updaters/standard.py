@@ -577,10 +577,15 @@ class StandardUpdater(Updater):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference_weight
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        with nullcontext() if self._virtual is None else self._virtual.backward():
+        with nullcontext() if self._virtual is None else self._virtual.backward(self._list_stepping()):
             run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
+
+    def _list_stepping(self) -> list[Optimizer]:
+        """Return the optimizers that step after this backward, if its gradients are final in a default update."""
+        is_final = self._state.is_last_micro_batch and not self.callbacks.backward_on_finish
+        return list(self._optimizers.values()) if is_final else []
 
     def _clear_stepped(self) -> None:
         """Clear the gradients of a step before, in an update of several."""
