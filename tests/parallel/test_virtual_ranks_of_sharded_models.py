@@ -1,5 +1,6 @@
 """Virtual ranks of sharded models: equal to the last bit to the plain model in one process, on two ranks and on three."""
 
+import math
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from chainring import report
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
-from chainring.training import StandardUpdater, Trainer, extensions
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, clip_grad_value, extensions
 from rank_pair import on_ranks
 
 ROWS = torch.linspace(-2, 2, 50 * 5).reshape(50, 5) ** 3
@@ -107,6 +108,21 @@ CASES = {
     "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
     "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
 }
+CLIPS = {
+    "norm": clip_grad_norm(0.3),
+    "sum of magnitudes": clip_grad_norm(0.5, 1.0),
+    "largest magnitude": clip_grad_norm(0.05, math.inf),
+    "value": clip_grad_value(0.02),
+}
+for how, clip in CLIPS.items():
+    callbacks = UpdateCallbacks(update_on_start=clip)
+    CASES |= {
+        f"clipping by {how}": case(5, callbacks=callbacks),
+        f"clipping by {how}, of a part": case(callbacks=callbacks, shard=shard_a_part),
+    }
+clip_first = UpdateCallbacks(update_on_start=clip_grad_norm(0.3))
+CASES["clipping of two optimizers in turn"] = case(3, make=InTurn, optimizer=of_two, callbacks=clip_first)
+CASES["clipping with a loss scaler"] = case(3, precision="fp16", callbacks=clip_first)
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta", "ASGD"]
 CASES |= {name: case(3, optimizer=made_by(name)) for name in OPTIMIZERS}
 CASES |= {f"{name} of lists of tensors": case(3, optimizer=made_by(name, foreach=True)) for name in OPTIMIZERS}

@@ -75,6 +75,24 @@ def total_norm(tensors: Sequence[Any], norm_type: float) -> Tensor:
     return to_full(module.DTensor.from_local(norm, mesh, [module.Partial("max")] * mesh.ndim))
 
 
+def norm_in_order(tensors: Sequence[Any], norm_type: float) -> Tensor:
+    """Return the norm of tensors as one vector, whose bits do not depend on where they lie, nor on how they are sharded.
+
+    Of sharded ones one at a time is gathered.
+    """
+    norms = [torch.linalg.vector_norm(_in_place_of_its_own(to_full(tensor)), norm_type) for tensor in tensors]
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def _in_place_of_its_own(tensor: Tensor) -> Tensor:
+    """Return a tensor whose elements follow each other from the beginning of memory of its own: kernels begin apart."""
+    is_own = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+    return tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def local_shard(tensor: Any) -> Shard | None:
     """Return this rank's shard of a sharded tensor; ``None`` if it has none, or another rank has the same one.
 

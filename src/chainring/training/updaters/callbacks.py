@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring._checks import is_number
-from chainring._distributed.sharding import is_sharded, total_norm
+from chainring._distributed.sharding import is_sharded, norm_in_order, total_norm
 from chainring.reporting.reporter import report
 from chainring.training.updaters._gradients import list_parameters
 
@@ -178,9 +178,13 @@ def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateC
     _require_positive("norm_type", norm_type)
 
     def clip(context: UpdateContext) -> None:
-        groups = _by_layout(list_parameters(context.updater.get_all_optimizers().values()))
-        norms = [total_norm([p.grad for p in group], norm_type) for group in groups]
-        norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+        parameters = list_parameters(context.updater.get_all_optimizers().values())
+        groups = _by_layout(parameters)
+        if getattr(context.updater, "virtual_ranks", None) is None:
+            norms = [total_norm([p.grad for p in group], norm_type) for group in groups]
+            norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+        else:
+            norm = norm_in_order([p.grad for p in parameters if p.grad is not None], norm_type)
         for group in groups if max_norm != math.inf else ():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
         report({"grad_norm": norm})
