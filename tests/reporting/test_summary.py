@@ -105,6 +105,17 @@ def test_nan_and_infinity_come_out_as_they_do_in_ieee_arithmetic(values, mean, o
     assert len(summary.make_statistics()) == 2
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_value_of_no_weight_does_not_count_even_if_it_is_not_finite(value):
+    """Neither in the mean nor in the saved sums: several ranks report the same, and one of them counts."""
+    summary = summary_of([value, 3.0], [0, 2])
+    assert summary.compute_mean() == 3.0
+    assert summary.make_statistics() == (3.0, 0.0)
+    assert summary.compute_sum() == 6.0
+    infinite = summary_of([math.inf, math.inf], [2, 0])
+    assert infinite.compute_mean() == math.inf
+
+
 def test_weights_that_are_all_zero_have_no_mean():
     """NaN, not a division by zero."""
     assert math.isnan(summary_of([1.0, 2.0], [0, 0]).compute_mean())

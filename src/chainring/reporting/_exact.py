@@ -98,8 +98,13 @@ class Moments:
 
     def add(self, values: Tensor, weights: Tensor, total: ExactSum) -> None:
         """Add values with their weights, float64 on the host, at least one, and the ``total`` of the weights."""
-        self.products.add((values * weights).tolist())
         self.weights.merge(total)
+        if not math.isfinite(values.sum().item()):  # zero times infinity is NaN, and a value of no weight adds nothing
+            counts = weights != 0
+            values, weights = values[counts], weights[counts]
+            if not len(values):
+                return
+        self.products.add((values * weights).tolist())
         self.least, self.largest = min(self.least, values.min().item()), max(self.largest, values.max().item())
         if self.powers is not None:
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):

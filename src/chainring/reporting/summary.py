@@ -570,6 +570,9 @@ def _mean_of(values: Tensor, weights: Tensor) -> float:
     if not len(values):
         return math.nan
     products = exact_sum((values * weights).tolist())
+    counts = None if math.isfinite(products) else weights != 0
+    if counts is not None and not counts.all():  # zero times infinity is NaN, and a value of no weight adds nothing
+        return _mean_of(values[counts], weights[counts])
     return _quotient(products, exact_sum(weights.tolist()), values.min().item(), values.max().item())
 
 
