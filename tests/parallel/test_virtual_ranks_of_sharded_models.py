@@ -1,6 +1,7 @@
 """Virtual ranks of sharded models: equal to the last bit to the plain model in one process, on two ranks and on three."""
 
 import math
+import shutil
 from functools import partial
 
 import pytest
@@ -35,6 +36,14 @@ class Net(nn.Module):
             loss = loss + self.rare(y[:, :1]).square().mean()
         report({"loss": loss, "accuracy": (y.argmax(1) == t).float().mean()}, self)
         return loss
+
+
+class Overflowing(Net):
+    """Of some virtual ranks one element of a gradient, which one rank holds, is infinite."""
+
+    def forward(self, x, t):
+        loss = super().forward(x, t)
+        return loss + self.head.weight[0, 0] * math.inf if torch.rand(()) < 0.1 else loss
 
 
 class InTurn(StandardUpdater):
@@ -85,8 +94,9 @@ def shard_a_part(net, mesh):
     fully_shard(net.head, mesh=mesh)
 
 
-def case(virtual_ranks=4, *, make=StandardUpdater, optimizer=adam, shard=shard_all, threshold=0.5, **settings):
+def case(virtual_ranks=4, *, net=Net, make=StandardUpdater, optimizer=adam, shard=shard_all, threshold=0.5, **settings):
     return {
+        "make_net": net,
         "virtual_ranks": virtual_ranks,
         "make": make,
         "optimizer": optimizer,
@@ -104,6 +114,7 @@ CASES = {
     "several micro-batches": case(accumulate=2),
     "autocast": case(precision="bf16"),
     "a loss scaler": case(precision="fp16"),
+    "a loss scaler, and a gradient that overflows on one rank": case(net=Overflowing, precision="fp16"),
     "two optimizers that step together": case(optimizer=of_two),
     "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
     "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
@@ -124,8 +135,9 @@ clip_first = UpdateCallbacks(update_on_start=clip_grad_norm(0.3))
 CASES["clipping of two optimizers in turn"] = case(3, make=InTurn, optimizer=of_two, callbacks=clip_first)
 CASES["clipping with a loss scaler"] = case(3, precision="fp16", callbacks=clip_first)
 OPTIMIZERS = ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "RAdam", "Adamax", "Adadelta", "ASGD"]
-CASES |= {name: case(3, optimizer=made_by(name)) for name in OPTIMIZERS}
-CASES |= {f"{name} of lists of tensors": case(3, optimizer=made_by(name, foreach=True)) for name in OPTIMIZERS}
+CASES |= {name: case(3, optimizer=made_by(name)) | {"updates": 2} for name in OPTIMIZERS}
+for name in OPTIMIZERS:
+    CASES[f"{name} of lists of tensors"] = case(3, optimizer=made_by(name, foreach=True)) | {"updates": 2}
 
 
 def trained(comm, out, names):
@@ -133,9 +145,9 @@ def trained(comm, out, names):
     return {name: bits_of(*train(comm, f"{out}/{name}", **CASES[name])) for name in names}
 
 
-def train(comm, out, virtual_ranks, make, optimizer, shard, threshold, settings):
-    torch.manual_seed(3)
-    net = Net()
+def train(comm, out, virtual_ranks, make_net, make, optimizer, shard, threshold, settings, updates=5, saves=False, seed=3):
+    torch.manual_seed(seed)
+    net = make_net()
     net.threshold = threshold
     if comm is not None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -143,8 +155,10 @@ def train(comm, out, virtual_ranks, make, optimizer, shard, threshold, settings)
         shard(net, init_device_mesh("cpu", (comm.size,)))
     iterator = SerialIterator(TupleDataset(ROWS, LABELS), 12, seed=1, repeat=make is InTurn or "accumulate" in settings)
     updater = make(iterator, optimizer(net), net, comm=comm, virtual_ranks=virtual_ranks, **settings)
-    trainer = Trainer(updater, (5, "iteration"), out=out)
+    trainer = Trainer(updater, (updates, "iteration"), out=out)
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    if saves:
+        trainer.extend(extensions.snapshot(autoload=True), trigger=(3, "iteration"))
     trainer.run()
     return net, updater, trainer.get_extension("LogReport").log
 
@@ -176,6 +190,61 @@ def test_a_sharded_model_has_the_bits_of_the_plain_one(plain, sharded, name):
     for rank in sharded:
         assert isinstance(rank, dict), rank
         assert rank[name] == plain[name]
+
+
+RESUMED = {
+    "a loss scaler": {**CASES["a loss scaler"], "virtual_ranks": 5},
+    "two optimizers in turn": CASES["clipping of two optimizers in turn"],
+    "several micro-batches": CASES["several micro-batches"],
+}
+
+
+def interrupted(comm, out):
+    """Three updates of each case, of which snapshots are taken."""
+    for name, settings in RESUMED.items():
+        train(comm, f"{out}/{name}", **settings, updates=3, saves=True)
+
+
+def resumed(comm, out, begun):
+    """The bits after two more updates, in copies of the directories of the first three; alone they would be others."""
+    if comm is None or comm.rank == 0:
+        shutil.copytree(begun, out, dirs_exist_ok=True)
+    if comm is not None:
+        comm.barrier()
+    return {
+        name: bits_of(*train(comm, f"{out}/{name}", **settings, saves=True, seed=4)) for name, settings in RESUMED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    return {name: bits_of(*train(None, out / name, **settings)) for name, settings in RESUMED.items()}
+
+
+@pytest.fixture(scope="module")
+def after_the_resume(tmp_path_factory):
+    """By the ranks before and after: what each rank ends with; one rank has the plain model."""
+    plain, of_two = str(tmp_path_factory.mktemp("plain")), str(tmp_path_factory.mktemp("two"))
+    interrupted(None, plain)
+    assert on_ranks(2, interrupted, of_two) == [None, None]
+    copies = [str(tmp_path_factory.mktemp("copy")) for _ in range(3)]
+    return {
+        "from one rank to two": on_ranks(2, resumed, copies[0], plain),
+        "from two ranks to three": on_ranks(3, resumed, copies[1], of_two),
+        "from two ranks to one": [resumed(None, copies[2], of_two)],
+    }
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("move", ["from one rank to two", "from two ranks to three", "from two ranks to one"])
+def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_the_uninterrupted_one(
+    uninterrupted, after_the_resume, move, name
+):
+    """A snapshot of the plain model goes on sharded, one of shards goes on in others, and in the plain model."""
+    for rank in after_the_resume[move]:
+        assert isinstance(rank, dict), rank
+        assert rank[name] == uninterrupted[name]
 
 
 REFUSED = {
