@@ -27,11 +27,15 @@ COLUMNS = {
     "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
     "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},
     "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
+    "FSDP2": {**BOTH, "kind": "fsdp", "clip": 0.1},
+    "FSDP2 accumulates": {**BOTH, "kind": "fsdp", "accumulate": 2, "own_core": True, "precision": "bf16"},
+    "FSDP2 uneven": {"net": "dropout", "kind": "fsdp", "examples": 203, "batch": 20, "repeat": False, "precision": "fp16"},
 }
 OF_A_WORLD = re.compile(r"elapsed_time|extensions/LogReport/file|generators/[1-9]")  # the file of the log has times in it
 MOVING = {
     "plain": {"clip": 0.1},
     "ddp": {"clip": 0.1},
+    "fsdp": {"clip": 0.1},
     "plain update_core": {"own_core": True, "precision": "bf16"},
     "ddp accumulates": {"accumulate": 2},
 }
@@ -108,6 +112,6 @@ ROWS = [
     ),
     Row(
         "moves", "virtual_ranks=8, SIGKILL of a rank at three random moments, gone on each time with 1 to 5 ranks",
-        "the same SHA-256 as of one process that nothing happened to", len(MOVING), 25 * len(MOVING), moves,
+        "the same SHA-256 as of one process that nothing happened to", len(MOVING), 20 * len(MOVING), moves,
     ),
 ]  # fmt: skip
