@@ -22,7 +22,7 @@ COLUMNS = {
     "accumulate": {**BOTH, "accumulate": 3},
     "update_core": {**BOTH, "own_core": True},
     "token weights": {**BOTH, "tokens": True},
-    "evaluation": {**BOTH, "counts": True, "held_out": 33, "precision": "bf16"},
+    "metrics": {**BOTH, "counts": True, "held_out": 33, "precision": "bf16"},
     "uneven": {"net": "dropout", "examples": 203, "batch": 20, "repeat": False},  # the last batch is of three
     "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
     "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},

@@ -220,7 +220,7 @@ class Right:
 
 
 class Counting(Classifier):
-    """Reports a metric beside the means of an evaluation."""
+    """Reports a metric beside its means."""
 
     def __init__(self, predictor):
         super().__init__(predictor, accfun=self.count)
@@ -228,10 +228,9 @@ class Counting(Classifier):
 
     def count(self, scores, labels):
         are_right = scores.argmax(1) == labels
-        if not self.training:
-            self.right.right += are_right.sum()
-            self.right.count += len(labels)
-            chainring.report({"right": self.right}, self)
+        self.right.right += are_right.sum()
+        self.right.count += len(labels)
+        chainring.report({"right": self.right}, self)
         return are_right.float().mean()
 
 

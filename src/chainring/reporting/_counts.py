@@ -15,6 +15,23 @@ from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
 
 
+def all_over_ranks(metrics: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+    """Return metrics that have counted what those of all ranks have, as `over_ranks` does.
+
+    Raises:
+        ValueError: one is not there on all ranks, or what it has counted cannot be added up.
+    """
+    keys = comm.gather_object(list(metrics))
+    for key in sorted({key for of_rank in keys for key in of_rank}):
+        if missing := [rank for rank, of_rank in enumerate(keys) if key not in of_rank]:
+            raise ValueError(
+                f"the metric {key!r} is computed on all ranks together, and rank {missing[0]} has not reported it; report "
+                "it in every forward"
+            )
+    totals = {key: over_ranks(key, metrics[key], comm) for key in keys[0]}
+    return {key: total for key, total in totals.items() if total is not None}
+
+
 def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
     """Return a metric that has counted what this one has on all ranks; to be called on all of them.
 

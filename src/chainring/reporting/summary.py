@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
 from chainring.converters import to_device
+from chainring.reporting import _counts
 from chainring.reporting._exact import ExactSum, Moments
 from chainring.serializers.base import (
     AbstractSerializer,
@@ -276,6 +277,15 @@ class DictMeans(Stateful):
         """Return the weighted mean of each key, in the order in which the keys were first added."""
         return {key: summary.compute_mean() for key, summary in self._end_interval().items()}
 
+    def add_up_metrics(self, comm: Communicator) -> None:
+        """Put metrics that have counted what those of all ranks have in the place of those of this rank.
+
+        Raises:
+            ValueError: one was not added on all ranks, or what it has counted cannot be added up.
+        """
+        self._stack_rows()
+        self._metrics = _counts.all_over_ranks(self._metrics, comm)
+
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset."""
         self._end_interval()
@@ -376,15 +386,20 @@ class IntervalMeans:
         interval, self._summary = self._summary, DictMeans()
         try:
             self.observe(trainer, weight=1)
-            return self._summary.over_ranks(trainer.comm).compute_mean()
+            return self._compute(trainer)
         finally:
             self._summary = interval
 
     def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        means = self._summary.over_ranks(trainer.comm).compute_mean()
+        means = self._compute(trainer)
         self.reset()
         return means
+
+    def _compute(self, trainer: Trainer) -> dict[str, float]:
+        if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            self._summary.add_up_metrics(trainer.comm)
+        return self._summary.over_ranks(trainer.comm).compute_mean()
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the values of the open interval, as ``summary`` in the state of the owner."""

@@ -250,16 +250,14 @@ def evaluate_reported_by_some(comm):
 def test_an_updater_gives_its_virtual_ranks_and_seed(tmp_path):
     """Unless the evaluator has its own."""
 
-    class Virtual(StandardUpdater):
-        """Stands for any updater that has them."""
-
-        virtual_ranks, virtual_seed = 4, 11
-
     def evaluate(**settings):
         trained = nn.Linear(5, 1)
         loss = lambda net, x, t: net(x).square().mean()  # noqa: E731
         batches = SerialIterator(examples(8), 8)
-        updater = Virtual(batches, torch.optim.SGD(trained.parameters(), 0.1), trained, loss_func=loss)
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        updater = StandardUpdater(batches, optimizer, trained, loss_func=loss, virtual_ranks=4)
+        torch.manual_seed(11)
+        updater.start()
         evaluator = Evaluator(SerialIterator(examples(8), 8, repeat=False, seed=0), Net(), **settings)
         evaluator.initialize(Trainer(updater, (1, "iteration"), out=tmp_path))
         torch.manual_seed(random.randrange(1000))
@@ -313,5 +311,5 @@ def test_what_cannot_be_the_same_on_several_ranks_is_refused():
     for uncountable, reported_by_some, too_few in on_two_ranks(refusals):
         assert "metric 'main/losses' (Losses) of 2 ranks" in uncountable
         assert "its seen, total is not made of whole numbers" in uncountable
-        assert "rank 1 has not reported it in this evaluation; report it in every forward" in reported_by_some
+        assert "rank 1 has not reported it; report it in every forward" in reported_by_some
         assert "virtual_ranks=1 and 2 ranks" in too_few

@@ -12,7 +12,9 @@ from toys import Regression, assert_close, observed_update, parameters_of, regre
 from chainring import report
 from chainring.converters import concat_examples
 from chainring.parallel import Communicator
-from chainring.training import StandardUpdater, UpdateCallbacks, clip_grad_norm
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
+from chainring.training.extensions import LogReport
+from rank_pair import on_two_ranks
 
 BATCH = 7
 
@@ -301,3 +303,48 @@ def test_update_without_data_is_computed_once_for_each_virtual_rank():
 def test_compile_says_that_virtual_ranks_need_stages():
     with pytest.warns(UserWarning, match="virtual ranks"):
         updater_of(6, virtual_ranks=3, compile=True)
+
+
+# --- metric objects ---
+
+
+class Positive(Regression):
+    """Reports a metric: the fraction of positive targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.positive = Fraction()
+
+    def forward(self, x, t):
+        self.positive.found += int((t > 0).sum())
+        self.positive.count += len(t)
+        report({"positive": self.positive}, self)
+        return super().forward(x, t)
+
+
+class Fraction:
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.found = self.count = 0
+
+    def compute(self):
+        return self.found / self.count
+
+
+def logged(comm, out):
+    """The fraction of positive targets in the log of four updates, in two intervals."""
+    updater = updater_of(BATCH, data=regression_data(21), model=Positive(), comm=comm, virtual_ranks=3)
+    trainer = Trainer(updater, (4, "iteration"), out=out)
+    trainer.extend(LogReport(trigger=(2, "iteration")))
+    trainer.run()
+    return [row["main/positive"] for row in trainer.get_extension("LogReport").log]
+
+
+def test_metric_has_counted_the_rows_of_all_ranks(tmp_path):
+    _, t = regression_data(21).tensors
+    counted = torch.cat([t, t])[: 4 * BATCH].reshape(2, -1) > 0
+    expected = [each.sum().item() / (2 * BATCH) for each in counted]
+    assert logged(Communicator(), tmp_path / "one") == expected
+    assert on_two_ranks(logged, tmp_path / "two") == [expected, expected]

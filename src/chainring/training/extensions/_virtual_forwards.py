@@ -46,16 +46,8 @@ class VirtualForwards:
         """
         for index, batch in enumerate(batches):
             self._run_batch(index, batch, forward, summary)
-        keys = self._comm.gather_object(list(self._metrics))
-        for key in sorted({key for of_rank in keys for key in of_rank}):
-            if missing := [rank for rank, of_rank in enumerate(keys) if key not in of_rank]:
-                raise ValueError(
-                    f"the metric {key!r} is computed on all ranks together, and rank {missing[0]} has not reported it in "
-                    "this evaluation; report it in every forward"
-                )
-            metric = _counts.over_ranks(key, self._metrics[key], self._comm)
-            if metric is not None:
-                summary.add({key: metric})
+        for key, metric in _counts.all_over_ranks(self._metrics, self._comm).items():
+            summary.add({key: metric})
 
     def _run_batch(self, index: int, batch: Any, forward: Forward, summary: DictMeans) -> None:
         done, size = 0, len(self._block)

@@ -806,6 +806,11 @@ class StandardUpdater(Updater):
     epoch_detail = property(attrgetter("_epoch_source.epoch_detail"))
 
     @property
+    def virtual_seed(self) -> int | None:
+        """The number from which the random numbers of virtual ranks are derived: rank 0's seed when the run was begun."""
+        return None if self._virtual is None else self._virtual.seed
+
+    @property
     def precision(self) -> str:
         """The precision of the forward, one of ``"fp32"``, ``"bf16"`` and ``"fp16"``."""
         return self._precision.name
