@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 
 PRELOADED = ("torch._dynamo", "chainring.training.extensions", "chainring.parallel", "sklearn.datasets")
 LONGEST = 1 << 20  # bytes of a request
@@ -133,7 +134,9 @@ def _serve(requests):
         text, files, *_ = socket.recv_fds(requests, LONGEST, 4)
         if not text:
             sys.exit()
-        if os.fork() == 0:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            pid = os.fork()  # a thread that scikit-learn has started is not in the fork
+        if pid == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             answers = socket.socket(fileno=files[0])

@@ -280,7 +280,7 @@ def seen_by(iterator, use):
     return converter.seen
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 @pytest.mark.parametrize("use", ["updater", "evaluator"])
 def test_a_converter_of_the_updaters_own_gets_the_examples_as_the_dataset_gives_them(start_method, use):
     """Numbers stay numbers of their type, so that a mapping finds them: as from a SerialIterator, values and types."""
