@@ -23,13 +23,27 @@ COLUMNS = {
     "update_core": {**BOTH, "own_core": True},
     "token weights": {**BOTH, "tokens": True},
     "metrics": {**BOTH, "counts": True, "held_out": 33, "precision": "bf16"},
-    "uneven": {"net": "dropout", "examples": 203, "batch": 20, "repeat": False},  # the last batch is of three
+    "uneven": {
+        "net": "dropout",
+        "counts": True,
+        "examples": 203,
+        "batch": 20,
+        "repeat": False,
+    },  # the last batch is of three
     "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
     "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},
     "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
     "FSDP2": {**BOTH, "kind": "fsdp", "clip": 0.1},
     "FSDP2 accumulates": {**BOTH, "kind": "fsdp", "accumulate": 2, "own_core": True, "precision": "bf16"},
-    "FSDP2 uneven": {"net": "dropout", "kind": "fsdp", "examples": 203, "batch": 20, "repeat": False, "precision": "fp16"},
+    "FSDP2 uneven": {
+        "net": "dropout",
+        "counts": True,
+        "kind": "fsdp",
+        "examples": 203,
+        "batch": 20,
+        "repeat": False,
+        "precision": "fp16",
+    },
 }
 OF_A_WORLD = re.compile(r"elapsed_time|extensions/LogReport/file|generators/[1-9]")  # the file of the log has times in it
 MOVING = {

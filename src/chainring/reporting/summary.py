@@ -480,6 +480,26 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
             attributes[name] = metric
 
 
+@contextmanager
+def uncounted(models: Iterable[nn.Module]) -> Generator[None]:
+    """Undo at the end of the context what metrics that are attributes of submodules have counted in it; not in buffers."""
+    found = {
+        id(metric): metric for model in models for *_, metric in _metric_attributes(model) if hasattr(metric, "__dict__")
+    }
+    of_modules = {"_buffers", "_modules", "_parameters"}
+    states = [
+        {name: copy.deepcopy(value, {id(metric): metric}) for name, value in vars(metric).items() if name not in of_modules}
+        for metric in found.values()
+    ]
+    try:
+        yield
+    finally:
+        for metric, state in zip(found.values(), states, strict=True):
+            for name in vars(metric).keys() - state.keys() - of_modules:
+                del vars(metric)[name]
+            vars(metric).update(state)
+
+
 def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     for module in model.modules():
         for attributes in (vars(module), module._modules):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from toys import Regression, assert_close, observed_update, parameters_of, regression_data, same_regression, updater_of
 
-from chainring import report
+from chainring import Reporter, report, report_text
 from chainring.converters import concat_examples
 from chainring.parallel import Communicator
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
@@ -259,6 +259,26 @@ def test_reported_numbers_are_weighted_means_and_other_values_of_one_virtual_ran
     assert observation["main/text"] == "said"
 
 
+def test_texts_and_images_are_those_of_virtual_rank_0():
+    class Reporting(Regression):
+        def forward(self, x, t):
+            report_text("first", str(x[0].tolist()))
+            report({"said": str(x[0].tolist())}, self)
+            return super().forward(x, t)
+
+    updater = updater_of(BATCH, model=Reporting(), virtual_ranks=3)
+    updater.start()
+    reporter, observation, shown = Reporter(), {}, []
+    reporter.add_observer("main", updater.get_model("main"))
+    reporter.media_watchers = (lambda key, text: shown.append(text.text),)
+    with reporter.scope(observation):
+        updater.update()
+        report_text("after", "update")
+    x, _ = regression_data().tensors
+    assert shown == [str(x[0].tolist()), "update"]
+    assert observation["main/said"] == str(x[0].tolist())
+
+
 def test_key_that_some_virtual_ranks_report_is_the_mean_of_those():
     class Reporting(Regression):
         def forward(self, x, t):
@@ -348,3 +368,20 @@ def test_metric_has_counted_the_rows_of_all_ranks(tmp_path):
     expected = [each.sum().item() / (2 * BATCH) for each in counted]
     assert logged(Communicator(), tmp_path / "one") == expected
     assert on_two_ranks(logged, tmp_path / "two") == [expected, expected]
+
+
+def test_metric_does_not_count_the_example_that_stands_for_missing_rows():
+    """The last batch is of one example for three virtual ranks; the metric had counted before."""
+    model = Positive()
+    updated(2, 3, model=model, examples=BATCH + 1, repeat=False)
+    _, t = regression_data(BATCH + 1).tensors
+    assert (model.positive.found, model.positive.count) == ((t > 0).sum().item(), BATCH + 1)
+    model = Positive()
+    updated(2, 3, model=model, examples=BATCH + 1, repeat=False, kind=OwnCore)
+    assert (model.positive.found, model.positive.count) == ((t > 0).sum().item(), BATCH + 1)
+
+
+class OwnCore(StandardUpdater):
+    def update_core(self):
+        self.backward(self.get_model("main")(*self.next_batch()))
+        self.step()

@@ -258,6 +258,24 @@ def test_virtual_ranks_compute_under_the_settings_of_the_thread_that_trains():
     assert seen == [torch.bfloat16] * 3 + [torch.float32] * 3
 
 
+class Chainer(StandardUpdater):
+    """Takes a batch as Chainer's updaters do."""
+
+    def update_core(self):
+        batch = self.get_iterator("main").next()
+        self.backward(self.get_model("main")(*self.converter(batch, self.device)))
+        self.step()
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 3])
+def test_batch_of_all_virtual_ranks_of_a_rank_is_refused(virtual_ranks):
+    updater = started(Chainer, virtual_ranks)
+    before = parameters_of(updater)
+    with pytest.raises(RuntimeError, match=r"from iterator 'main' itself, .*; write self\.next_batch\(\)"):
+        updater.update()
+    assert_close(parameters_of(updater), before)
+
+
 def test_batches_of_several_iterators_are_each_shared_out():
     seen = []
 

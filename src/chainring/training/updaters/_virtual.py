@@ -20,6 +20,7 @@ from chainring._distributed.sharding import to_local
 from chainring._distributed.virtual_ranks import TreeSum, block_of
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
+from chainring.reporting.summary import uncounted
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradient_exchange import GradientExchange
 from chainring.training.updaters._gradients import list_parameters
@@ -51,6 +52,7 @@ class Part:
     def __init__(self, number: int, index: int, counts: bool = True) -> None:
         self.number = number
         self.counts = counts
+        self.has_rows = counts  # in the batch that it has taken last
         self.index = index  # in the block of its rank
         self.state: Any = None
         self.observation: dict[str, Any] = {}
@@ -88,14 +90,23 @@ class VirtualRanks:
         part: the one that is being computed.
     """
 
-    def __init__(self, count: int, comm: Communicator, models: Iterable[nn.Module], goes_on: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        comm: Communicator,
+        models: Iterable[nn.Module],
+        iterators: Mapping[str, Any],
+        goes_on: bool,
+    ) -> None:
         self.count = count
         self.block = block_of(comm.rank, comm.size, count)
         self.seed: int | None = None
         self.part = Part(0, 0)
         self._comm = comm
         self._models = list(models)
+        self._iterators = iterators
         self._goes_on = goes_on
+        self._uncounted = ExitStack()
         self._agreements: list[Agreement] = []  # at each step of an update, and at its end
 
     def start(self) -> None:
@@ -125,6 +136,8 @@ class VirtualRanks:
         self._settled: tuple[Means, Found] | None = None
         self._reporter = current.reporter
         self._outer_observation = {} if self._reporter is None else self._reporter.observation
+        self._media_watchers = () if self._reporter is None else self._reporter.media_watchers
+        self._positions = {name: _position(iterator) for name, iterator in self._iterators.items()}
         self._counting = [Part(number, index) for index, number in enumerate(self.block)]
         self._parts = list(self._counting)
         if self._sharded and len(self.block) * self._comm.size < self.count:
@@ -143,6 +156,7 @@ class VirtualRanks:
             else:
                 self._run_in_turn(compute)
         finally:
+            self._uncounted.close()
             _random.put_generators(self._outer_generators)
             self._report_into(self._outer_observation)
         return self._combine()
@@ -163,7 +177,7 @@ class VirtualRanks:
             self._settled = self._start_means(found.keys, [])(), found
         means, found = self._settled
         self._statistics.finish(self._comm, found.changed, means.rows)
-        for part in self._counting:
+        for part in reversed(self._counting):  # of values that have no mean, those of the first are kept
             other = {key: value for key, value in part.observation.items() if key not in means.values}
             self._outer_observation.update(other)
         self._outer_observation.update(means.values)
@@ -197,10 +211,13 @@ class VirtualRanks:
         self._put_gradients(part)
         if part.generators is not None:
             _random.put_generators(part.generators)
-        self._report_into(part.reports_into)
+        self._report_into(part.reports_into, part)
+        self._let_metrics_count(part.has_rows)
 
     def leave(self, part: Part) -> None:
         """Put aside what a part has changed, so that the next begins as it did."""
+        self._check_positions()
+        self._uncounted.close()
         part.buffers = self._statistics.take(part.buffers)
         self._sharded.collect()
         part.gradients = [parameter.grad for parameter in self._parameters]
@@ -217,9 +234,16 @@ class VirtualRanks:
         """Return the context in which a part reports, if anybody wants to know."""
         return nullcontext() if self._reporter is None else self._reporter.scope(part.observation)
 
-    def _report_into(self, observation: dict[str, Any]) -> None:
+    def _report_into(self, observation: dict[str, Any], part: Part | None = None) -> None:
         if self._reporter is not None:
             self._reporter.observation = observation
+            self._reporter.media_watchers = self._media_watchers if part is None or part.number == 0 else ()
+
+    def _let_metrics_count(self, counts: bool) -> None:
+        """Let metrics of the models count what comes next, or undo it when the part is left."""
+        self._uncounted.close()
+        if not counts:
+            self._uncounted.enter_context(uncounted(self._models))
 
     def seed_generators(self, micro_step: int) -> None:
         """Seed all generators for a micro-batch of the part."""
@@ -249,7 +273,16 @@ class VirtualRanks:
         except StopIteration as end:
             error = end
         self._fetched.setdefault(name, []).append(_Fetched(batch, getattr(iterator, "epoch", 0), error))
+        self._positions[name] = _position(iterator)
         return error is None
+
+    def _check_positions(self) -> None:
+        for name, iterator in self._iterators.items() if self._goes_on else ():
+            if _position(iterator) != self._positions[name]:
+                raise RuntimeError(
+                    f"update_core has taken a batch from iterator {name!r} itself, with the rows of all virtual ranks of "
+                    f"this rank; write self.next_batch({'' if name == 'main' else repr(name)}), which returns those of one"
+                )
 
     def take(self, name: str, iterator: Any) -> tuple[Any, Any]:
         """Return the rows of the part in the next batch of an iterator, and how many of them count.
@@ -273,6 +306,8 @@ class VirtualRanks:
         if name == "main":
             part.epoch = epoch
             part.rows = (part.rows if position else 0) + (examples if isinstance(examples, int) else 1)
+            part.has_rows = part.counts and not (isinstance(examples, int) and examples == 0)
+            self._let_metrics_count(part.has_rows)
         return rows, examples
 
     # --- steps ---
@@ -287,6 +322,7 @@ class VirtualRanks:
             optimizers: those of these names, whose gradients are taken away.
             weights: of the gradients of each, in a mean.
         """
+        self._check_positions()
         self._sharded.collect()
         gradients = _take_gradients(optimizers)
         part = self.part
@@ -303,7 +339,7 @@ class VirtualRanks:
             observation = part.observation if self._reporter is None else self._reporter.observation
             self.step()
             _random.put_generators(generators)
-            self._report_into(observation)
+            self._report_into(observation, part)
         elif self._goes_on:
             self._threads.wait(part)
 
@@ -451,6 +487,11 @@ class _ThreadSettings:
             stack.enter_context(torch.set_grad_enabled(self._grad_enabled))
             stack.enter_context(torch.device(self._device))
             yield
+
+
+def _position(iterator: Any) -> Any:
+    """Return what changes with every batch of an iterator that counts epochs."""
+    return getattr(iterator, "epoch", 0), getattr(iterator, "epoch_detail", 0)
 
 
 def _take_rows(batch: Any, index: int, size: int) -> tuple[Any, Any]:

@@ -211,7 +211,8 @@ class StandardUpdater(Updater):
 
     def _make_virtual_ranks(self, count: int) -> VirtualRanks:
         check_virtual_ranks(count, self.comm, self._models, self._optimizers)
-        return VirtualRanks(count, self.comm, self._models.values(), self._overrides("update_core", "step"))
+        goes_on = self._overrides("update_core", "step")
+        return VirtualRanks(count, self.comm, self._models.values(), self._iterators, goes_on)
 
     def _choose_path(self, compiles: bool) -> None:
         """Decide which steps an update needs; that follows from the settings."""
