@@ -52,6 +52,11 @@ class Communicator:
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Replace each tensor, in place, by the one of rank ``root``."""
 
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to replace a tensor, in place, by its sum over the ranks; what it returns waits for that, and returns it."""
+        self.all_reduce([tensor], average=False)
+        return lambda: tensor
+
     def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start to send row r of a matrix to rank r; what it returns waits for the others' and returns it, rank by rank.
 

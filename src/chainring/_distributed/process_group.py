@@ -171,6 +171,9 @@ class ProcessGroupCommunicator(Communicator):
             with self._exchange():
                 dist.broadcast(flat, root, group=self._tensors)
 
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._waiting(dist.all_reduce(tensor, group=self._tensors, async_op=True), tensor, tensor)
+
     def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         received = sent.new_empty(sum(sizes))
         own = [sent.shape[1]] * self.size

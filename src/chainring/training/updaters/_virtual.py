@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from chainring.training.updaters._gradient_exchange import GradientExchange
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._running_statistics import RunningStatistics
 from chainring.training.updaters._sharded_gradients import ShardedGradients, check_sharded_parameters, set_gradient
-from chainring.training.updaters._virtual_means import Agreement, Found, Means, Reported, list_keys, start_means
+from chainring.training.updaters._virtual_means import Agreement, Found, Means, Reported, Vectors, list_keys
 
 NO_CLOSURES = (
     "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
@@ -118,6 +119,7 @@ class VirtualRanks:
         self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._statistics = RunningStatistics(self._models, self.count)
         self._overlaps = not self._sharded
+        self._vectors = Vectors(self._comm, self.block, self.count, self._device)
 
     def begin(self, iteration: int, finish: Callable[[list[str]], None], activate: Callable[[Part], None]) -> None:
         """Begin an update.
@@ -133,7 +135,7 @@ class VirtualRanks:
         self._sums: list[TreeSum] = []
         self._exchange: GradientExchange | None = None
         self._last_leaf: list[Tensor | None] | None = None
-        self._settled: tuple[Means, Found] | None = None
+        self._settled: tuple[Found, Means] | None = None
         self._reporter = current.reporter
         self._outer_observation = {} if self._reporter is None else self._reporter.observation
         self._media_watchers = () if self._reporter is None else self._reporter.media_watchers
@@ -173,9 +175,9 @@ class VirtualRanks:
     def _combine(self) -> Tensor:
         """Set running statistics and reported values to those of all virtual ranks."""
         if self._settled is None:
-            found = self._agreement(len(self._sums)).start(Found(*self._end_parts()))()
-            self._settled = self._start_means(found.keys, [])(), found
-        means, found = self._settled
+            own = Found(*self._end_parts())
+            self._settled = self._agree(len(self._sums), own, [[]] * len(self._counting))()
+        found, means = self._settled
         self._statistics.finish(self._comm, found.changed, means.rows)
         for part in reversed(self._counting):  # of values that have no mean, those of the first are kept
             other = {key: value for key, value in part.observation.items() if key not in means.values}
@@ -190,16 +192,13 @@ class VirtualRanks:
         keys = list_keys([Reported(part.observation, part.weight, part.rows) for part in self._counting])
         return keys, self._statistics.changed
 
-    def _start_means(self, keys: Sequence[str], step_weights: Sequence[Sequence[Any]]) -> Callable[[], Means]:
-        weights = step_weights or [[]] * len(self._counting)
-        pairs = zip(self._counting, weights, strict=True)
-        reported = [Reported(part.observation, part.weight, part.rows, own) for part, own in pairs]
-        return start_means(self._comm, self.block, self.count, reported, keys, self._device)
-
-    def _agreement(self, number: int) -> Agreement:
+    def _agree(self, number: int, own: Found, step_weights: Sequence[Sequence[Any]]) -> Callable[[], tuple[Found, Means]]:
+        """Start to find what all ranks have found together at a step, or at the end, and the means of what they report."""
         while len(self._agreements) <= number:
-            self._agreements.append(Agreement(self._comm))
-        return self._agreements[number]
+            self._agreements.append(Agreement(self._comm, self._device))
+        pairs = zip(self._counting, step_weights, strict=True)
+        reported = [Reported(part.observation, part.weight, part.rows, weights) for part, weights in pairs]
+        return self._agreements[number].start(own, partial(self._vectors.start, reported))
 
     # --- parts ---
 
@@ -379,20 +378,18 @@ class VirtualRanks:
         self._exchange = self._last_leaf = None
         keys, changed = ((), ()) if self._goes_on else self._end_parts()
         own = Found(keys, changed, exchange.absent(leaf), exchange.is_stale(leaf))
-        wait_for_agreement = self._agreement(number).start(own)
         exchange.start(leaf)
-        found = wait_for_agreement()
-        wait_for_means = self._start_means(found.keys, [part.step_weights[-1] for part in self._counting])
+        wait = self._agree(number, own, [part.step_weights[-1] for part in self._counting])
         gradients = exchange.finish()
+        found, means = wait()
         if found.is_stale:
             self._overlaps = False
             gradients = exchange.repeat(leaf)
         for place, parameter in enumerate(parameters):
             set_gradient(parameter, None if place in found.absent else gradients[place])
         total.nodes.clear()
-        means = wait_for_means()
         if not self._goes_on:
-            self._settled = means, found
+            self._settled = found, means
         return means.step_weights
 
 

@@ -38,44 +38,64 @@ class Found(NamedTuple):
     is_stale: bool = False
 
 
-class Agreement:
-    """What all ranks have found out in an update, for which they exchange no more than one number.
-
-    Only where a rank has found something else than in the update before, all ranks tell each other what they have.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._own = self._agreed = Found()
-
-    def start(self, own: Found) -> Callable[[], Found]:
-        """Start to agree; the function that it returns waits for the other ranks."""
-        if self._comm.size == 1:
-            return lambda: own
-        find_whether_any = self._comm.start_max(int(own != self._own))
-        self._own = own
-
-        def wait() -> Found:
-            if find_whether_any():
-                found = self._comm.gather_object(own)
-                self._agreed = Found(
-                    tuple(dict.fromkeys(key for rank in found for key in rank.keys)),
-                    tuple(sorted({slot for rank in found for slot in rank.changed})),
-                    tuple(sorted(set.intersection(*(set(rank.absent) for rank in found)))),
-                    any(rank.is_stale for rank in found),
-                )
-            return self._agreed
-
-        return wait
-
-
 class Means(NamedTuple):
-    """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps."""
+    """Weighted means over all virtual ranks, the sums of their weights and rows, and those of the weights of their steps.
+
+    ``is_new`` is not 0 if a rank has said so.
+    """
 
     values: dict[str, Any]
     weight: Tensor
     rows: Tensor
     step_weights: list[Tensor]
+    is_new: Tensor
+
+
+class Agreement:
+    """What all ranks have found out in an update, which they tell each other only where one has found something new.
+
+    Whether one has goes along with the means of the keys of the update before. On an accelerator, whose numbers would have
+    to be waited for, it goes beside them.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm = comm
+        self._is_on_host = device.type == "cpu"
+        self._own = self._agreed = Found()
+
+    def start(
+        self, own: Found, start_means: Callable[[Sequence[str], bool], Callable[[], Means]]
+    ) -> Callable[[], tuple[Found, Means]]:
+        """Start to agree, and to find means; the function that it returns waits for the other ranks.
+
+        Args:
+            own: what this rank has found.
+            start_means: starts to find the means of some keys, and whether a rank says True.
+        """
+        if self._comm.size == 1:
+            return lambda: (own, start_means(own.keys, False)())
+        is_new, self._own = own != self._own, own
+        find_whether_any = None if self._is_on_host else self._comm.start_max(int(is_new))
+        wait = start_means(self._agreed.keys, is_new)
+
+        def finish() -> tuple[Found, Means]:
+            means = wait()
+            if bool(means.is_new) if find_whether_any is None else find_whether_any():
+                self._agreed = _join(self._comm.gather_object(own))
+                means = start_means(self._agreed.keys, False)()
+            return self._agreed, means
+
+        return finish
+
+
+def _join(found: Sequence[Found]) -> Found:
+    """Return what all ranks have found together."""
+    return Found(
+        tuple(dict.fromkeys(key for rank in found for key in rank.keys)),
+        tuple(sorted({slot for rank in found for slot in rank.changed})),
+        tuple(sorted(set.intersection(*(set(rank.absent) for rank in found)))),
+        any(rank.is_stale for rank in found),
+    )
 
 
 def list_keys(reported: Sequence[Reported]) -> tuple[str, ...]:
@@ -84,37 +104,40 @@ def list_keys(reported: Sequence[Reported]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key, value in rows if _weighted(value, 0) is not None))
 
 
-def start_means(
-    comm: Communicator, block: range, count: int, reported: Sequence[Reported], keys: Sequence[str], device: torch.device
-) -> Callable[[], Means]:
-    """Start to find the mean of each key over all virtual ranks; the function that it returns waits for the other ranks.
+class Vectors:
+    """Weighted means over virtual ranks, of which this rank has some.
 
     A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    total = TreeSum(block, count)
-    for part in reported:
-        total.add([_to_vector(part, keys, dtype, device)])
-    wait = total.start_gather(comm)
 
-    def finish() -> Means:
-        steps = len(reported[0].step_weights)
-        weight, rows, step_weights, values, weights = torch.split(wait(), [1, 1, steps, len(keys), len(keys)])
-        means = dict(zip(keys, (values / weights).unbind(), strict=True))
-        return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()))
+    def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
+        self._comm, self._block, self._count, self._device = comm, block, count, device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
 
-    return finish
+    def start(self, reported: Sequence[Reported], keys: Sequence[str], is_new: bool) -> Callable[[], Means]:
+        """Start to find the mean of each key; the function that it returns waits for the other ranks."""
+        total = TreeSum(self._block, self._count)
+        for part in reported:
+            total.add([_to_vector(part, keys, is_new, self._dtype, self._device)])
+        wait = total.start_gather(self._comm)
+        sizes = [1, 1, 1, len(reported[0].step_weights), len(keys), len(keys)]
+
+        def finish() -> Means:
+            new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
+            means = dict(zip(keys, (values / weights).unbind(), strict=True))
+            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new)
+
+        return finish
 
 
-def _to_vector(part: Reported, keys: Sequence[str], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _to_vector(part: Reported, keys: Sequence[str], is_new: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return weight and rows of a virtual rank, the weights of its steps, and the products and weights of its values."""
-    sums = 2 + len(part.step_weights)
-    if not part.rows:
-        return torch.zeros(sums + 2 * len(keys), dtype=dtype, device=device)
     pairs = [_weighted(part.observation.get(key), part.weight) or (0, 0) for key in keys]
-    numbers = [part.weight, part.rows, *part.step_weights]
-    vector = _stack([*numbers, *(value for value, _ in pairs), *(weight for _, weight in pairs)], dtype, device)
-    vector[sums : sums + len(keys)] *= vector[sums + len(keys) :]
+    sums = [part.weight, part.rows, *part.step_weights]
+    numbers = [*sums, *(value for value, _ in pairs), *(weight for _, weight in pairs)]
+    vector = _stack([is_new, *(numbers if part.rows else [0] * len(numbers))], dtype, device)
+    start = 1 + len(sums)
+    vector[start : start + len(keys)] *= vector[start + len(keys) :]
     return vector
 
 
