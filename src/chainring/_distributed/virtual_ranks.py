@@ -9,6 +9,7 @@ most 2 * log2(count) whole nodes, and these are all that another rank has to kno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from chainring._distributed.communicator import Communicator
 
 T = TypeVar("T")
-_BUCKET = 4 << 20  # bytes of gradients that are exchanged at once
+_FIRST_BUCKET, _BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or more, that are exchanged at once
 _AHEAD = 1  # buckets that are sent before the sum of the first of them
 
 
@@ -57,6 +58,11 @@ def fold(nodes: dict[Node, T], count: int, add: Callable[[T, T], T]) -> dict[Nod
 def nodes_of(block: range, count: int) -> list[Node]:
     """Return the whole nodes that the leaves of a block add up to."""
     return sorted(fold({Node(0, leaf): None for leaf in block}, count, lambda left, _: left))
+
+
+@lru_cache
+def _nodes_of_ranks(size: int, count: int) -> list[list[Node]]:
+    return [nodes_of(block_of(rank, size, count), count) for rank in range(size)]
 
 
 class TreeSum:
@@ -120,7 +126,7 @@ class TreeSum:
         All nodes go to all ranks, in one message: fewer bytes in two would take longer.
         """
         nodes = [tensors[0] for _, tensors in sorted(self.nodes.items())]
-        blocks = [nodes_of(block_of(rank, comm.size, self.count), self.count) for rank in range(comm.size)]
+        blocks = _nodes_of_ranks(comm.size, self.count)
         filling = [torch.zeros_like(nodes[0])] * (max(map(len, blocks)) - len(nodes))  # type: ignore[arg-type]
         wait = comm.start_all_gather(torch.stack([*nodes, *filling]))  # type: ignore[list-item]
 
@@ -154,8 +160,7 @@ class Exchange:
         self.buckets = list(_buckets(like))
         self.started = 0
         self._comm, self._total, self._like = comm, total, like
-        blocks = [block_of(rank, comm.size, total.count) for rank in range(comm.size)]
-        self._nodes = [nodes_of(block, total.count) for block in blocks]
+        self._nodes = _nodes_of_ranks(comm.size, total.count)
         # A sum of two is the same in either order, so that of two nodes needs no order of ours.
         self._adds_two = [len(nodes) for nodes in self._nodes] == [1, 1]
         self._sent: dict[int, Callable[[], list[Tensor]]] = {}  # by the number of the bucket
@@ -250,9 +255,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         bucket: list[int] = []
         size = 0
         for place in group:
-            if bucket and size + tensors[place].nbytes > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
             bucket.append(place)
             size += tensors[place].nbytes
-        yield bucket
+            if size >= (_FIRST_BUCKET if bucket[0] == places[0] else _BUCKET):
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
