@@ -13,6 +13,7 @@ from chainring import report
 from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
 from chainring.training import StandardUpdater
+from rank_pair import on_two_ranks
 
 BATCH = 6
 
@@ -136,11 +137,14 @@ class Adversarial(StandardUpdater):
         report({"judge": judged, "maker": made_loss})
 
 
-def adversarial(virtual_ranks, **settings):
+def adversarial(virtual_ranks, kind=Adversarial, **settings):
     model = Adversaries()
     optimizers = {name: torch.optim.Adam(getattr(model, name).parameters(), 0.1) for name in ("judge", "maker")}
     iterator = SerialIterator(regression_data(), BATCH, shuffle=False)
-    updater = Adversarial(iterator, optimizers, model, virtual_ranks=virtual_ranks, **settings)
+    if "comm" in settings:
+        iterator.use_virtual_ranks(virtual_ranks)
+        iterator.share(settings["comm"].rank, settings["comm"].size)
+    updater = kind(iterator, optimizers, model, virtual_ranks=virtual_ranks, **settings)
     updater.start()
     return updater
 
@@ -180,6 +184,37 @@ def test_virtual_rank_that_does_not_step_is_named():
 
     with pytest.raises(RuntimeError, match=r"must call it for the same optimizers"):
         started(Straying).update()
+
+
+class SteppingByRows(StandardUpdater):
+    """Virtual rank 0 steps with other optimizers than the others."""
+
+    steps_of_first, steps_of_others = (), ()
+
+    def update_core(self):
+        model = self.get_model("main")
+        x, t = self.next_batch()
+        is_first = torch.equal(x[0], regression_data().tensors[0][0])
+        for name in self.steps_of_first if is_first else self.steps_of_others:
+            self.backward((model.judge(model.maker(x)) - t).square().mean())
+            self.step(name)
+
+
+def strayed_on_rank(comm, virtual_ranks, first, others):
+    updater = adversarial(virtual_ranks, comm=comm, kind=SteppingByRows)
+    updater.steps_of_first, updater.steps_of_others = first, others
+    with pytest.raises(RuntimeError, match=r"all meet in self\.step\(\)") as refused:
+        updater.update()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "others"), [(("judge",), ()), ((), ("judge",)), (("judge",), ("maker",)), (("judge", "maker"), ("judge",))]
+)
+def test_different_steps_on_different_ranks_are_named_on_all(first, others):
+    for said in on_two_ranks(strayed_on_rank, 2, first, others):
+        assert "virtual rank 0 has called " in said
+        assert ", virtual rank 1 has called " in said
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("broken"), KeyboardInterrupt("broken"), SystemExit("broken")])

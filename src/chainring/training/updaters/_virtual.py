@@ -29,6 +29,10 @@ from chainring.training.updaters._running_statistics import RunningStatistics
 from chainring.training.updaters._sharded_gradients import ShardedGradients, check_sharded_parameters, set_gradient
 from chainring.training.updaters._virtual_means import Agreement, Found, Means, Reported, Vectors, list_keys
 
+MEET = (
+    "every virtual rank runs update_core, and all meet in self.step(): they must call it for the same optimizers in the "
+    "same order"
+)
 NO_CLOSURES = (
     "virtual_ranks computes the gradients of a step once, and an optimizer whose step needs a closure computes them as "
     "often as it likes; take another optimizer, or leave virtual_ranks out"
@@ -175,6 +179,7 @@ class VirtualRanks:
     def _combine(self) -> Tensor:
         """Set running statistics and reported values to those of all virtual ranks."""
         if self._settled is None:
+            self._check_other_ranks(self._parts[0].steps, ends=True)
             own = Found(*self._end_parts())
             self._settled = self._agree(len(self._sums), own, [[]] * len(self._counting))()
         found, means = self._settled
@@ -356,10 +361,8 @@ class VirtualRanks:
         """
         steps = [part.steps for part in self._parts]
         if (other := next((names for names in steps if names != steps[0]), None)) is not None:
-            raise RuntimeError(
-                "every virtual rank runs update_core, and all meet in self.step(): they must call it for the same "
-                f"optimizers in the same order; virtual rank {self.block[0]} has called {steps[0]}, another {other}"
-            )
+            raise RuntimeError(f"{MEET}; virtual rank {self.block[0]} has called {steps[0]}, another {other}")
+        self._check_other_ranks(steps[0])
         number = len(steps[0])
         self._report_into(self._outer_observation)
         _random.seed_all("step", self.seed or 0, self._iteration, number)
@@ -368,6 +371,21 @@ class VirtualRanks:
         for part in self._parts:  # which find the gradients of the step, and their own of other optimizers
             pairs = zip(self._parameters, part.gradients, strict=False)
             part.gradients = [own if parameter.grad is None else parameter.grad for parameter, own in pairs]
+
+    def _check_other_ranks(self, steps: Sequence[Sequence[str]], ends: bool = False) -> None:
+        """Compare with other ranks whether their ``update_core`` has come to the same step, or to its end.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        if not self._goes_on or self._comm.size == 1:
+            return
+        number = _random.stable_hash(int(ends), *(name for names in steps for name in (*names, "")))
+        waits = [self._comm.start_max(number), self._comm.start_max(-number)]
+        if [wait() for wait in waits] != [number, -number]:
+            found = self._comm.gather_object((self.block[0], steps, " and has ended" if ends else ""))
+            said = ", ".join(f"virtual rank {first} has called {called}{ended}" for first, called, ended in found)
+            raise RuntimeError(f"{MEET}; {said}")
 
     def sum_gradients(self, optimizers: list[Optimizer]) -> list[Tensor]:
         """Set the gradients of optimizers to the sums over all virtual ranks; return the sums of their weights."""
