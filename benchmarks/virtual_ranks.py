@@ -64,6 +64,7 @@ def updater_of(name: str, comm: Any, count: int | None) -> StandardUpdater:
     model = Classifier(predictor if comm.size == 1 else DistributedDataParallel(predictor))
     iterator = SerialIterator(TupleDataset(*data), BATCH)
     updater = StandardUpdater(iterator, optimizer, model, comm=comm if comm.size > 1 else None, virtual_ranks=count)
+    iterator.share(comm.rank, comm.size)  # as a Trainer does
     updater.start()
     return updater
 
