@@ -249,3 +249,22 @@ def test_a_column_of_an_unknown_class_is_refused_where_its_rows_are_no_plain_str
     iterator.share(1, 2)
     with pytest.raises(ValueError, match="of a Odd only every n-th row can be taken; return a tuple"):
         next(iterator)
+
+
+def pad(examples, device=None):
+    return torch.stack([torch.as_tensor(example["x"]) for example in examples])
+
+
+def test_a_converter_that_runs_ahead_is_refused_on_several_ranks():
+    """It would pad to the longest example of a block, say, which depends on the number of ranks."""
+    for iterator in (
+        MultiprocessIterator(Drawn(), 8, n_processes=1, converter=pad),
+        DevicePrefetcher(SerialIterator(Drawn(), 8), "cpu", converter=pad),
+    ):
+        iterator.use_virtual_ranks(4)
+        iterator.share(0, 1)
+        with pytest.raises(ValueError, match=r"pad of iterator 'main'.*give it to the updater or the Evaluator"):
+            iterator.share(0, 2)
+    iterator = MultiprocessIterator(arrays(), 8, n_processes=1, converter=pad)  # which is gathered, and converted by nobody
+    iterator.use_virtual_ranks(4)
+    iterator.share(0, 2)

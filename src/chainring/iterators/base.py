@@ -187,6 +187,18 @@ class Iterator(Stateful):
                 "a class of Chainring does, and write serves_virtual_ranks = True in the class"
             )
 
+    def refuse_to_convert(self, converter: Callable[..., Any] | None) -> None:
+        """Refuse a converter that runs before the rows of a block are given to its virtual ranks.
+
+        Raises:
+            ValueError: in any case.
+        """
+        raise ValueError(
+            f"the rows of each virtual rank are converted apart, and {getattr(converter, '__name__', converter)} of "
+            f"iterator {self.name!r} ({type(self).__name__}) would see those of a whole block, to which it may pad; leave "
+            "it out there, and give it to the updater or the Evaluator"
+        )
+
     def use_converter(self, converter: Callable[..., Any]) -> None:
         """Learn which converter the batches go to, as an updater and an Evaluator say before the first."""
 

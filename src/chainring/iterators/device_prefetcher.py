@@ -193,11 +193,14 @@ class DevicePrefetcher(Iterator):
 
     def check_share(self, size: int) -> None:
         self.iterator.check_share(size)
+        if size > 1 and self.iterator.virtual_ranks is not None and self.converter is not concat_examples:
+            self.refuse_to_convert(self.converter)
 
     def use_virtual_ranks(self, count: int) -> None:
         self.iterator.use_virtual_ranks(count)
 
     def share(self, rank: int, size: int) -> None:
+        self.check_share(size)
         self.iterator.share(rank, size)
         self.batch_size = self.iterator.batch_size
         share = rank, size, self.iterator.virtual_ranks

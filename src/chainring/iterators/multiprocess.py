@@ -93,6 +93,12 @@ class MultiprocessIterator(IndexedIterator):
         self._start_method = start_method or ("fork" if sys.platform == "linux" else "spawn")
         self._pool: WorkerPool | None = None
 
+    def check_share(self, size: int) -> None:
+        super().check_share(size)
+        is_own = self._converter not in (None, concat_examples)
+        if size > 1 and self.virtual_ranks is not None and is_own and self._gather is None:
+            self.refuse_to_convert(self._converter)
+
     def use_converter(self, converter: Callable[..., Any]) -> None:
         if self._converter is concat_examples and converter is not concat_examples:
             self._converter = None
