@@ -99,6 +99,8 @@ TRAINING = {
     "StandardUpdater: fp16 accumulate": {"precision": "fp16", "accumulate": 2},
     "StandardUpdater: two models": {"update": Two},
     "StandardUpdater: two models in parts": {"update": Two, "accumulate": 2, "precision": "bf16"},
+    "StandardUpdater: virtual ranks": {"virtual_ranks": 3, "accumulate": 2},
+    "StandardUpdater: virtual ranks of two models": {"update": Two, "virtual_ranks": 3},
     "Trainer": {},
     "UpdateCallbacks": {"callbacks": training.UpdateCallbacks(backward_on_finish=lambda c: report({"part": c.micro_step}))},
     "UpdateContext": clipped(lambda context: report({"at": context.iteration, "of": float(context.loss.detach())})),

@@ -222,6 +222,22 @@ def test_first_micro_batch_draws_what_an_update_of_one_draws():
     assert drawn(accumulate=2, updates=1)[::2] == drawn(updates=1)
 
 
+def test_seed_is_saved_and_loaded():
+    first = updater_of(6, model=Drawing(), virtual_ranks=3)
+    torch.manual_seed(5)
+    first.start()
+    assert first.virtual_seed == 5
+    first.update()
+    second = updater_of(6, model=Drawing(), virtual_ranks=3)
+    torch.manual_seed(6)
+    second.load_state_dict(first.state_dict())
+    second.start()
+    first.update()
+    second.update()
+    assert second.virtual_seed == 5
+    assert second.get_model("main").drawn == first.get_model("main").drawn[3:]
+
+
 def test_generators_are_left_as_they_were():
     updater = updater_of(6, model=Drawing(), virtual_ranks=3)
     updater.start()
