@@ -70,6 +70,47 @@ def any_size(bench, number, draw, place):
     return name
 
 
+def mixed(bench, number, draw, place):
+    """Settings drawn at random, on one rank and on another number of them."""
+    options = random_options(draw)
+    ends = {}
+    for size in (1, draw.randint(2, min(options.virtual_ranks, 6))):
+        where = place / str(size)
+        where.mkdir()
+        ends[size] = end_of(where, bench.run(where, size, options).outcomes()[0])
+        try:
+            compare(size, ends[size], ends[1])
+        except WrongEndError as error:
+            raise WrongEndError(f"{options}: {error}") from None
+    return options.kind
+
+
+def random_options(draw):
+    options = Options(
+        kind=draw.choice(["plain", "ddp", "fsdp"]),
+        net=draw.choice(["", "dropout", "batchnorm", "batchnorm dropout"]),
+        batch=draw.choice([20, 50]),
+        accumulate=draw.choice([1, 1, 2, 3]),
+        held_out=draw.randint(1, 40),
+        virtual_ranks=draw.randint(2, 9),
+        precision=draw.choice(["fp32", "bf16", "fp16"]),
+        clip=draw.choice([None, 0.1]),
+        tokens=draw.random() < 0.5,
+        own_core=draw.random() < 0.3,
+        counts=draw.random() < 0.5,
+        optimizer=draw.choice(["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"]),
+        iterations=6,
+        period=3,
+    )
+    if options.own_core:
+        options.tokens = False
+    if draw.random() < 0.3:
+        options.repeat = False
+        # BatchNorm has no statistics of a share of one example.
+        options.examples = 5 * options.batch + (0 if "batchnorm" in options.net else draw.randrange(options.batch))
+    return options
+
+
 def moves(bench, number, draw, place):
     """A run is killed again and again, each time goes on with another number of ranks, and ends like one that was not."""
     name = list(MOVING)[number % len(MOVING)]
@@ -123,6 +164,9 @@ ROWS = [
         "bits", "virtual_ranks=7 and 8, each column on 1, 2, 3 ranks, in the large table on 1, 2, 3, 4, 5, 7",
         "one SHA-256 of parameters, optimizer, log and the last snapshot",
         len(COLUMNS), 5 * len(COLUMNS), any_size,
+    ),
+    Row(
+        "mixed", "settings drawn at random, on one rank and on 2 to 6", "the same SHA-256", 3, 150, mixed,
     ),
     Row(
         "moves", "virtual_ranks=8, SIGKILL of a rank at three random moments, gone on each time with 1 to 5 ranks",

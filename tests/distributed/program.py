@@ -69,6 +69,7 @@ class Options:
         clip: the largest norm of the gradients, if there is.
         tokens: whether the loss comes with a weight.
         own_core: whether an ``update_core`` of its own takes two batches and steps with two optimizers.
+        optimizer: the class of PyTorch's, where there is one.
         counts: whether the model reports a metric object.
         fault: what happens to it.
     """
@@ -87,6 +88,7 @@ class Options:
     clip: float | None = None
     tokens: bool = False
     own_core: bool = False
+    optimizer: str = "Adam"
     counts: bool = False
     fault: Fault | None = None
 
@@ -251,7 +253,7 @@ def model_of(options, comm):
 
 def optimizer_of(options, model):
     if not options.own_core:
-        return torch.optim.Adam(model.parameters(), lr=0.01)
+        return getattr(torch.optim, options.optimizer)(model.parameters(), lr=0.01)
     *body, head = getattr(model, "module", model).predictor
     return {
         "body": torch.optim.AdamW(nn.Sequential(*body).parameters(), lr=0.01),
