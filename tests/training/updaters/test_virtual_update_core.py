@@ -254,6 +254,26 @@ def test_stop_iteration_that_is_not_the_end_of_the_data_is_an_error():
         started(Failing).update()
 
 
+@pytest.mark.parametrize("virtual_ranks", [1, 3])
+def test_running_statistics_of_an_update_that_the_end_of_the_data_cuts_short_are_undone(virtual_ranks):
+    """The first of its two steps stands, as without virtual ranks; ranks would differ in what they had computed after it."""
+
+    class TwoBatches(StandardUpdater):
+        def update_core(self):
+            for _ in range(2):
+                x, t = self.next_batch()
+                self.backward(self.get_model("main")[1](self.get_model("main")[0](x), t))
+                self.step()
+
+    model = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), same_regression())
+    updater = started(TwoBatches, virtual_ranks, model=model, data=regression_data(3 * BATCH), repeat=False)
+    updater.update()
+    before = [buffer.clone() for buffer in model.buffers()]
+    with pytest.raises(StopIteration):
+        updater.update()
+    assert_close(list(model.buffers()), before)
+
+
 def test_signal_in_the_middle_of_an_update_ends_it():
     class Interrupted(Plain):
         def update_core(self):

@@ -53,6 +53,13 @@ class RunningStatistics:
         return taken
 
     @torch.no_grad()
+    def undo(self) -> None:
+        """Set all buffers to what they were at the beginning of the update."""
+        for (buffers, name), own, initial in zip(self._slots, self._buffers, self._initial, strict=True):
+            buffers[name] = own
+            own.copy_(initial)
+
+    @torch.no_grad()
     def add(self, number: int, rows: int, values: dict[int, Tensor]) -> None:
         """Add the results of virtual rank ``number``, which has had so many rows."""
         leaf: list[Tensor | None] = [None] * len(self._slots)

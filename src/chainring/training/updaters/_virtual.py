@@ -161,6 +161,9 @@ class VirtualRanks:
                 self._put_gradients(self._parts[-1])
             else:
                 self._run_in_turn(compute)
+        except BaseException:
+            self._statistics.undo()  # which ranks have changed each in its own way
+            raise
         finally:
             self._uncounted.close()
             _random.put_generators(self._outer_generators)
