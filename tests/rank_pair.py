@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import socket
 import traceback
 
@@ -21,12 +22,16 @@ def on_ranks(size, function, *arguments):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    results = context.Queue()
+    results, found = context.Queue(), {}
     ranks = [context.Process(target=_live, args=(rank, size, port, results, function, arguments)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     try:
-        found = dict(results.get(timeout=60) for _ in ranks)
+        while len(found) < size:
+            rank, told = results.get(timeout=60)
+            found[rank] = told
+    except queue.Empty:
+        raise TimeoutError(f"of {size} ranks only these have answered, and with this: {found}") from None
     finally:
         for rank in ranks:
             rank.join(10)
