@@ -3,11 +3,12 @@
 import hashlib
 import json
 import re
+import signal
 from dataclasses import replace
 
 import torch
 from program import Fault, Options
-from worlds import Row, first_difference, newest
+from worlds import Row, first_difference, newest, same
 
 from chainring.serializers._checkpoint import read_state
 from tries import WrongEndError
@@ -33,6 +34,8 @@ COLUMNS = {
     "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
     "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},
     "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
+    "extensions": {**BOTH, "extended": True, "counts": True},
+    "FSDP2 extensions": {**BOTH, "extended": True, "kind": "fsdp"},
     "FSDP2": {**BOTH, "kind": "fsdp", "clip": 0.1},
     "FSDP2 accumulates": {**BOTH, "kind": "fsdp", "accumulate": 2, "own_core": True, "precision": "bf16"},
     "FSDP2 uneven": {
@@ -98,12 +101,14 @@ def random_options(draw):
         tokens=draw.random() < 0.5,
         own_core=draw.random() < 0.3,
         counts=draw.random() < 0.5,
+        extended=draw.random() < 0.3,
+        across=draw.random() < 0.7,
         optimizer=draw.choice(["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"]),
         iterations=6,
         period=3,
     )
     if options.own_core:
-        options.tokens = False
+        options.tokens = options.extended = False
     if draw.random() < 0.3:
         options.repeat = False
         # BatchNorm has no statistics of a share of one example.
@@ -123,7 +128,8 @@ def moves(bench, number, draw, place):
         sizes.append(str(size))
         there = newest(place / "out") if (place / "out").exists() else 0
         fault = Fault("kill", draw.randrange(size), draw.randrange(there, options.iterations - 1), draw.uniform(0, 0.01))
-        bench.ended_at_once(bench.run(place, size, replace(options, fault=fault)), fault.rank)
+        codes = bench.run(place, size, replace(options, fault=fault)).codes
+        same("the exit codes", codes, [-signal.SIGKILL if rank == fault.rank else 1 for rank in range(size)])
         (place / "happened").unlink()
     size = draw.choice([other for other in range(1, 6) if other != size])
     told = bench.run(place, size, options).outcomes()
@@ -155,8 +161,9 @@ def compare(size, end, expected):
     if sha256(end) == sha256(expected):
         return
     differing = [name for name in sorted({*end, *expected}) if end.get(name) != expected.get(name)]
-    rows = first_difference(end["log"], expected["log"])
-    raise WrongEndError(f"on {size} ranks these differ from one rank: {differing}; the first rows that differ are {rows}")
+    row, other = first_difference(end["log"], expected["log"]) or ({}, {})
+    values = {key: (row.get(key), other.get(key)) for key in {*row, *other} if row.get(key) != other.get(key)}
+    raise WrongEndError(f"on {size} ranks these differ from one rank: {differing}; and first in the log {values}")
 
 
 ROWS = [

@@ -69,6 +69,8 @@ class Options:
         clip: the largest norm of the gradients, if there is.
         tokens: whether the loss comes with a weight.
         own_core: whether an ``update_core`` of its own takes two batches and steps with two optimizers.
+        extended: whether there are extensions that compute from parameters and reported values.
+        across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
         counts: whether the model reports a metric object.
         fault: what happens to it.
@@ -88,6 +90,8 @@ class Options:
     clip: float | None = None
     tokens: bool = False
     own_core: bool = False
+    extended: bool = False
+    across: bool = True
     optimizer: str = "Adam"
     counts: bool = False
     fault: Fault | None = None
@@ -261,6 +265,18 @@ def optimizer_of(options, model):
     }
 
 
+def extensions_of(model):
+    return [
+        extensions.ExponentialMovingAverage(model, 0.9),
+        extensions.ParameterStatistics(model, trigger=(2, "iteration")),
+        extensions.MicroAverage("main/loss", "main/accuracy", "ratio", trigger=(2, "iteration")),
+        extensions.MinValue("main/loss", trigger=(2, "iteration")),
+        extensions.ExponentialShift("lr", 0.9),
+        extensions.observe_lr(),
+        extensions.FailOnNonNumber(),
+    ]
+
+
 class TwoSteps(training.StandardUpdater):
     """Trains one part of the model after the other, on a batch each; what it draws and reports follows a step."""
 
@@ -302,6 +318,7 @@ def build(options, comm, place):
         callbacks=None
         if options.clip is None
         else training.UpdateCallbacks(update_on_start=training.clip_grad_norm(options.clip)),
+        accumulate_across_epochs=options.across,
         virtual_ranks=options.virtual_ranks,
     )
     stop = (options.iterations, "iteration") if options.repeat else None
@@ -310,6 +327,8 @@ def build(options, comm, place):
     trainer.extend(extensions.Evaluator(held_out, model, images_and_labels), trigger=(5, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(options.period, "iteration"))
+    for extension in extensions_of(model) if options.extended else ():
+        trainer.extend(extension)
     trainer.extend(befalling, name="befalling")
     trainer.extend(Loaded(), name="loaded")
     return trainer, consumed.parts

@@ -61,6 +61,8 @@ class MicroAverage(Extension):
         return (self.result_key, *self.keys)
 
     def observe(self, trainer: Trainer) -> None:
+        if trainer.comm.rank > 0 and getattr(trainer.updater, "virtual_ranks", None) is not None:
+            return  # what virtual ranks report is on every rank the mean of all of them, of which one counts
         values: list[Any] = [trainer.observation.get(key) for key in self.keys]
         if all(map(is_scalar, values)):
             for summary, value in zip(self._sums, values, strict=True):
