@@ -32,6 +32,17 @@ class Net(nn.Module):
         return cross_entropy(self.last(torch.relu(self.first(x))), t)
 
 
+class Empty(Net):
+    """It has parameters without elements, one of another dtype."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.nothing, self.exact = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
+
+    def forward(self, x, t):
+        return super().forward(x, t) * 0.9 + self.nothing.sum() + self.exact.sum()
+
+
 class Unused(Net):
     """Some virtual ranks do not go through the last layer."""
 
@@ -98,6 +109,7 @@ CASES = {
     "gradients that are final": (Net, {}),
     "gradients that are final, in DDP": (Net, {"wrap": True}),
     "several micro-batches": (Net, {"accumulate": 2}),
+    "parameters without elements": (Empty, {}),
     "a layer that some virtual ranks do not use": (Unused, {}),
     "a layer whose gradient is computed in two parts": (Reentrant, {}),
     "a hook that changes a gradient": (Hooked, {}),

@@ -112,7 +112,6 @@ class VirtualRanks:
         self._iterators = iterators
         self._goes_on = goes_on
         self._uncounted = ExitStack()
-        self._agreements: list[Agreement] = []  # at each step of an update, and at its end
 
     def start(self) -> None:
         """Prepare for a run: all ranks take the seed of rank 0, if none was loaded."""
@@ -122,6 +121,7 @@ class VirtualRanks:
         self._parameters = [parameter for model in self._models for parameter in model.parameters()]
         self._device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
         self._statistics = RunningStatistics(self._models, self.count)
+        self._agreements: list[Agreement] = []  # at each step of an update, and at its end
         self._overlaps = not self._sharded
         self._vectors = Vectors(self._comm, self.block, self.count, self._device)
 
