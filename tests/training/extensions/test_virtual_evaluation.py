@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from chainring import Reporter, report, report_text
 from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater, Trainer
-from chainring.training.extensions import Evaluator
+from chainring.training.extensions import Evaluator, LogReport
 from rank_pair import on_two_ranks
 
 CLASSES = 3
@@ -201,6 +201,33 @@ def evaluator_of(net, virtual_ranks, trainer):
     evaluator = Evaluator(SerialIterator(examples(8), 4, repeat=False), net, virtual_ranks=virtual_ranks)
     evaluator.initialize(trainer)
     return evaluator
+
+
+def rows_of_the_log(comm, virtual_ranks):
+    """The log of a run in bf16, whose model draws, counts in metrics and gives its weights; without times."""
+    torch.manual_seed(7)
+    net = Net("dropout", "counts", "torchmetrics", "weight")
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    batches = SerialIterator(examples(23), 8, seed=0)
+    updater = StandardUpdater(batches, optimizer, net, comm=comm, virtual_ranks=virtual_ranks, precision="bf16")
+    with tempfile.TemporaryDirectory() as out:
+        trainer = Trainer(updater, (2, "epoch"), out=out if comm is None else comm.broadcast_object(out))
+        trainer.extend(LogReport(trigger=(1, "epoch")))
+        trainer.extend(Evaluator(SerialIterator(examples(11), 4, repeat=False, shuffle=False), net))
+        trainer.run()
+        return [
+            {key: value for key, value in row.items() if "time" not in key} for row in trainer.get_extension("LogReport").log
+        ]
+
+
+def test_a_run_on_virtual_ranks_is_evaluated_on_them():
+    """Every row of its log is the same on two ranks as in one process, of training and evaluation."""
+    expected = rows_of_the_log(None, 3)
+    assert len(expected) == 2
+    assert {"main/loss", "validation/main/loss", "validation/main/accuracy"} <= expected[0].keys()
+    for found in on_two_ranks(rows_of_the_log, 3):
+        assert isinstance(found, list), found
+        assert repr(found) == repr(expected)
 
 
 class Losses:

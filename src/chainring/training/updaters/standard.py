@@ -808,7 +808,7 @@ class StandardUpdater(Updater):
 
     @property
     def virtual_seed(self) -> int | None:
-        """The number from which the random numbers of virtual ranks are derived: rank 0's seed when the run was begun."""
+        """The number from which the random numbers of virtual ranks are derived, rank 0's seed when the run was begun."""
         return None if self._virtual is None else self._virtual.seed
 
     @property
