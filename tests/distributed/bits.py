@@ -34,7 +34,7 @@ COLUMNS = {
     "uneven BatchNorm": {**BOTH, "examples": 196, "batch": 20, "repeat": False, "accumulate": 2},  # of 16
     "DDP": {**BOTH, "kind": "ddp", "clip": 0.1},
     "DDP accumulates": {**BOTH, "kind": "ddp", "accumulate": 2, "own_core": True, "precision": "bf16"},
-    "extensions": {**BOTH, "extended": True, "counts": True},
+    "extensions": {**BOTH, "extended": True, "counts": True, "period": 3},  # saved in the middle of their intervals
     "FSDP2 extensions": {**BOTH, "extended": True, "kind": "fsdp"},
     "FSDP2": {**BOTH, "kind": "fsdp", "clip": 0.1},
     "FSDP2 accumulates": {**BOTH, "kind": "fsdp", "accumulate": 2, "own_core": True, "precision": "bf16"},

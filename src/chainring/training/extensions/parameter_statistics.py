@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
@@ -90,6 +91,7 @@ class ParameterStatistics(Extension):
         self._statistics: dict[str, Statistic] = {}
         self._attributes = ["data"] * report_params + ["grad"] * report_grads
         self._prefix = "" if prefix is None else f"{prefix}/"
+        self._comm: Communicator | None = None
         self._summary = DictMeans()
         for name, function in (self.default_statistics if statistics is None else statistics).items():
             self.register_statistics(name, function)
@@ -108,10 +110,15 @@ class ParameterStatistics(Extension):
         models = trainer.updater.get_all_models()
         return (*(name_of_model(model, models) for model in self._models.values()), self._prefix, *self._attributes)
 
+    def initialize(self, trainer: Trainer) -> None:
+        if getattr(trainer.updater, "virtual_ranks", None) is not None:  # values are the same on all ranks, and count once
+            self._comm = trainer.comm
+
     def observe(self, trainer: Trainer) -> None:
         with torch.no_grad():
             values = {key: value for path, tensor in self._tensors() for key, value in self._compute(path, tensor)}
-        self._summary.add(values)
+        if self._comm is None or self._comm.rank == 0:
+            self._summary.add(values)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor that is not empty, with the beginning of its keys."""
@@ -135,8 +142,10 @@ class ParameterStatistics(Extension):
                 yield f"{path}/{name}", value
 
     def __call__(self, trainer: Trainer) -> None:
-        means, self._summary = self._summary.compute_mean(), DictMeans()
-        report(means)
+        summary, self._summary = self._summary, DictMeans()
+        if self._comm is not None:
+            summary = summary.over_ranks(self._comm)
+        report(summary.compute_mean())
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._summary.serialize(serializer["summary"])
