@@ -3,6 +3,7 @@
     python train_same_bits.py -o one
     torchrun --nproc-per-node 2 train_same_bits.py -o two
     torchrun --nproc-per-node 3 train_same_bits.py -o three --parallel ddp
+    torchrun --nproc-per-node 4 train_same_bits.py -o four --parallel fsdp
 
 Each prints the same table and the same SHA-256 of the parameters and running statistics that it has learned. The same
 command goes on from the last snapshot, also with another number of processes and another ``--parallel``.
@@ -15,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import chainring
@@ -33,7 +36,7 @@ def moved(example: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--virtual-ranks", "-v", type=int, default=8, help="parts of an update (default: %(default)s)")
-    parser.add_argument("--parallel", choices=["none", "ddp"], default="none", help="who exchanges gradients")
+    parser.add_argument("--parallel", choices=["none", "ddp", "fsdp"], default="none", help="who exchanges gradients")
     parser.add_argument("--batchsize", "-b", type=int, default=200, help="examples in a batch (default: %(default)s)")
     parser.add_argument("--epoch", "-e", type=int, default=20, help="epochs to train (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of a process, on which bits depend (default: %(default)s)")
@@ -49,6 +52,8 @@ def main() -> None:
     model = Classifier(nn.Sequential(*layers)).to(comm.device)
     if args.parallel == "ddp" and comm.size > 1:
         model = DistributedDataParallel(model)
+    if args.parallel == "fsdp" and comm.size > 1:
+        fully_shard(model, mesh=init_device_mesh(comm.device.type, (comm.size,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     train_iter = iterators.SerialIterator(datasets.TransformDataset(train, moved), args.batchsize, seed=args.seed)
     test_iter = iterators.SerialIterator(test, 100, repeat=False, shuffle=False)

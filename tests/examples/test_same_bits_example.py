@@ -22,10 +22,11 @@ def digest(out, *arguments, processes=1):
     return last
 
 
-def test_two_processes_learn_the_bits_of_one(alone, tmp_path):
-    """The same digest of the model, and the same numbers in every row of the log, with DDP beside a plain model."""
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_the_bits_of_one(alone, tmp_path, parallel):
+    """The same digest of the model, and the same numbers in every row of the log, whoever exchanges the gradients."""
     out, expected = alone
-    assert digest(tmp_path, "--epoch", 2, "--parallel", "ddp", processes=2) == expected
+    assert digest(tmp_path, "--epoch", 2, "--parallel", parallel, processes=2) == expected
     assert len(log(out)) == 2
     assert log(tmp_path) == log(out)
 
