@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from chainring import report
 from chainring.datasets import TupleDataset
@@ -46,6 +46,26 @@ class Overflowing(Net):
         return loss + self.head.weight[0, 0] * math.inf if torch.rand(()) < 0.1 else loss
 
 
+class Tied(Net):
+    """A layer that shares its weight with another, and weights that are not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(7, 3)
+        self.other.weight = self.head.weight
+        self.body[0].weight.requires_grad_(False)
+
+    def forward(self, x, t):
+        return super().forward(x, t) + self.other(self.body[0](x)).square().mean()
+
+
+class LowInside(Net):
+    """For a policy by which parameters are gathered in another precision, in which there are no running statistics."""
+
+    def forward(self, x, t):
+        return nn.functional.cross_entropy(self.head(self.body[3](self.body[0](x))).float(), t)
+
+
 class InTurn(StandardUpdater):
     """Each optimizer takes a batch of its own and steps before the next one's forward."""
 
@@ -56,6 +76,18 @@ class InTurn(StandardUpdater):
             self.backward(loss)
             self.step(name)
             report({"drawn": torch.rand(())})
+
+
+class Clearing(StandardUpdater):
+    """Throws the gradients of a batch away, and adds those of another one twice."""
+
+    def update_core(self):
+        self.backward(self.get_model("main")(*self.next_batch()))
+        self.get_optimizer("main").zero_grad()
+        loss = self.get_model("main")(*self.next_batch())
+        self.backward(loss, retain_graph=True)
+        self.backward(loss)
+        self.step()
 
 
 def adam(net):
@@ -94,6 +126,32 @@ def shard_a_part(net, mesh):
     fully_shard(net.head, mesh=mesh)
 
 
+def shard_and_keep(net, mesh):
+    fully_shard(net.body[0], mesh=mesh, reshard_after_forward=False)
+    fully_shard(net, mesh=mesh, reshard_after_forward=True)
+
+
+def shard_hybrid(net, mesh):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    fully_shard(net, mesh=init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("copies", "shards")))
+
+
+def shard_low(net, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(net.body[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+def with_extensions(trainer, net):
+    data = TupleDataset(ROWS[:23], LABELS[:23])
+    evaluator = extensions.Evaluator(SerialIterator(data, 5, repeat=False, shuffle=False), net)
+    trainer.extend(evaluator, trigger=(2, "iteration"))
+    trainer.extend(extensions.FailOnNonNumber())
+    trainer.extend(extensions.ParameterStatistics(net), trigger=(2, "iteration"))
+    trainer.extend(extensions.ExponentialMovingAverage(net, decay=0.9))
+
+
 def case(virtual_ranks=4, *, net=Net, make=StandardUpdater, optimizer=adam, shard=shard_all, threshold=0.5, **settings):
     return {
         "make_net": net,
@@ -118,6 +176,14 @@ CASES = {
     "two optimizers that step together": case(optimizer=of_two),
     "two optimizers in an update_core of one's own": case(5, make=InTurn, optimizer=of_two),
     "an update_core of one's own with several micro-batches": case(make=InTurn, optimizer=of_two, accumulate=2),
+}
+CASES |= {
+    "hybrid sharding": case(shard=shard_hybrid),
+    "parameters that stay gathered after the forward": case(5, shard=shard_and_keep),
+    "tied and frozen parameters": case(net=Tied),
+    "gradients that update_core clears": case(5, make=Clearing),
+    "gradients that update_core clears, in several micro-batches": case(make=Clearing, accumulate=2),
+    "evaluation, statistics, checks and an average": case(3) | {"extend": with_extensions},
 }
 CLIPS = {
     "norm": clip_grad_norm(0.3),
@@ -145,7 +211,21 @@ def trained(comm, out, names):
     return {name: bits_of(*train(comm, f"{out}/{name}", **CASES[name])) for name in names}
 
 
-def train(comm, out, virtual_ranks, make_net, make, optimizer, shard, threshold, settings, updates=5, saves=False, seed=3):
+def train(
+    comm,
+    out,
+    virtual_ranks,
+    make_net,
+    make,
+    optimizer,
+    shard,
+    threshold,
+    settings,
+    updates=5,
+    saves=False,
+    seed=3,
+    extend=None,
+):
     torch.manual_seed(seed)
     net = make_net()
     net.threshold = threshold
@@ -153,12 +233,16 @@ def train(comm, out, virtual_ranks, make_net, make, optimizer, shard, threshold,
         from torch.distributed.device_mesh import init_device_mesh
 
         shard(net, init_device_mesh("cpu", (comm.size,)))
-    iterator = SerialIterator(TupleDataset(ROWS, LABELS), 12, seed=1, repeat=make is InTurn or "accumulate" in settings)
+    iterator = SerialIterator(
+        TupleDataset(ROWS, LABELS), 12, seed=1, repeat=make is not StandardUpdater or "accumulate" in settings
+    )
     updater = make(iterator, optimizer(net), net, comm=comm, virtual_ranks=virtual_ranks, **settings)
     trainer = Trainer(updater, (updates, "iteration"), out=out)
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
     if saves:
         trainer.extend(extensions.snapshot(autoload=True), trigger=(3, "iteration"))
+    if extend is not None:
+        extend(trainer, net)
     trainer.run()
     return net, updater, trainer.get_extension("LogReport").log
 
@@ -245,6 +329,20 @@ def test_a_run_that_goes_on_with_other_ranks_has_the_bits_of_the_uninterrupted_o
     for rank in after_the_resume[move]:
         assert isinstance(rank, dict), rank
         assert rank[name] == uninterrupted[name]
+
+
+LOW = case(3, net=LowInside, shard=shard_low), case(3, net=LowInside, shard=shard_low, accumulate=2)
+
+
+def trained_low(comm, out):
+    return [bits_of(*train(comm, f"{out}/{index}", **settings)) for index, settings in enumerate(LOW)]
+
+
+def test_sharded_models_in_mixed_precision_have_the_same_bits_on_one_rank_two_and_three(tmp_path):
+    """A policy decides in which precision a rank computes, so a plain model has other bits."""
+    found = [rank for size in (1, 2, 3) for rank in on_ranks(size, trained_low, str(tmp_path / str(size)))]
+    assert all(isinstance(rank, list) for rank in found), found
+    assert all(rank == found[0] for rank in found)
 
 
 REFUSED = {
