@@ -54,6 +54,16 @@ def with_layer(layer):
     return model
 
 
+class Recurrent(nn.Linear):
+    def serialize(self, serializer):
+        self.hidden = serializer("hidden", None)
+
+
+def test_a_state_of_ones_own_which_they_would_share_is_warned_about():
+    with pytest.warns(UserWarning, match=r"model 'main' has predictor/0, which keeps a state of its own"):
+        updater_of(6, model=with_layer(Recurrent(3, 3)), virtual_ranks=3)
+
+
 def test_batch_statistics_that_ranks_exchange_themselves_are_refused():
     model = with_layer(nn.SyncBatchNorm(3))
     with pytest.raises(ValueError, match=r"model 'main' has predictor\.0 of type SyncBatchNorm, .*take nn\.BatchNorm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -19,9 +20,11 @@ from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_local
 from chainring._distributed.virtual_ranks import TreeSum, block_of
+from chainring._naming import unwrap
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
 from chainring.reporting.summary import uncounted
+from chainring.serializers.base import own_states
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradient_exchange import GradientExchange
 from chainring.training.updaters._gradients import list_parameters
@@ -567,10 +570,22 @@ def check_virtual_ranks(
     for name, model in models.items():
         for path, module in model.named_modules():
             _check_module(f"model {name!r} has {path or 'itself'} of type {type(module).__name__}", module)
+        _warn_of_own_state(name, model)
     for name, optimizer in optimizers.items():
         if needs_closure(optimizer):
             raise ValueError(f"optimizer {name!r} is {type(optimizer).__name__}; {NO_CLOSURES}")
     check_sharded_parameters(optimizers)
+
+
+def _warn_of_own_state(name: str, model: nn.Module) -> None:
+    """Warn of modules that save a state of their own, such as the hidden state of a recurrent network."""
+    if own := [path or "itself" for path, _ in own_states(unwrap(model))]:
+        warnings.warn(
+            f"model {name!r} has {', '.join(own)}, which keeps a state of its own, since it has serialize(); the virtual "
+            "ranks of one process share it. What changes in it from batch to batch, as the hidden state of a recurrent "
+            "network does, makes the bits depend on the number of ranks: leave virtual_ranks out then",
+            stacklevel=5,
+        )
 
 
 def _check_module(what: str, module: nn.Module) -> None:
