@@ -311,18 +311,25 @@ def _attribute_origins(cls: type) -> dict[str, str]:
     """Return by name whose attributes those are that the methods of libraries and packages assign in objects of a class."""
     if cls in _assigned:
         return _assigned[cls]
-    origins = {}
+    origins: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if (origin := _origin(base)) != "own":
             methods = [item for item in vars(base).values() if isinstance(item, FunctionType)]
-            stored = (
-                step.argval for method in methods for step in dis.get_instructions(method) if step.opname == "STORE_ATTR"
-            )
-            origins.update(dict.fromkeys(stored, origin))
+            origins |= {name: origin for method in methods for name in _assigned_by(method)}
     if issubclass(cls, nn.Module):
         origins.update(dict.fromkeys(vars(nn.Module()), "library"))
     _assigned[cls] = origins
     return origins
+
+
+def _assigned_by(method: FunctionType) -> Iterator[str]:
+    """Yield the attributes of its object that a method assigns, and not those of other objects."""
+    itself = method.__code__.co_varnames[:1]
+    for before, step in itertools.pairwise(dis.get_instructions(method)):
+        # Of the names that one instruction may load, the object is the last.
+        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if step.opname == "STORE_ATTR" and loaded[-1:] == itself:
+            yield step.argval
 
 
 _assigned: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
