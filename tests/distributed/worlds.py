@@ -194,10 +194,10 @@ class Bench:
                     f"rows that differ are {first_difference(rank['log'], other['log'])}"
                 )
 
-    def ended_at_once(self, world, first, code=-signal.SIGKILL):
+    def ended_at_once(self, world, first, code=-signal.SIGKILL, within=AT_ONCE):
         """All ranks have ended soon after the first, which has a code, and the others with an error."""
         same("the exit codes", world.codes, [code if rank == first else 1 for rank in range(len(world.codes))])
-        if (seconds := max(world.ended) - min(world.ended)) > AT_ONCE:
+        if (seconds := max(world.ended) - min(world.ended)) > within:
             raise WrongEndError(f"the last rank ended {seconds:.1f} s after the first: {world.outputs()}")
 
 
