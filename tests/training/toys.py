@@ -33,6 +33,20 @@ def same_regression():
     return Regression()
 
 
+class ByClosure(StandardUpdater):
+    """Gives the optimizer a closure, by which it computes its gradients."""
+
+    def update_core(self):
+        x, t = self.next_batch()
+
+        def closure():
+            loss = self.get_model("main")(x, t)
+            self.backward(loss)
+            return loss
+
+        self.step(closure=closure)
+
+
 def updater_of(batch_size=4, *, data=None, model=None, kind=StandardUpdater, lr=0.1, repeat=True, **settings):
     model = same_regression() if model is None else model
     iterator = SerialIterator(regression_data() if data is None else data, batch_size, repeat=repeat, shuffle=False)

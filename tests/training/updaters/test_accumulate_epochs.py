@@ -6,7 +6,7 @@ import pytest
 import torch
 from closure_ranks import REPLICATED
 from epoch_ranks import train_on_rank, updater_over
-from toys import assert_close, observed_update, parameters_of, regression_data, same_regression
+from toys import ByClosure, assert_close, observed_update, parameters_of, regression_data, same_regression
 
 from chainring import serializers
 from chainring.iterators import LoaderIterator, SerialIterator
@@ -107,18 +107,6 @@ class StepsInBetween(StandardUpdater):
         self.backward((self.get_model("main").predictor(x) - t).square().mean())
         self.step()
         self.next_batch()
-
-
-class ByClosure(StandardUpdater):
-    def update_core(self):
-        x, t = self.next_batch()
-
-        def closure():
-            loss = self.get_model("main")(x, t)
-            self.backward(loss)
-            return loss
-
-        self.step(closure=closure)
 
 
 @pytest.mark.parametrize("kind", [TakesItself, ByClosure])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from toys import Regression, regression_data, same_regression, updater_of
+from toys import ByClosure, Regression, regression_data, same_regression, updater_of
 
 from chainring.iterators import SerialIterator
 from chainring.training import StandardUpdater
@@ -33,19 +33,7 @@ def test_batches_of_other_iterators_have_a_row_for_each():
     model = same_regression()
     iterators = {"main": SerialIterator(regression_data(), 6), "other": SerialIterator(regression_data(), 2)}
     with pytest.raises(ValueError, match="iterator 'other' has 2 examples for virtual_ranks=3"):
-        OwnCore(iterators, torch.optim.SGD(model.parameters(), 0.1), model, virtual_ranks=3)
-
-
-class OwnCore(StandardUpdater):
-    def update_core(self):
-        x, t = self.next_batch()
-
-        def closure():
-            loss = self.get_model("main")(x, t)
-            self.backward(loss)
-            return loss
-
-        self.step(closure=closure)
+        ByClosure(iterators, torch.optim.SGD(model.parameters(), 0.1), model, virtual_ranks=3)
 
 
 def with_layer(layer):
@@ -83,7 +71,7 @@ def test_optimizer_that_needs_a_closure_is_refused():
 
 
 def test_step_with_a_closure_is_refused():
-    updater = updater_of(6, kind=OwnCore, virtual_ranks=3)
+    updater = updater_of(6, kind=ByClosure, virtual_ranks=3)
     updater.start()
     with pytest.raises(ValueError, match="take another optimizer, or leave virtual_ranks out"):
         updater.update()
