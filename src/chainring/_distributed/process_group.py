@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.failures import FailureBroadcast
+from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
 T = TypeVar("T")
-_TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""The variables in which launchers other than torchrun say how many tasks they have started."""
 _groups_joined = 0
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
@@ -51,46 +49,16 @@ def create_communicator(device: Device = None) -> Communicator:
         ValueError: there is no such device.
     """
     started = dist.is_available() and dist.is_initialized()
-    rank, size, local_rank = _read_environment() if not started else (dist.get_rank(), dist.get_world_size(), _local_rank())
-    rank_device = _device_of_rank(device, local_rank)
-    if size == 1 and not started:
+    place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
+    rank_device = _device_of_rank(device, place.local_rank)
+    if place.size == 1 and not started:
         alone = Communicator()
         alone.device = rank_device
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
-    store = _store_of_group() if started else _start(rank, size, rank_device)
-    return ProcessGroupCommunicator(rank_device, local_rank, store, ends_group=not started)
-
-
-def _read_environment() -> tuple[int, int, int]:
-    """Return rank, size and local rank, as the launcher says."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        _refuse_other_launchers()
-        return 0, 1, 0
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in names if name not in os.environ]:
-        raise RuntimeError(
-            f"a launcher sets {', '.join(names)}, and {', '.join(missing)} is missing here; start with "
-            "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
-        )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), _local_rank()
-
-
-def _refuse_other_launchers() -> None:
-    for name, launcher in _TASK_COUNTS.items():
-        count = os.environ.get(name, "1")
-        if count not in ("0", "1"):
-            raise RuntimeError(
-                f"{launcher} has started {count} tasks, as {name} says, and each would train alone on all data, because "
-                "RANK and WORLD_SIZE are not set: let it start one task a machine, and in it torchrun, such as "
-                f"`{launcher} torchrun --nproc-per-node N script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-                f"MASTER_PORT; unset {name} to train in one process"
-            )
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    store = _store_of_group() if started else _start(place, rank_device)
+    return ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started)
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
@@ -108,14 +76,10 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _start(rank: int, size: int, device: torch.device) -> Any:
+def _start(place: Place, device: torch.device) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
-    found, _, _ = next(rendezvous("env://", rank, size, timeout=_TIMEOUT))
-    # A launcher that restarts the ranks keeps its store, with what they have published in it.
-    store = PrefixStore(f"chainring/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
-    if store.add("arrived", 1) == size:
-        store.set("met", "")
-    store.wait(["met"], _TIMEOUT)
+    rank, size = place.rank, place.size
+    store = meet(place, _TIMEOUT)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_connect_timeout(size),
