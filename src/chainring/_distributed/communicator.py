@@ -24,9 +24,12 @@ class Communicator:
         total = torch.tensor([1.0])
         comm.all_reduce([total], average=False)  # in place: the world size
 
+    On a mesh ``rank`` and ``size`` count the ranks that share the data, and `gather_object` returns one object of each;
+    ``world`` has all ranks.
+
     Attributes:
         rank: the rank of this process, from 0.
-        size: the world size.
+        size: the world size; on a mesh the number of ranks that share the data.
         local_rank: the rank of this process on its machine.
         device: where this rank computes.
     """
@@ -36,10 +39,30 @@ class Communicator:
     local_rank: int = 0
     device: torch.device = torch.device("cpu")
 
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def world(self) -> Communicator:
+        """The communicator of all ranks of the run: this one, unless some of them share no data but compute together."""
+        return self
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        """The numbers in the world of the ranks that share a batch among them, in their order; this rank is one of them."""
+        return range(self.size)
+
+    @property
+    def model_ranks(self) -> Sequence[int]:
+        """The numbers in the world of the ranks that see the same rows as this one, and compute the model together."""
+        return (self.rank,)
+
     def begin(self) -> None:
         """Start a run: a world of one warns if there are other processes that it does not know of."""
         started = dist.is_available() and dist.is_initialized()
-        if self.size == 1 and started and dist.get_world_size() > 1:
+        if self.world.size == 1 and started and dist.get_world_size() > 1:
             warnings.warn(
                 f"{dist.get_world_size()} ranks have been started, and every rank trains on all data by itself, because "
                 "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",

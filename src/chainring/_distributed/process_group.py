@@ -5,49 +5,65 @@ from __future__ import annotations
 import atexit
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
-from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.failures import FailureBroadcast
+from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, new_group
 from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
+from chainring._distributed.mesh import MeshCommunicator, ranks_along
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
-T = TypeVar("T")
 _groups_joined = 0
-_BUCKET = 25 << 20  # bytes that are exchanged at once
-_TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
 
 
-def create_communicator(device: Device = None) -> Communicator:
+def create_communicator(device: Device = None, *, mesh: Any = None, timeout: float | None = None) -> Communicator:
     """Return the communicator of this process, as torchrun's environment variables say; without a launcher a world of one.
 
     The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``. Tensors on the host
     are exchanged by gloo, those on an NVIDIA accelerator by NCCL. A process group that is there already is used.
+
+    With a ``mesh`` the ranks that differ along it share the data, and ``rank`` and ``size`` are those of the data. All other
+    ranks see the same rows, and compute the model together, as for tensor parallelism.
 
     Example::
 
         comm = create_communicator()
         updater = StandardUpdater(iterator, optimizer, comm=comm)
 
+        mesh = init_device_mesh(comm.device.type, (4, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], plan)
+        fully_shard(model, mesh=mesh["dp"])
+        updater = StandardUpdater(iterator, optimizer, model, comm=create_communicator(mesh=mesh["dp"]))
+
     Args:
         device: where this rank computes; by default the accelerator of its number on this machine, or the host where
             there is none. The updater and the extensions take it from ``comm.device``.
+        mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; of several dimensions
+            for ``fully_shard`` with copies. By default all ranks share the data.
+        timeout: seconds that a rank waits for the others in an exchange.
 
     Raises:
         RuntimeError: a variable of the environment is missing while others are there, or another launcher, such as
             ``srun``, has started several tasks without them.
-        ValueError: there is no such device.
+        TypeError: ``mesh`` is not a ``DeviceMesh``.
+        ValueError: there is no such device, or the mesh does not have every rank of the world once.
     """
+    world = _create_world(device)
+    if mesh is None or not isinstance(world, GroupCommunicator):
+        return world
+    return MeshCommunicator(world, ranks_along(mesh, world))
+
+
+def _create_world(device: Device) -> Communicator:
+    """Return the communicator of all ranks."""
     started = dist.is_available() and dist.is_initialized()
     place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
     rank_device = _device_of_rank(device, place.local_rank)
@@ -79,14 +95,14 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
 def _start(place: Place, device: torch.device) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
     rank, size = place.rank, place.size
-    store = meet(place, _TIMEOUT)
+    store = meet(place, TIMEOUT)
     is_cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_connect_timeout(size),
+        "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=connect_timeout(size),
         device_id=device if is_cuda else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(_TIMEOUT)
+    dist.group.WORLD.set_timeout(TIMEOUT)
     return store
 
 
@@ -100,7 +116,7 @@ def _store_of_group() -> Any:
     return PrefixStore(f"chainring/joined/{_groups_joined}", find())
 
 
-class ProcessGroupCommunicator(Communicator):
+class ProcessGroupCommunicator(GroupCommunicator):
     """The ranks of torch.distributed's process group.
 
     Tensors go through a group of its backend, everything else through one of gloo's on the host, which does not wait for
@@ -111,59 +127,18 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(
         self, device: torch.device, local_rank: int, store: Any, ends_group: bool = False, exchange: Any = nullcontext
     ) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self.local_rank = local_rank
-        self.device = device
-        self._failures = None if store is None else FailureBroadcast(store, self.rank, self.size)
-        self._exchange = exchange if self._failures is None else self._failures.exchange
-        self._tensors, self._objects = _new_group(), _new_group("gloo")
+        self._failures = None if store is None else FailureBroadcast(store, dist.get_rank(), dist.get_world_size())
+        super().__init__(new_group(), exchange if self._failures is None else self._failures.exchange)
+        self.local_rank, self.device = local_rank, device
+        self._objects = new_group("gloo")
         self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
             mute()
         atexit.register(self.close)
 
-    def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
-        for flat in _flattened(tensors):
-            with self._exchange():
-                dist.all_reduce(flat, group=self._tensors)
-            if average:
-                flat.div_(self.size)
-
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        for flat in _flattened(tensors):
-            with self._exchange():
-                dist.broadcast(flat, root, group=self._tensors)
-
-    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self._waiting(dist.all_reduce(tensor, group=self._tensors, async_op=True), tensor, tensor)
-
-    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        received = sent.new_empty(sum(sizes))
-        own = [sent.shape[1]] * self.size
-        work = dist.all_to_all_single(received, sent.reshape(-1), list(sizes), own, group=self._tensors, async_op=True)
-        return self._waiting(work, list(torch.split(received, list(sizes))), sent)
-
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        work = dist.all_gather(list(gathered), tensor, group=self._tensors, async_op=True)
-        return self._waiting(work, gathered, tensor)
-
-    def _waiting(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
-        """Return a function that waits for an exchange, and until then holds what is sent."""
-        held = [sent]
-
-        def wait() -> T:
-            with self._exchange():
-                work.wait()
-            held.clear()
-            return result
-
-        return wait
-
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size
-        with self._exchange():
+        with self.waiting():
             dist.all_gather_object(gathered, obj, group=self._objects)
         return gathered
 
@@ -172,7 +147,7 @@ class ProcessGroupCommunicator(Communicator):
         work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects, async_op=True)
 
         def wait() -> int:
-            with self._exchange():
+            with self.waiting():
                 work.wait()
             return int(largest)
 
@@ -183,7 +158,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def beside(self) -> Communicator:
         self.barrier()  # so that they connect at the same time
-        return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=self._exchange)
+        return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=self.waiting)
 
     def failed(self, error: BaseException) -> BaseException:
         failures = self._failures
@@ -205,9 +180,9 @@ class ProcessGroupCommunicator(Communicator):
     def _leave(self) -> None:
         """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
         self._is_open = False
-        dist.destroy_process_group(self._tensors)
+        self.leave()
         dist.destroy_process_group(self._objects)
-        del self._tensors, self._objects  # a connection is closed with the last reference
+        del self._objects
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -218,41 +193,7 @@ class ProcessGroupCommunicator(Communicator):
         self._failures, self._is_open, self._ends_group = None, False, False
 
 
-def _connect_timeout(size: int) -> timedelta:
-    return timedelta(seconds=8 + size / 4)  # of ranks that have just met
-
-
-def _new_group(backend: str | None = None) -> Any:
-    """Make a group of all ranks, at the same time on each."""
-    group: Any = dist.new_group(backend=backend, timeout=_connect_timeout(dist.get_world_size()))
-    group.set_timeout(_TIMEOUT)
-    return group
-
-
 def _is_connection_error(error: BaseException) -> bool:
     """Return whether an exchange has failed because another rank has left it."""
     words = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield copies in one dimension, which are copied back after they were exchanged."""
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        yield flat
-        for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(values.view_as(tensor))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of one dtype and device, as many as are exchanged at once."""
-    for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in group:
-            if bucket and size + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        yield bucket

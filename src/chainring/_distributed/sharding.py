@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from chainring._distributed.communicator import Communicator
+
 
 class Shard(NamedTuple):
     """A shard of a tensor."""
@@ -38,25 +40,54 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     return not fsdp_modules(model) and any(map(is_sharded, model.parameters()))
 
 
-def find_misplaced(model: nn.Module, size: int) -> tuple[str, Any] | None:
-    """Return a sharded parameter, with its name, that `fully_shard` has not placed over ``size`` ranks; ``None`` if all are.
+def exchanged_by_fsdp(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose gradients `fully_shard` exchanges between ranks in each backward."""
+    places = [held._module_info for held in fsdp_parameters(model)]
+    return [getattr(place.module, place.param_name) for place in places]
 
-    Over one dimension each rank has a shard; over two, as for hybrid sharding, the first has copies.
+
+def find_misplaced(model: nn.Module, comm: Communicator) -> tuple[str, Any] | None:
+    """Return a sharded parameter, with its name, whose gradient would not be averaged over the data; ``None`` without one.
+
+    Each dimension of its mesh is one of ranks that share the data, over all of which `fully_shard` has placed it, or one of
+    ranks that compute the model together.
     """
-    fsdp = {parameter for module in fsdp_modules(model) for parameter in module.parameters()}
+    exchanged = set(exchanged_by_fsdp(model)) if fsdp_modules(model) else set()
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if is_sharded(parameter):
-            sharded = [placement.is_shard() for placement in parameter.placements]
-            ranks = sorted(parameter.device_mesh.mesh.flatten().tolist())
-            if parameter not in fsdp or sharded not in ([True], [False, True]) or ranks != list(range(size)):
+            dimensions = [_along(parameter.device_mesh, dimension) for dimension in range(parameter.device_mesh.ndim)]
+            data = [i for i, ranks in enumerate(dimensions) if len(ranks) > 1 and ranks <= set(comm.data_ranks)]
+            others = [ranks for i, ranks in enumerate(dimensions) if i not in data]
+            size = math.prod(len(dimensions[i]) for i in data)
+            sharded = [not parameter.placements[i].is_replicate() for i in data]
+            is_averaged = size == comm.size and parameter in exchanged and sharded in ([], [True], [False], [False, True])
+            is_local = not data and parameter not in exchanged
+            if not (is_averaged or is_local) or not all(ranks <= set(comm.model_ranks) for ranks in others):
                 return name, parameter
     return None
+
+
+def _along(mesh: Any, dimension: int) -> set[int]:
+    """Return the numbers in the world of the ranks that differ from this one in one dimension of a mesh."""
+    coordinate = list(mesh.get_coordinate())
+    coordinate[dimension] = slice(None)
+    return set(mesh.mesh[tuple(coordinate)].tolist())
 
 
 def to_local(tensor: Any) -> Tensor:
     """Return the shard of a tensor that lies on this rank, in the same memory; a plain tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
+
+
+def placed_like(gradient: Any, parameter: Any) -> Any:
+    """Return a gradient placed as its parameter is; as it is where the parameter is plain.
+
+    The backward of a parameter that several ranks hold whole may leave to each of them a part of the sum.
+    """
+    if not is_sharded(parameter) or gradient.placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
 
 
 def to_full(tensor: Any) -> Tensor:

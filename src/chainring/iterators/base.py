@@ -258,12 +258,12 @@ def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | No
             f"{type(iterator).__name__} cannot give; derive it from chainring.iterators.Iterator, or hand over what it reads"
         )
     if hasattr(iterator, "share"):
-        if comm.size > 1:
+        if comm.world.size > 1:
             iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
             if isinstance(iterator, Iterator):
                 iterator.comm = comm
         iterator.share(comm.rank, comm.size)
-        seeds = comm.gather_object(getattr(iterator, "seed", None)) if comm.size > 1 else [None]
+        seeds = comm.world.gather_object(getattr(iterator, "seed", None))
         if other := [(rank, seed) for rank, seed in enumerate(seeds) if seed != seeds[0]]:
             raise ValueError(
                 f"all ranks take their shares of the same batches, and iterator {iterator.name!r} has the seed {seeds[0]} "

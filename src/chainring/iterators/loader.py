@@ -224,8 +224,9 @@ class LoaderIterator(Iterator):
     def _next_batch(self) -> Batch:
         passes, taken, generators = self._position[:3]
         batch = self._next_of_share() if self._is_own_share else self._next_of_loader()
-        if taken == 0 and self.size > 1 and not self.per_rank and self.comm is not None:
-            self._check_same_on_all_ranks(batch, self.comm)
+        comm = self.comm
+        if taken == 0 and comm is not None and (not self.per_rank or comm.world.size > comm.size):
+            self._check_same_on_all_ranks(batch, comm)
         self._position = LoaderPosition(passes, taken + 1, generators)
         return batch
 
@@ -241,12 +242,22 @@ class LoaderIterator(Iterator):
         return make_batch(item)
 
     def _check_same_on_all_ranks(self, batch: Batch, comm: Communicator) -> None:
-        """Refuse a loader that gives the ranks other batches: each would take its rows of a part of the data."""
-        if len(set(comm.gather_object(_checksum(batch)))) > 1:
+        """Refuse a loader that gives other batches to ranks that share them, or that see the same rows.
+
+        Each would take its rows of a part of the data, or compute a part of the model for other examples.
+        """
+        sums = comm.world.gather_object((comm.rank, _checksum(batch)))
+        if not self.per_rank and len({checksum for _, checksum in sums}) > 1:
             raise ValueError(
-                f"the {self.size} ranks share every batch of iterator {self.name!r} by its rows, and its loader "
+                f"the {len(sums)} ranks share every batch of iterator {self.name!r} by its rows, and its loader "
                 f"({type(self.loader).__name__}) gives them different ones. If it gives each rank its own share, "
                 "write LoaderIterator(loader, per_rank=True); otherwise seed what it draws alike on all ranks"
+            )
+        if len(set(sums)) > comm.size:
+            raise ValueError(
+                f"ranks that compute one model together see the same rows, and the loader of iterator {self.name!r} "
+                f"({type(self.loader).__name__}) gives them different ones: cut its data by the rank of the communicator, "
+                "which is that of the data, and seed what it draws alike on all ranks"
             )
 
     # --- a loader that gives each rank its own share ---

@@ -169,7 +169,7 @@ class Checkpoint:
 
     def __init__(self, state: StateCollector) -> None:
         self._text, tensors = _values.encode(state.target)
-        self._referred, self._comm = state.referred, state.comm
+        self._referred, self._comm = state.referred, state.comm.world
         sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
         shards = {name: shard for name in sharded if (shard := local_shard(tensors[name])) is not None}
         if sharded:

@@ -28,7 +28,7 @@ def check_agreement(trainer: Trainer) -> None:
     Raises:
         ValueError: a setting differs; the same error on every rank names the first.
     """
-    comm = trainer.comm
+    comm = trainer.comm.world
     settings = {name: {key: repr(value) for key, value in part.items()} for name, part in _settings(trainer).items()}
     digests = comm.gather_object({name: _digest(part) for name, part in settings.items()})
     for name in settings:
@@ -42,8 +42,8 @@ def check_out(out: str, comm: Communicator) -> None:
     Raises:
         ValueError: a rank does not see what rank 0 has written there.
     """
-    probe = temporary_path(Path(out))
-    if comm.rank == 0:
+    probe, comm = temporary_path(Path(out)), comm.world
+    if comm.is_main:
         probe.touch(exist_ok=False)
     try:
         name = comm.broadcast_object(probe.name)

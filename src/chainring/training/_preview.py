@@ -210,7 +210,7 @@ def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, 
     from chainring.training._unsaved import attributes_of, changed, remedy, unsaved
 
     found = unsaved(changed(before, between, after), before, attributes_of(trainer))
-    if found and trainer.comm.rank == 0:
+    if found and trainer.comm.is_main:
         shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
         more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
         warnings.warn(

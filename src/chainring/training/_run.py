@@ -261,10 +261,10 @@ class Run:
         failure: BaseException | None = None
         with Interruption(trainer.comm) as trainer.interruption:
             try:
-                if trainer.comm.rank == 0:  # the only rank that writes there
+                if trainer.comm.is_main:  # the only rank that writes there
                     create_out(trainer.out)
                     self._directory = RunDirectory(trainer.out)
-                if trainer.comm.size > 1:
+                if trainer.comm.world.size > 1:
                     check_agreement(trainer)
                     check_out(trainer.out, trainer.comm)
                 self._start(trainer, initialized, lambda: _load_newest(trainer))

@@ -48,7 +48,7 @@ class Interruption:
         self.signum: int | None = None  # the first signal; of several ranks, the largest that any received
         self.ends_run = False  # True when the run ends because of it: at once in one process, or when the ranks agree
         self._comm = comm or Communicator()
-        self.is_shared = self._comm.size > 1  # several ranks have to agree
+        self.is_shared = self._comm.world.size > 1  # several ranks have to agree
         self.is_nested = False  # True for a run inside an iteration of another one
         self.is_acknowledged = False  # True once a nested run has saved its state
         self._read_maximum: Callable[[], int] = lambda: 0  # the result of the last comparison

@@ -373,7 +373,7 @@ class Trainer(Stateful):
         comm = self.comm
         if isinstance(serializer, Deserializer):
             ranks = {path.partition("/")[0] for path in serializer.paths()}
-            if comm.rank == 0 and len(ranks) != comm.size:
+            if comm.is_main and len(ranks) != comm.size:
                 consequence = "examples and their order are the same, and the last bits are not"
                 announce_change("number of ranks", len(ranks), comm.size, consequence)
             return serializer(str(comm.rank), None) if str(comm.rank) in ranks else None

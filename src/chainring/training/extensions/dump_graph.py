@@ -92,7 +92,7 @@ class DumpGraph(Extension):
         self._tries += 1
         if isinstance(root, Tensor) and root.grad_fn is not None:
             self._is_written = True
-            if trainer.comm.rank == 0:
+            if trainer.comm.is_main:
                 graph = _Graph(root, self._root_name, parameter_names(trainer.updater.get_all_models()))
                 self._write(graph, Path(trainer.out) / self._filename)
         elif self._tries == 1:

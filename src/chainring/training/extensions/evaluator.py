@@ -14,6 +14,7 @@ from torch import nn
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import is_sharded
 from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Device, as_device, concat_examples
@@ -189,7 +190,7 @@ class Evaluator(Extension):
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
-            self._comm.broadcast([buffer for model in models for buffer in model.buffers()])
+            self._comm.broadcast([buffer for model in models for buffer in model.buffers() if not is_sharded(buffer)])
         summary = DictMeans()
         forward = partial(self._forward, reporter, Precision(self._precision, device_type_of(models)))
         modes = _evaluation_mode(models)
@@ -220,7 +221,7 @@ class Evaluator(Extension):
 
     def _shown(self, iterator: Any) -> AbstractContextManager[Iterable[Any]]:
         """Return a context that gives the batches, and shows how many of them are done if that is asked for."""
-        is_shown = self.progress_bar and self._comm.rank == 0
+        is_shown = self.progress_bar and self._comm.is_main
         return bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
 
     def _evaluate_batch(self, batch: Any) -> Any:

@@ -94,8 +94,8 @@ class ExponentialMovingAverage(Extension):
         self._prepare()
         if not trainer.is_resumed and not self._updates:
             self._copy()  # of what the script has loaded into the model since
-        if trainer.comm.size > 1:  # the model of rank 0 is broadcast too
-            trainer.comm.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
+        if trainer.comm.world.size > 1:  # the model of rank 0 is broadcast too
+            trainer.comm.world.broadcast([tensor.data for tensor in _tensors(self.model) if not is_sharded(tensor)])
         # So that it may report when it is called in the loop; an evaluator has its own observers.
         trainer.reporter.add_observers(trainer.extension_name or self.default_name, self.model.named_modules())
 

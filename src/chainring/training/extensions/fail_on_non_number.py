@@ -133,9 +133,10 @@ class FailOnNonNumber(Extension):
         reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
         losses = [value for value in reported if isinstance(value, Tensor) and value.is_floating_point()]
         is_bad = _has_non_number([*(parameter.grad for parameter in _trained(optimizer)), *losses])
-        if trainer.comm.size > 1:  # a loss is the rank's own, and all must decide alike
+        world = trainer.comm.world
+        if world.size > 1:  # a loss is the rank's own, and all must decide alike
             count = is_bad.to(torch.float32)
-            trainer.comm.all_reduce([count], average=False)
+            world.all_reduce([count], average=False)
             is_bad = count > 0
         if not self._is_checked_at_once(trainer):
             self._pending.append((iteration, *_copy_to_host(is_bad)))
@@ -147,7 +148,7 @@ class FailOnNonNumber(Extension):
         bad = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(p.grad).all())]
         origin = f"in the gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "in the loss"
         text = f"the update of iteration {iteration} has NaN or infinity {origin}"
-        if self._before is not None and trainer.comm.rank == 0:
+        if self._before is not None and trainer.comm.is_main:
             path = self._save(trainer, iteration, dict(self._before))
             text += f"; FailOnNonNumber.replay({str(path)!r}, updater) repeats it"
         if self.policy == "stop":

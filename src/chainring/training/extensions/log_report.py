@@ -137,12 +137,12 @@ class LogReport(Extension):
         return () if self._filename is None else (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
-        if trainer.comm.rank == 0:
+        if trainer.comm.is_main:
             self._media.begin(trainer.reporter, Path(trainer.out), is_rehearsing=trainer.is_rehearsing)
-        rows = self.log if self._writers and trainer.comm.rank == 0 else []
+        rows = self.log if self._writers and trainer.comm.is_main else []
         records = tuple(_record(row, self._media.of_row(index)) for index, row in enumerate(rows))
         run = Run(Path(trainer.out), dict(trainer.config), trainer.updater.iteration, records)
-        if self._filename is not None and trainer.comm.rank == 0:
+        if self._filename is not None and trainer.comm.is_main:
             self._file = LogFile(self._filename)
             if self._written != self._filename:
                 set_rows_aside(run.out / f"{self._filename}.jsonl")
@@ -153,7 +153,7 @@ class LogReport(Extension):
             self._rows, self._stored = self.log, None
         self._written = self._filename
         # A rehearsal leaves the writers alone: what they show to others could not be put back.
-        self._open = [] if trainer.comm.rank != 0 or trainer.is_rehearsing else list(self._writers)
+        self._open = [] if not trainer.comm.is_main or trainer.is_rehearsing else list(self._writers)
         self._working = list(self._open)
         self._call_writers("begin", run)
 
@@ -229,7 +229,7 @@ class LogReport(Extension):
             self._rows, self._stored = list(rows or ()), None
             if rows is None and in_file is not None:
                 self._find_rows((directory or Path()) / Path(in_file[0]).name, *in_file[1:])
-            if serializer.comm.rank != 0:  # now, because rank 0 writes the file as soon as all have loaded
+            if not serializer.comm.is_main:  # now, because rank 0 writes the file as soon as all have loaded
                 self._rows, self._stored = self.log, None
         self._means.serialize(serializer)
         self._media.serialize(serializer["media"])

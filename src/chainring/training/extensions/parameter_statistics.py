@@ -117,7 +117,7 @@ class ParameterStatistics(Extension):
     def observe(self, trainer: Trainer) -> None:
         with torch.no_grad():
             values = {key: value for path, tensor in self._tensors() for key, value in self._compute(path, tensor)}
-        if self._comm is None or self._comm.rank == 0:
+        if self._comm is None or self._comm.is_main:
             self._summary.add(values)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -128,7 +128,7 @@ class PlotReport(Extension):
         x = trainer.updater.iteration if self._x_key == "iteration" else trainer.updater.epoch_detail
         for key, mean in means.items():
             self._points[key].append((x, mean))
-        if trainer.comm.rank == 0 and any(self._points.values()):
+        if trainer.comm.is_main and any(self._points.values()):
             image = self._draw(means)
             with atomic_write(Path(trainer.out) / self._filename) as file:
                 file.write(image)

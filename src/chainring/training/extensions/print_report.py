@@ -69,7 +69,7 @@ class PrintReport(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._printed, self._lines, self._keys = 0, None, {}
-        if trainer.comm.rank == 0:
+        if trainer.comm.is_main:
             self._report = self._find(trainer)
             out = self._stream()
             self._table = _NotebookTable(self._entries, out) if _display.is_notebook(out) else None

@@ -93,7 +93,7 @@ class Profiler(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._reset()
-        self._out = Path(trainer.out) if trainer.comm.rank == 0 else None
+        self._out = Path(trainer.out) if trainer.comm.is_main else None
         updater: Any = trainer.updater
         self._time_update(updater)
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):

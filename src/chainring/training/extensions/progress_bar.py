@@ -75,7 +75,7 @@ class ProgressBar(Extension):
         self._next_time = 0.0
 
     def initialize(self, trainer: Trainer) -> None:
-        if trainer.comm.rank != 0:
+        if not trainer.comm.is_main:
             return
         self._trainer = trainer
         self._total, self._unit = self._find_length(trainer)

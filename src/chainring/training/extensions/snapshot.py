@@ -128,7 +128,7 @@ class Snapshot(Extension):
         self._set_label(trainer)
         self._guard(self._background.wait)
         store, name = Store(trainer.out), None
-        if trainer.comm.rank == 0:
+        if trainer.comm.is_main:
             names = [name for name, _ in self._series.listing(store)]
             name = find_newest(store, names, lambda text: warnings.warn(text, stacklevel=4))
         name = trainer.comm.broadcast_object(name)
@@ -146,8 +146,8 @@ class Snapshot(Extension):
         self._has_started = True
         if self._saves_errors:
             _refuse_sharded(trainer)
-        if trainer.comm.size > 1 and self._comm is None:
-            self._comm = trainer.comm.beside()
+        if trainer.comm.world.size > 1 and self._comm is None:
+            self._comm = trainer.comm.world.beside()
         link = Path(trainer.out) / str(self._series.filename)
         if self._series.is_fixed and os.path.lexists(link) and not link.is_symlink():
             raise FileExistsError(f"{link} is in the way of the snapshots of that name; move it, or give another filename")
@@ -156,7 +156,7 @@ class Snapshot(Extension):
             raise ValueError(
                 f"snapshots of one name save the same: give frozen= to all of {self._series.label!r}, or to none"
             )
-        if trainer.comm.rank == 0:
+        if trainer.comm.is_main:
             names = {id(entry.extension): entry.name for entry in siblings}
             self._series.begin(Store(trainer.out), names.get(id(self)), set(names.values()))
 
@@ -215,18 +215,18 @@ class Snapshot(Extension):
         name, siblings = self._series.name(trainer), [entry.extension for entry in self._siblings(trainer)]
         BackgroundWriter.wait_for([each._background for each in siblings if each._begun_iteration == iteration])
         is_saved = store.holds(self._series.directory(name, iteration), iteration)
-        if comm.size > 1:
+        if comm.world.size > 1:
             name, is_saved = comm.broadcast_object((name, is_saved))
         if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
             self._note_saved(iteration)
             return None
         self._begun_iteration = iteration
         checkpoint = self._capture(trainer, comm)
-        if comm.rank != 0 and not checkpoint.is_sharded:
+        if not comm.is_main and not checkpoint.is_sharded:
             return None
         if self._asynchronous:
             checkpoint.tensors = self._staging.copy(checkpoint.tensors)
-        if comm.rank != 0:
+        if not comm.is_main:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
         takers = {entry.name: entry.extension._series for entry in due} or {str(trainer.extension_name): self._series}
         others, is_final = [each._series for each in siblings], trainer.is_final_snapshot
@@ -270,7 +270,7 @@ class Snapshot(Extension):
         raise error
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        if self._saves_errors and trainer.comm.rank == 0:
+        if self._saves_errors and trainer.comm.is_main:
             store, iteration = Store(trainer.out), trainer.updater.iteration
             name = f"{self._series.directory(self._series.name(trainer), iteration)}_error"
             names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))  # of an earlier attempt
@@ -326,7 +326,7 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
     def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
         tensors = module_tensors(self.target)  # on every rank, each of which may hold shards of them
-        if trainer.comm.rank != 0:
+        if not trainer.comm.is_main:
             return None
         staged = self._staging.copy(tensors) if self._asynchronous else tensors
         return lambda: save_tensors(path, staged)
@@ -343,10 +343,11 @@ def _check_target(target: object) -> None:
 def _refuse_sharded(trainer: Trainer) -> None:
     models = trainer.updater.get_all_models()
     sharded = next((name for name, model in models.items() if any(map(is_sharded, model.parameters()))), None)
-    if sharded is not None and trainer.comm.size > 1:
+    if sharded is not None and trainer.comm.world.size > 1:
         raise ValueError(
             f"snapshot_on_error=True saves the state when a rank has failed, and model {sharded!r} is sharded over "
-            f"{trainer.comm.size} ranks, of which the others have stopped then; leave it out, and take snapshots more often"
+            f"{trainer.comm.world.size} ranks, of which the others have stopped then; leave it out, and take snapshots "
+            "more often"
         )
 
 

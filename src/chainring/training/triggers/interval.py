@@ -145,7 +145,7 @@ class TimeTrigger(Trigger):
 
     def ask(self, trainer: Trainer) -> bool:
         seconds = time.monotonic() - self._started_at
-        if trainer.comm.size > 1:  # clocks differ, and ranks must agree
+        if trainer.comm.world.size > 1:  # clocks differ, and ranks must agree
             seconds = trainer.comm.broadcast_object(seconds)
         if seconds < self._next:
             return False
@@ -315,7 +315,7 @@ class ReachedTrigger:
             return trainer.updater.iteration >= self._float_length
         if self.unit == "second":
             is_reached = trainer.elapsed_time >= self._float_length
-            return is_reached if trainer.comm.size == 1 else bool(trainer.comm.broadcast_object(is_reached))
+            return is_reached if trainer.comm.world.size == 1 else bool(trainer.comm.broadcast_object(is_reached))
         # hot path: "no extension" of benchmarks/overhead.py. Far from the point a float is enough.
         updater = trainer.updater
         return updater.epoch_detail >= self._first_check and count_epochs(updater) >= self._length

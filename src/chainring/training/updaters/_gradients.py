@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import to_local
+from chainring._distributed.sharding import placed_like, to_local
 
 
 def list_parameters(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -90,14 +90,16 @@ def sum_over_ranks(
     trained = [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
     parameters = [parameter for parameter in trained if id(parameter) not in exchanged]
     touched = [parameter.grad is not None for parameter in parameters]
-    gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else placed_like(parameter.grad, parameter)
+    gradients = [to_local(parameter.grad) for parameter in parameters]
     device = trained[0].device
     weight_tensors = [torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in weights]
     sums = torch.cat([torch.stack(weight_tensors), torch.tensor(touched, dtype=torch.float64, device=device)])
     comm.all_reduce([*gradients, sums], average=False)
     if not all(touched):  # only then is the device waited for
-        for parameter, gradient, count in zip(parameters, gradients, sums[len(weights) :].tolist(), strict=True):
-            parameter.grad = gradient if count else None
+        for parameter, count in zip(parameters, sums[len(weights) :].tolist(), strict=True):
+            parameter.grad = parameter.grad if count else None
     return list(sums[: len(weights)].unbind())
 
 

@@ -567,6 +567,12 @@ def check_virtual_ranks(
             f"virtual_ranks is the number of parts of an update, of which each rank computes one at least, got {count} with "
             f"{comm.size} ranks; take at least {comm.size}, such as the largest number of devices that the run may ever have"
         )
+    if comm.world.size > comm.size:
+        raise ValueError(
+            f"virtual_ranks are computed by ranks that have the whole model, or are sharded by fully_shard alone, and on "
+            f"this mesh {comm.world.size // comm.size} ranks compute one model together, whose number its bits depend on: leave "
+            "virtual_ranks out, or give all ranks of the mesh to the data"
+        )
     for name, model in models.items():
         for path, module in model.named_modules():
             _check_module(f"model {name!r} has {path or 'itself'} of type {type(module).__name__}", module)

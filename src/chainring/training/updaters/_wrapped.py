@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import find_misplaced, fsdp_modules, is_sharded
+from chainring._distributed.sharding import exchanged_by_fsdp, find_misplaced, fsdp_modules, is_sharded, to_local
 
 
 class WrappedModules:
@@ -24,7 +24,7 @@ class WrappedModules:
         self._replicated = _list_ddp_modules(models)
         self._sharded = [module for model in models for module in fsdp_modules(model)]
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
-        sharded = [parameter for model in models for parameter in model.parameters() if is_sharded(parameter)]
+        sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
         self.parameters = {id(parameter) for parameter in [*replicated, *sharded]}
         viewed = [module for module in self._replicated if module.gradient_as_bucket_view]
         self.in_buckets = {id(parameter) for module in viewed for parameter in module.parameters()}
@@ -87,21 +87,32 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
     Raises:
         ValueError: of tensor parallelism, for example, whose ranks must all see the same rows.
     """
-    for label, model in models.items() if comm.size > 1 else ():
-        if found := find_misplaced(model, comm.size):
+    for label, model in models.items() if comm.world.size > 1 else ():
+        if found := find_misplaced(model, comm):
             name, parameter = found
             raise ValueError(
                 f"with comm each of the {comm.size} ranks takes its share of a batch, and parameter {name!r} of model "
                 f"{label!r} is placed as {parameter.placements} on {parameter.device_mesh}, so that ranks which belong "
-                "together would see different rows: shard it by "
-                "fully_shard(model, mesh=init_device_mesh(comm.device.type, (comm.size,)))"
+                "together would see different rows, or that its gradient would not be averaged over the data: shard it by "
+                "fully_shard(model, mesh=init_device_mesh(comm.device.type, (comm.size,))); or make one mesh of all ranks, "
+                'such as init_device_mesh(comm.device.type, (2, 4), mesh_dim_names=("dp", "tp")), and give the updater '
+                'comm=create_communicator(mesh=mesh["dp"]), fully_shard mesh["dp"], and parallelize_module mesh["tp"]'
+            )
+    for module in _list_ddp_modules(list(models.values())) if comm.world.size > 1 else ():
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if ranks != list(comm.data_ranks):
+            raise ValueError(
+                f"DistributedDataParallel averages gradients over the ranks {ranks}, and the ranks that share the data are "
+                f'{list(comm.data_ranks)}: give it process_group=mesh["dp"].get_group() of the mesh in '
+                'comm=create_communicator(mesh=mesh["dp"]), or leave the model plain, whose gradients the updater averages'
             )
 
 
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:
     """Give all ranks the parameters and buffers of rank 0, except those that DDP or `fully_shard` care for."""
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    comm.broadcast([*(p for p in parameters if id(p) not in wrapped.parameters), *list_buffers(models)])
+    parameters = [p for model in models for p in model.parameters() if id(p) not in wrapped.parameters]
+    comm.world.broadcast([*(p for p in parameters if not is_sharded(p)), *list_buffers(models)])
+    comm.broadcast([to_local(parameter) for parameter in parameters if is_sharded(parameter)])
 
 
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:

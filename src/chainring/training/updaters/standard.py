@@ -251,7 +251,7 @@ class StandardUpdater(Updater):
     def start(self) -> None:
         """Give all ranks the models of rank 0, and let DDP build its buckets."""
         super().start()
-        if self.comm.size > 1:
+        if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
             self._wrapped.warn_of_hooks()
         if self._virtual is not None:

@@ -1,0 +1,119 @@
+"""Exchange of tensors among the ranks of one process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chainring._distributed.communicator import Communicator
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
+_BUCKET = 25 << 20  # bytes that are exchanged at once
+
+
+class GroupCommunicator(Communicator):
+    """Exchanges tensors through a process group of torch.distributed.
+
+    Args:
+        group: the process group, whose ranks are those of the communicator.
+        waiting: returns the context of an exchange, in which this thread waits for the other ranks.
+    """
+
+    def __init__(self, group: Any, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group, self.waiting = group, waiting
+        self._parts: list[GroupCommunicator] = []
+
+    def leave_with(self, part: GroupCommunicator) -> None:
+        """Let a communicator of some of these ranks be left together with this one."""
+        self._parts.append(part)
+
+    def leave(self) -> None:
+        """Close this end of the exchange of tensors, for those that wait for this rank."""
+        for part in self._parts:
+            part.leave()
+        dist.destroy_process_group(self._group)
+        self._group = None  # a connection is closed with the last reference
+
+    def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
+        for flat in _flattened(tensors):
+            with self.waiting():
+                dist.all_reduce(flat, group=self._group)
+            if average:
+                flat.div_(self.size)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        for flat in _flattened(tensors):
+            with self.waiting():
+                dist.broadcast(flat, group=self._group, group_src=root)
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self._when_done(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, tensor)
+
+    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        received = sent.new_empty(sum(sizes))
+        own = [sent.shape[1]] * self.size
+        work = dist.all_to_all_single(received, sent.reshape(-1), list(sizes), own, group=self._group, async_op=True)
+        return self._when_done(work, list(torch.split(received, list(sizes))), sent)
+
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        work = dist.all_gather(list(gathered), tensor, group=self._group, async_op=True)
+        return self._when_done(work, gathered, tensor)
+
+    def _when_done(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
+        """Return a function that waits for an exchange, and until then holds what is sent."""
+        held = [sent]
+
+        def wait() -> T:
+            with self.waiting():
+                work.wait()
+            held.clear()
+            return result
+
+        return wait
+
+
+def connect_timeout(size: int) -> timedelta:
+    """Return how long ranks that have just met wait for each other."""
+    return timedelta(seconds=8 + size / 4)
+
+
+def new_group(backend: str | None = None, ranks: Sequence[int] | None = None) -> Any:
+    """Make a group of these ranks, or of all, at the same time on each rank; return it on those that belong to it."""
+    group: Any = dist.new_group(ranks, backend=backend, timeout=connect_timeout(dist.get_world_size()))
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        group.set_timeout(TIMEOUT)
+    return group
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield copies in one dimension, which are copied back after they were exchanged."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+        yield flat
+        for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+            tensor.detach().copy_(values.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbours of one dtype and device, as many as are exchanged at once."""
+    for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            if bucket and size + tensor.nbytes > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
