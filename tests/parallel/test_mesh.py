@@ -43,7 +43,7 @@ def a_mesh(shape):
 
 
 def on_mesh(net, shape, is_sharded):
-    """The communicator of the data, after a model was made parallel along the second dimension and sharded along the first."""
+    """The communicator of the data, of a model made parallel along the second dimension, and sharded along the first."""
     mesh = a_mesh(shape)
     if shape[1] > 1:
         parallelize_module(net, mesh["tp"], PLAN)
@@ -68,7 +68,7 @@ def trained(world, shape=None, is_sharded=False):
     return gradients, [whole(parameter) for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("shape, is_sharded", [((1, 2), False), ((2, 1), True), ((2, 2), False), ((2, 2), True)])
+@pytest.mark.parametrize(("shape", "is_sharded"), [((1, 2), False), ((2, 1), True), ((2, 2), False), ((2, 2), True)])
 def test_a_mesh_of_ranks_follows_the_path_of_one_process(shape, is_sharded):
     """Gradients of the first update within 1e-6, parameters after twenty updates within 1e-5, on every rank of the mesh."""
     gradients, parameters = trained(None)

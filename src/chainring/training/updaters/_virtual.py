@@ -570,8 +570,8 @@ def check_virtual_ranks(
     if comm.world.size > comm.size:
         raise ValueError(
             f"virtual_ranks are computed by ranks that have the whole model, or are sharded by fully_shard alone, and on "
-            f"this mesh {comm.world.size // comm.size} ranks compute one model together, whose number its bits depend on: leave "
-            "virtual_ranks out, or give all ranks of the mesh to the data"
+            f"this mesh {comm.world.size // comm.size} ranks compute one model together, whose number its bits depend on: "
+            "leave virtual_ranks out, or give all ranks of the mesh to the data"
         )
     for name, model in models.items():
         for path, module in model.named_modules():
