@@ -227,6 +227,13 @@ def fsdp_parameters(model: nn.Module) -> list[Any]:
     return [held for state in _fsdp_states(model) for group in _fsdp_groups(state) for held in group.fsdp_params]
 
 
+def describe_fsdp(model: nn.Module) -> dict[str, str]:
+    """Return how `fully_shard` was applied to each module of a model, by the module's name: in all but its mesh."""
+    names = {id(module): name for name, module in model.named_modules()}
+    settings = {id(module): _fsdp_settings(module._get_fsdp_state()) for module in fsdp_modules(model)}
+    return {names[key]: repr({k: v for k, v in each.items() if k != "mesh"}) for key, each in settings.items()}
+
+
 def _class_before_fsdp(module: Any) -> Any:
     is_sharded_module = isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
     return type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]

@@ -59,9 +59,11 @@ class IndexedIterator(Iterator):
         self.dataset = dataset
         self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
+        self.shuffle = shuffle is None or bool(shuffle)
+        self.order_sampler = order_sampler
         self._seed = None if seed is None else int(seed)  # of the orders from index _switch on
         self._earlier_seed, self._switch = self._seed, 0  # an order that was begun before a resume keeps its seed
-        self._orders = _EpochOrders(len(dataset), shuffle is None or bool(shuffle), order_sampler)
+        self._orders = _EpochOrders(len(dataset), self.shuffle, order_sampler)
         self._first_order = 0  # the index of the order that epoch 0 has
         self._current_key: OrderKey | None = None  # of the current epoch, while it is known
         self._gather = make_gather(dataset)

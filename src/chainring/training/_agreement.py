@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel as _Replicated
+from torch.nn.parameter import is_lazy
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import describe_fsdp, is_sharded
+from chainring._environment import versions
 from chainring._files import temporary_path
-from chainring._naming import name_cleaner
-from chainring._version import __version__
-from chainring.training.triggers.base import describe_setting
+from chainring._naming import name_cleaner, unwrap
+from chainring.training.extension import Extension
+from chainring.training.triggers.base import Trigger, describe_setting
 from chainring.training.updaters.base import hyperparameters, parameter_names
+from chainring.training.updaters.callbacks import UpdateCallbacks
 
 if TYPE_CHECKING:
+    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+_OWN = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefetch", "dataset_timeout"}
+"""Arguments that may differ: what a rank shows, and how it fetches data, whose length is compared."""
 
 
 def check_agreement(trainer: Trainer) -> None:
@@ -28,12 +40,13 @@ def check_agreement(trainer: Trainer) -> None:
     Raises:
         ValueError: a setting differs; the same error on every rank names the first.
     """
-    comm = trainer.comm.world
-    settings = {name: {key: repr(value) for key, value in part.items()} for name, part in _settings(trainer).items()}
-    digests = comm.gather_object({name: _digest(part) for name, part in settings.items()})
-    for name in settings:
+    world = trainer.comm.world
+    settings = {name: {key: _as_text(value) for key, value in part.items()} for name, part in _settings(trainer).items()}
+    digests = world.gather_object({name: _digest(part) for name, part in settings.items()})
+    names = dict.fromkeys(name for digest in digests for name in digest)
+    for name in names:
         if any(digest.get(name) != digests[0].get(name) for digest in digests):
-            _raise_first_difference(name, comm.gather_object(settings[name]))
+            _raise_first_difference(name, world.gather_object(settings.get(name)))
 
 
 def check_out(out: str, comm: Communicator) -> None:
@@ -64,41 +77,109 @@ def _settings(trainer: Trainer) -> dict[str, Mapping[str, Any]]:
     models = updater.get_all_models()
     names = parameter_names(models)
     return {
-        "the version of": {"chainring": __version__, "PyTorch": torch.__version__, "NumPy": np.__version__},
-        "the updater's": {
-            "class": type(updater).__qualname__,
-            **{name: getattr(updater, name, None) for name in ("accumulate", "precision", "accumulate_across_epochs")},
-        },
+        "the version of": versions(),
+        "the process's": _of_process(),
+        "the updater's": _of_updater(updater),
         **{f"iterator {name!r}'s": _of_iterator(source) for name, source in updater.get_all_iterators().items()},
         **{f"model {name!r}'s": _of_model(model) for name, model in models.items()},
+        **{f"the order of model {name!r}'s": _order_of(model) for name, model in models.items()},
         **{f"optimizer {name!r}'s": _of_optimizer(each, names) for name, each in updater.get_all_optimizers().items()},
         "the trainer's": {
             "stop trigger": describe_setting(trainer.stop_trigger),
             "extensions": [entry.name for entry in trainer.entries],
+            "saved run": "is continued" if trainer.is_resumed else "is not loaded",
+            "iteration": updater.iteration,
         },
-        **{
-            f"extension {entry.name!r}'s": {
-                "classes": entry.class_names,
-                "trigger": describe_setting(entry.trigger),
-                "priority": entry.priority,
-            }
-            for entry in trainer.entries
-        },
+        **{f"extension {entry.name!r}'s": _of_extension(entry, trainer) for entry in trainer.entries},
     }
 
 
+def _of_process() -> dict[str, Any]:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.cuda.matmul.allow_tf32": matmul.allow_tf32,
+        "torch.backends.cudnn.allow_tf32": cudnn.allow_tf32,
+        "torch.backends.cudnn.deterministic": cudnn.deterministic,
+        "torch.backends.cudnn.benchmark": cudnn.benchmark,
+    }
+
+
+def _of_updater(updater: Any) -> dict[str, Any]:
+    names = ("accumulate", "precision", "accumulate_across_epochs", "virtual_ranks", "compile")
+    functions = ("loss_func", "converter")
+    device = getattr(updater, "device", None)
+    return {
+        "class": type(updater).__qualname__,
+        **{name: getattr(updater, name, None) for name in names},
+        **{name: _name_of_function(getattr(updater, name, None)) for name in functions},
+        "type of device": getattr(device, "type", None),
+        **_of_callbacks(getattr(updater, "callbacks", None)),
+    }
+
+
+def _of_callbacks(callbacks: Any) -> dict[str, Any]:
+    """Return the callbacks of the library, such as those that clip; what others do may be for one rank, such as to print."""
+    stages = vars(callbacks) if isinstance(callbacks, UpdateCallbacks) else {}
+    return {
+        stage: [(function.__qualname__, *_closure_of(function)) for function in functions if _is_ours(function)]
+        for stage, functions in stages.items()
+        if isinstance(functions, tuple)
+    }
+
+
+def _closure_of(function: Any) -> list[Any]:
+    """Return the numbers with which a function was made."""
+    found = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return [(name, value) for name, value in found.items() if isinstance(value, _PLAIN)]
+
+
 def _of_iterator(iterator: Any) -> dict[str, Any]:
-    if getattr(iterator, "per_rank", False):  # each rank has data of its own
-        return {"class": type(iterator).__qualname__}
+    own = {"class": type(iterator).__qualname__, "per_rank": getattr(iterator, "per_rank", False)}
+    if own["per_rank"]:  # each rank has data of its own
+        return own
     progress = getattr(iterator, "progress", None)
     values = {name: getattr(iterator, name, None) for name in ("batch_size", "repeat", "epoch_length")}
     length = progress[2] if isinstance(progress, tuple) and len(progress) == 3 else None
-    return {"class": type(iterator).__qualname__, **values, "length of an epoch": length}
+    loader = getattr(iterator, "loader", None)
+    if loader is not None and hasattr(loader, "drop_last"):
+        values |= {"drop_last": loader.drop_last, "sampler": type(getattr(loader, "sampler", None)).__qualname__}
+    return {**own, **values, "length of an epoch": length, **_arguments(iterator)}
 
 
 def _of_model(model: Any) -> dict[str, Any]:
     clean = name_cleaner(model)
-    return {clean(name): (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()}
+    return {
+        "class": type(unwrap(model)).__qualname__,
+        **{f"parameter {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_parameters()},
+        **{f"buffer {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_buffers()},
+        "modules in evaluation mode": [clean(name) for name, module in model.named_modules() if not module.training],
+        **{f"{clean(name)} in DDP": _of_ddp(m) for name, m in model.named_modules() if isinstance(m, _Replicated)},
+        **{f"fully_shard of {clean(name)}": each for name, each in describe_fsdp(model).items()},
+    }
+
+
+def _order_of(model: Any) -> dict[str, Any]:
+    """Return the order in which ranks exchange gradients, parameters and buffers."""
+    clean = name_cleaner(model)
+    return {
+        "parameters": [clean(name) for name, _ in model.named_parameters()],
+        "buffers": [clean(name) for name, _ in model.named_buffers()],
+    }
+
+
+def _of_tensor(tensor: Any) -> tuple[Any, ...]:
+    shape = "lazy" if is_lazy(tensor) else tuple(tensor.shape)
+    placed = (tensor.placements, tuple(tensor.device_mesh.shape)) if is_sharded(tensor) else ()
+    return (shape, str(tensor.dtype), *(["trained" if tensor.requires_grad else "frozen"]), *placed)
+
+
+def _of_ddp(module: Any) -> dict[str, Any]:
+    names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "bucket_bytes_cap")
+    hooks = [_name_of_function(hook) for hook, _ in getattr(module, "_comm_hooks", ())]
+    return {**{name: getattr(module, name, None) for name in names}, "hooks": hooks}
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
@@ -110,22 +191,87 @@ def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     return settings
 
 
+def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of an extension; one of a user's own may have others for each rank, such as the name of a file."""
+    extension = entry.extension
+    settings = {
+        "classes": entry.class_names,
+        "trigger": describe_setting(entry.trigger),
+        "priority": entry.priority,
+        "invoke_before_training": entry.invoke_before_training,
+        **_arguments(extension),
+    }
+    if isinstance(extension, Extension) and callable(of_all := getattr(extension, "get_all_iterators", None)):
+        for name, iterator in of_all().items():
+            settings |= {f"{key} of iterator {name!r}": value for key, value in _of_iterator(iterator).items()}
+    scheduler: Any = getattr(extension, "scheduler", None)
+    if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__:
+        settings |= {f"{key} of the scheduler": value for key, value in scheduler.state_dict().items()}
+    if _is_ours(type(extension)) and entry.identity is not None:
+        settings["identity"] = entry.identity(trainer)
+    return settings
+
+
+def _arguments(part: Any) -> dict[str, Any]:
+    """Return the arguments with which a class of the library was constructed, as far as its attributes tell them."""
+    classes = [cls for cls in type(part).__mro__ if _is_ours(cls) and "__init__" in vars(cls)]
+    names = {name for cls in classes for name in inspect.signature(vars(cls)["__init__"]).parameters} - _OWN
+    found = {name: value for name, value in getattr(part, "__dict__", {}).items() if name in names}
+    return {
+        **{name: value for name, value in found.items() if isinstance(value, _PLAIN)},
+        **{name: _name_of_function(value) for name, value in found.items() if inspect.isroutine(value)},
+        **{name: describe_setting(value) for name, value in found.items() if isinstance(value, Trigger)},
+    }
+
+
+def _is_ours(part: Any) -> bool:
+    return str(getattr(part, "__module__", "")).startswith("chainring.")
+
+
+def _name_of_function(function: Any) -> str:
+    function = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _as_text(value: Any) -> str:
+    """Return a setting as text that is the same in every process."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_as_text, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_as_text(key)}: {_as_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        texts = ", ".join(map(_as_text, value))
+        return f"[{texts}]" if isinstance(value, list) else f"({texts}{',' * (len(value) == 1)})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
 def _digest(settings: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
 
 
-def _raise_first_difference(name: str, settings: list[Mapping[str, str]]) -> None:
-    first = settings[0]
+def _raise_first_difference(name: str, settings: list[Mapping[str, str] | None]) -> None:
+    first = settings[0] or {}
     for rank, other in enumerate(settings):
-        for key in [*first, *other]:
-            one, two = first.get(key, "absent"), other.get(key, "absent")
+        for key in dict.fromkeys([*first, *(other or {})]):
+            one, two = first.get(key, "absent"), (other or {}).get(key, "absent")
             if one != two:
+                is_stage = name.startswith("model") and "absent" in (one, two)
+                stages = "; the stages of a pipeline, of which each rank has one, are not supported" if is_stage else ""
+                one, two = _shorten(one, two)
                 raise ValueError(
-                    f"all ranks train the same way, and {name} {key} is {_shorten(one)} on rank 0 and {_shorten(two)} on "
+                    f"all ranks train the same way, and {name} {key} is {one} on rank 0 and {two} on "
                     f"rank {rank}; let every rank run the same script with the same settings (what is printed or written "
-                    "by rank 0 alone needs no condition on the rank)"
+                    f"by rank 0 alone needs no condition on the rank){stages}"
                 )
 
 
-def _shorten(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+def _shorten(one: str, other: str, limit: int = 200) -> tuple[str, str]:
+    """Return two texts that differ so short that one can read them, with the place where they differ."""
+    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, common - limit // 4) if max(len(one), len(other)) > limit else 0
+
+    def cut(text: str) -> str:
+        end = "..." if len(text) > start + limit else ""
+        return f"{'...' if start else ''}{text[start : start + limit]}{end}"
+
+    return cut(one), cut(other)

@@ -65,6 +65,7 @@ class ExponentialMovingAverage(Extension):
             raise TypeError(f"an ExponentialMovingAverage takes the model first, an nn.Module; got {type(model).__name__}")
         _check_decay(decay)
         self.decay = decay
+        self.start = start
         self._start = _as_start(start)
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:

@@ -104,13 +104,14 @@ class Snapshot(Extension):
         if target is not None:
             _check_target(target)
         self.autoload = autoload
+        self.n_retains = n_retains
         self._series = _Series(filename, n_retains)
         self.has_fixed_name = self._series.is_fixed
         self.target = target
         self._condition = condition
-        self._saves_errors = snapshot_on_error
-        self._asynchronous = asynchronous
-        self._frozen = frozen
+        self.snapshot_on_error = snapshot_on_error
+        self.asynchronous = asynchronous
+        self.frozen = frozen
         self._staging = StagingBuffers()
         self._background = BackgroundWriter()
         self._has_started = False
@@ -144,7 +145,7 @@ class Snapshot(Extension):
         self._set_label(trainer)
         self._answer, self._taken_as = None, set()
         self._has_started = True
-        if self._saves_errors:
+        if self.snapshot_on_error:
             _refuse_sharded(trainer)
         if trainer.comm.world.size > 1 and self._comm is None:
             self._comm = trainer.comm.world.beside()
@@ -152,7 +153,7 @@ class Snapshot(Extension):
         if self._series.is_fixed and os.path.lexists(link) and not link.is_symlink():
             raise FileExistsError(f"{link} is in the way of the snapshots of that name; move it, or give another filename")
         siblings = self._siblings(trainer)
-        if any(entry.extension._frozen != self._frozen for entry in siblings):
+        if any(entry.extension.frozen != self.frozen for entry in siblings):
             raise ValueError(
                 f"snapshots of one name save the same: give frozen= to all of {self._series.label!r}, or to none"
             )
@@ -193,7 +194,7 @@ class Snapshot(Extension):
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
         others = [e.extension._background for e in trainer.entries if isinstance(e.extension, Snapshot)]
-        if self._asynchronous and self._has_started:  # called by hand, nobody waits, and a run removes what is unfinished
+        if self.asynchronous and self._has_started:  # called by hand, nobody waits, and a run removes what is unfinished
             self._background.start(write, after=others)
         else:
             BackgroundWriter.wait_for(others)
@@ -224,7 +225,7 @@ class Snapshot(Extension):
         checkpoint = self._capture(trainer, comm)
         if not comm.is_main and not checkpoint.is_sharded:
             return None
-        if self._asynchronous:
+        if self.asynchronous:
             checkpoint.tensors = self._staging.copy(checkpoint.tensors)
         if not comm.is_main:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
@@ -244,7 +245,7 @@ class Snapshot(Extension):
     def _capture(self, trainer: Trainer, comm: Communicator | None = None) -> Checkpoint:
         root = trainer if self.target is None else self.target
         state = capture(root, Path(trainer.out), comm)
-        left_out = 0 if self._frozen else _leave_out_frozen(state, root)
+        left_out = 0 if self.frozen else _leave_out_frozen(state, root)
         checkpoint = Checkpoint(state)
         if left_out:
             checkpoint.about["left out"] = f"{left_out} parameters that need no gradient, by frozen=False"
@@ -270,7 +271,7 @@ class Snapshot(Extension):
         raise error
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        if self._saves_errors and trainer.comm.is_main:
+        if self.snapshot_on_error and trainer.comm.is_main:
             store, iteration = Store(trainer.out), trainer.updater.iteration
             name = f"{self._series.directory(self._series.name(trainer), iteration)}_error"
             names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))  # of an earlier attempt
@@ -328,7 +329,7 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
         tensors = module_tensors(self.target)  # on every rank, each of which may hold shards of them
         if not trainer.comm.is_main:
             return None
-        staged = self._staging.copy(tensors) if self._asynchronous else tensors
+        staged = self._staging.copy(tensors) if self.asynchronous else tensors
         return lambda: save_tensors(path, staged)
 
 

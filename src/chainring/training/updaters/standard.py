@@ -183,7 +183,7 @@ class StandardUpdater(Updater):
             check_default_update(self._iterators, self._models, self._optimizers)
         self.converter = converter
         self.device = as_device(device)
-        self.loss_func, self.virtual_ranks = loss_func, virtual_ranks
+        self.loss_func, self.virtual_ranks, self.compile = loss_func, virtual_ranks, compile
         self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
