@@ -91,7 +91,7 @@ class ParameterStatistics(Extension):
         self._statistics: dict[str, Statistic] = {}
         self._attributes = ["data"] * report_params + ["grad"] * report_grads
         self._prefix = "" if prefix is None else f"{prefix}/"
-        self._comm: Communicator | None = None
+        self._comm = Communicator()
         self._summary = DictMeans()
         for name, function in (self.default_statistics if statistics is None else statistics).items():
             self.register_statistics(name, function)
@@ -111,13 +111,12 @@ class ParameterStatistics(Extension):
         return (*(name_of_model(model, models) for model in self._models.values()), self._prefix, *self._attributes)
 
     def initialize(self, trainer: Trainer) -> None:
-        if getattr(trainer.updater, "virtual_ranks", None) is not None:  # values are the same on all ranks, and count once
-            self._comm = trainer.comm
+        self._comm = trainer.comm
 
     def observe(self, trainer: Trainer) -> None:
         with torch.no_grad():
             values = {key: value for path, tensor in self._tensors() for key, value in self._compute(path, tensor)}
-        if self._comm is None or self._comm.is_main:
+        if self._comm.is_main:  # they are the same on all ranks, and count once
             self._summary.add(values)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -143,9 +142,7 @@ class ParameterStatistics(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         summary, self._summary = self._summary, DictMeans()
-        if self._comm is not None:
-            summary = summary.over_ranks(self._comm)
-        report(summary.compute_mean())
+        report(summary.over_ranks(self._comm).compute_mean())
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         self._summary.serialize(serializer["summary"])
