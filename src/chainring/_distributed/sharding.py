@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -124,23 +128,201 @@ def _in_place_of_its_own(tensor: Tensor) -> Tensor:
     return tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def local_shard(tensor: Any) -> Shard | None:
-    """Return this rank's shard of a sharded tensor; ``None`` if it has none, or another rank has the same one.
+def local_shards(tensor: Any) -> list[Shard]:
+    """Return the regions of a sharded tensor that this rank holds, in the same memory: one, but where rows alternate.
+
+    A region without elements is not returned, unless the whole tensor has none.
 
     Raises:
-        NotImplementedError: the rank holds several shards, as in some layouts of tensor parallelism.
+        ValueError: the ranks hold summands of it, or what this rank holds is not what its placements say.
     """
-    placements, coordinates = tensor.placements, tensor.device_mesh.get_coordinate()
-    if coordinates is None or any(
-        coordinate and placement.is_replicate() for coordinate, placement in zip(coordinates, placements, strict=True)
-    ):
-        return None
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) > 1:
-        raise NotImplementedError(f"a tensor of {len(chunks)} shards a rank, placed as {placements}, cannot be saved")
-    if not chunks or not tensor.to_local().numel():
-        return None
-    return Shard(tensor.to_local(), tuple(chunks[0].offsets), tuple(tensor.shape))
+    shape, coordinate = tuple(tensor.shape), tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    for placement, size, own in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+        if hasattr(placement, "dim") and not placement.is_partial():
+            splits[placement.dim].append((size, own, int(getattr(placement, "split_factor", 1))))
+        elif not placement.is_replicate():
+            raise ValueError(
+                f"a tensor placed as {tensor.placements} is not there before its summands are added; "
+                "save tensor.full_tensor(), or redistribute it"
+            )
+    runs = [_runs(size, tuple(of_dimension)) for size, of_dimension in zip(shape, splits, strict=True)]
+    local, held = to_local(tensor), tuple(sum(length for _, length in of_dimension) for of_dimension in runs)
+    if tuple(local.shape) != held and local.numel() + math.prod(held):
+        raise ValueError(
+            f"of a tensor of shape {list(shape)} placed as {tensor.placements} this rank holds {list(local.shape)}, and "
+            f"{list(held)} would be its own; place it by fully_shard and parallelize_module"
+        )
+    if not local.numel():
+        return [] if math.prod(shape) else [Shard(local.new_empty(shape), (0,) * len(shape), shape)]
+    shards = [Shard(local, (), shape)]
+    for dimension, of_dimension in enumerate(runs):
+        lengths = [length for _, length in of_dimension]
+        shards = [
+            Shard(part, (*shard.offsets, start), shape)
+            for shard in shards
+            for part, (start, _) in zip(torch.split(shard.tensor, lengths, dimension), of_dimension, strict=True)
+        ]
+    return shards
+
+
+@lru_cache(4096)
+def _runs(size: int, splits: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int]]:
+    """Return the runs of indices, as their beginning and length, that are left of ``size`` by successive splits.
+
+    A split is the number of its parts, which of them is meant, and in how many blocks each by itself is split.
+    """
+    order: list[tuple[int, int, int]] = []
+    for split in reversed(splits):  # fully_shard splits what the dimensions to its right have left, and says so by blocks
+        counts = [math.prod(parts for parts, _, _ in order[:end]) for end in range(len(order) + 1)]
+        is_ordered = split[2] in counts
+        order.insert(counts.index(split[2]) if is_ordered else 0, (*split[:2], 1) if is_ordered else split)
+    index = torch.arange(size)
+    for parts, own, blocks in order:
+        taken = [block.chunk(parts)[own] for block in index.chunk(blocks) if own < len(block.chunk(parts))]
+        index = torch.cat(taken) if taken else index[:0]
+    if not len(index):
+        return [(0, 0)]
+    starts = [0, *(torch.nonzero(torch.diff(index) != 1).flatten() + 1).tolist()]
+    return [(int(index[start]), end - start) for start, end in zip(starts, [*starts[1:], len(index)], strict=True)]
+
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: where it begins in each dimension, and its shape."""
+
+
+def region_of(shard: Shard) -> Region:
+    """Return the region of a tensor that a shard is."""
+    return tuple(shard.offsets), tuple(shard.tensor.shape)
+
+
+def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Return whether regions lie within a shape and cover it, each place once. Regions without elements do not matter."""
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in regions):
+        return False
+    regions = [region for region in regions if math.prod(region[1])]
+    if sum(math.prod(sizes) for _, sizes in regions) != math.prod(shape):
+        return False
+    if len(regions) <= 1 or not shape:
+        return all(tuple(sizes) == tuple(shape) and not any(offsets) for offsets, sizes in regions) and len(regions) <= 1
+    starts = np.array([offsets for offsets, _ in regions])
+    ends = starts + np.array([sizes for _, sizes in regions])
+    if (starts < 0).any() or (ends > np.array(shape)).any():
+        return False
+    key = max(range(len(shape)), key=lambda dimension: len(np.unique(starts[:, dimension])))
+    order = np.argsort(starts[:, key])
+    starts, ends = starts[order], ends[order]
+    for first in range(len(starts)):  # may overlap those only that begin before it ends
+        last = np.searchsorted(starts[:, key], ends[first, key])
+        later = slice(first + 1, last)
+        if ((starts[later] < ends[first]) & (starts[first] < ends[later])).all(1).any():
+            return False
+    return True
+
+
+class _Held(NamedTuple):
+    """What a rank holds of sharded tensors, in the order of their names."""
+
+    regions: list[tuple[Region, ...]]
+    first: list[int]  # for each tensor the first one in the same memory
+    busy: int  # bytes that the rank writes beside
+
+
+_last_plans: WeakKeyDictionary[Communicator, tuple[bytes, list[list[int]]]] = WeakKeyDictionary()
+"""By the communicator a digest of the layouts for which writers were assigned last, and which regions this rank writes."""
+
+
+def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0) -> dict[str, list[Shard]]:
+    """Return the shards that this rank writes of sharded tensors: all ranks together write each place once.
+
+    A shard that several ranks hold is written by the one with the least to write, where ``busy`` bytes are written beside.
+
+    Raises:
+        ValueError: the shards on the ranks are not the whole of a tensor, once, or the ranks have other tensors.
+    """
+    shards: list[list[Shard]] = []
+    problem = None
+    for name, tensor in tensors.items():
+        try:
+            shards.append(local_shards(tensor))
+        except ValueError as error:
+            shards.append([])
+            problem = problem or f"{name!r}: {error}"
+    about = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    held = _Held([tuple(map(region_of, of_tensor)) for of_tensor in shards], _find_first(shards), busy)
+    known, mine = _last_plans.get(comm, (b"", []))
+    answers = comm.gather_object((problem, _digest(about), _digest(held[:2]), known))
+    problems, names, layouts, plans = zip(*answers, strict=True)
+    if found := next(filter(None, problems), None):
+        raise ValueError(found)
+    if len(set(names)) > 1:
+        _refuse_difference(comm.gather_object(about))
+    digest = _digest((names, layouts))
+    if any(plan != digest for plan in plans):  # on all ranks alike: a plan costs the descriptions of all layouts
+        mine = _assign(about, comm.gather_object(held), comm.rank)
+        _last_plans[comm] = digest, mine
+    return {name: [of_tensor[i] for i in chosen] for name, of_tensor, chosen in zip(tensors, shards, mine, strict=True)}
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.sha256(repr(value).encode()).digest()
+
+
+def _find_first(shards: Sequence[Sequence[Shard]]) -> list[int]:
+    found: dict[Any, int] = {}
+    views = [[(*shard.offsets, shard.tensor.data_ptr(), shard.tensor.stride()) for shard in each] for each in shards]
+    return [found.setdefault((repr(view), each[0].tensor.dtype), index) if view else index
+            for index, (view, each) in enumerate(zip(views, shards, strict=True))]  # fmt: skip
+
+
+def _refuse_difference(ranks: Sequence[Sequence[Any]]) -> None:
+    for rank, about in enumerate(ranks):
+        if different := sorted(set(ranks[0]).symmetric_difference(about)):
+            name, dtype, shape = different[0]
+            raise ValueError(
+                f"ranks 0 and {rank} have different sharded tensors, such as {name!r} of {dtype} and shape {list(shape)}, "
+                "which is not on both: give all ranks the same model and optimizer"
+            )
+    raise ValueError("the ranks have their sharded tensors in different orders; build the model alike on all ranks")
+
+
+def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[_Held], own: int) -> list[list[int]]:
+    """Return for each tensor the indices of the regions that rank ``own`` writes."""
+    busy, sound = [held.busy for held in ranks], set[Any]()
+    writers: list[dict[Region, int]] = []
+    mine: list[list[int]] = []
+    for index, (name, _, shape) in enumerate(about):
+        holders: dict[Region, list[int]] = {}
+        for rank, held in enumerate(ranks):
+            for region in held.regions[index]:
+                holders.setdefault(region, []).append(rank)
+        layout = (shape, tuple(holders))
+        if layout not in sound and not is_partition(shape, layout[1]):
+            _refuse_incomplete(name, shape, layout[1], len(ranks))
+        sound.add(layout)
+        writers.append({})
+        for region, having in holders.items():
+            tied = ranks[having[0]].first[index]
+            writer = writers[tied].get(region)  # what is tied lies in one file, where it is stored once
+            if writer not in having:
+                writer = min(having, key=busy.__getitem__)
+                busy[writer] += math.prod(region[1])
+            writers[index][region] = writer
+        mine.append([i for i, region in enumerate(ranks[own].regions[index]) if writers[index][region] == own])
+    return mine
+
+
+def _refuse_incomplete(name: str, shape: Sequence[int], regions: Sequence[Region], size: int) -> None:
+    ranks = "this process" if size == 1 else f"the {size} ranks"
+    count, written = math.prod(shape), sum(math.prod(sizes) for _, sizes in regions)
+    parts = f"{written} of them" if written < count else "some of them twice"
+    raise ValueError(
+        f"{name!r} has {count} numbers, and {ranks} would write {parts}, so that it could not be loaded again: give the "
+        "updater comm=create_communicator(), so that all ranks write their shards, or save the model alone, which is "
+        "written whole, by serializers.save(path, model)"
+    )
 
 
 def shard_like(value: Any, like: Any) -> Any:

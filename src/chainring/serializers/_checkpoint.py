@@ -6,7 +6,6 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._distributed.sharding import Shard, is_sharded, local_shard, shard_like, to_full
+from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like, to_full
 from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
@@ -169,15 +168,16 @@ class Checkpoint:
 
     def __init__(self, state: StateCollector) -> None:
         self._text, tensors = _values.encode(state.target)
-        self._referred, self._comm = state.referred, state.comm.world
-        sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
-        shards = {name: shard for name in sharded if (shard := local_shard(tensors[name])) is not None}
+        self._referred, self._comm = state.referred, (comm := state.comm.world)
+        self.tensors = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor) and comm.rank == 0}
+        sharded = {name: tensors[name] for name in sorted(tensors) if is_sharded(tensors[name])}
+        self.is_sharded, self._offsets = bool(sharded), dict[str, _safetensors.ShardOffsets]()
         if sharded:
-            _check_coverage({name: tensors[name] for name in sorted(sharded)}, shards, self._comm)
-        whole = {name: tensor for name, tensor in tensors.items() if name not in sharded and self._comm.rank == 0}
-        self.is_sharded = bool(sharded)
-        self.tensors = {**whole, **{name: shards[name].tensor for name in tensors if name in shards}}
-        self._offsets = {name: (shard.offsets, shard.shape) for name, shard in shards.items()}
+            busy = sum(tensor.numel() for tensor in self.tensors.values())
+            for name, shards in assign_writers(sharded, comm, busy).items():
+                for number, shard in enumerate(shards):
+                    self.tensors[key := part_key(name, number)] = shard.tensor
+                    self._offsets[key] = shard.offsets, shard.shape
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
         if own := state.own_paths():
             self.about["own state of modules"] = own
@@ -208,17 +208,9 @@ class Checkpoint:
             participate(comm, write)
 
 
-def _check_coverage(tensors: Mapping[str, Tensor], shards: Mapping[str, Any], comm: Communicator) -> None:
-    sizes = [shards[name].tensor.numel() if name in shards else 0 for name in tensors]
-    written = torch.tensor(comm.gather_object(sizes)).sum(0).tolist()
-    for (name, tensor), size in zip(tensors.items(), written, strict=True):
-        if size != tensor.numel():
-            ranks = "this process" if comm.size == 1 else f"the {comm.size} ranks"
-            raise ValueError(
-                f"{name!r} has {tensor.numel()} numbers, and {ranks} would write {size} of them, so that it could not be "
-                "loaded again: give the updater comm=create_communicator(), so that all ranks write their shards, or save "
-                "the model alone, which is written whole, by serializers.save(path, model)"
-            )
+def part_key(name: str, number: int) -> str:
+    """Return the name in a file of one of the shards that a rank writes of a tensor; names of tensors have no zero."""
+    return f"{name}\0{number}" if number else name
 
 
 def coordinate(
@@ -337,7 +329,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
         offsets = _safetensors.read_shard_offsets(path)
         for name, tensor in _safetensors.read(path).items():
             if name in offsets:
-                shards.setdefault(name, []).append(Shard(tensor, *offsets[name]))
+                shards.setdefault(name.partition("\0")[0], []).append(Shard(tensor, *offsets[name]))
             elif name in tensors:
                 raise CorruptError(f"{path} has {name!r}, which another file of the snapshot has too")
             else:
@@ -349,22 +341,12 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
 
 def _join(name: str, shards: list[Shard]) -> Tensor:
     shape, dtype = tuple(shards[0].shape), shards[0].tensor.dtype
-    regions = [
-        tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.tensor.shape, strict=False))
-        for shard in shards
-    ]
     fit = all(tuple(shard.shape) == shape and shard.tensor.dtype == dtype for shard in shards)
-    fit &= all(len(shard.offsets) == shard.tensor.ndim == len(shape) for shard in shards)
-    fit &= all(
-        0 <= extent.start <= extent.stop <= size for region in regions for extent, size in zip(region, shape, strict=False)
-    )
-    covered = sum(shard.tensor.numel() for shard in shards)
-    if not fit or covered != math.prod(shape):  # checked first: the shape alone could ask for any memory
+    if not fit or not is_partition(shape, list(map(region_of, shards))):  # first: the shape alone could ask for any memory
         raise CorruptError(f"the shards of {name!r} do not make one tensor of shape {list(shape)}; use another snapshot")
-    # Every number is written over unless shards overlap, in which case some would be left: NaN says so, zero elsewhere.
-    full = torch.full(shape, math.nan if dtype.is_floating_point else 0, dtype=dtype)
-    for region, shard in zip(regions, shards, strict=True):
-        full[region] = shard.tensor
+    full = torch.empty(shape, dtype=dtype)
+    for shard in shards:
+        full[tuple(slice(start, start + size) for start, size in zip(*region_of(shard), strict=True))] = shard.tensor
     return full
 
 
