@@ -18,12 +18,26 @@ def on_two_ranks(function, *arguments):
 
 def on_ranks(size, function, *arguments):
     """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text."""
-    context = multiprocessing.get_context("forkserver")
+    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return in_environments([{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)], function, *arguments)
+
+
+def free_port():
+    """A port of this machine that is free now."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
+        return held.getsockname()[1]
+
+
+def in_environments(environments, function, *arguments):
+    """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
+    context = multiprocessing.get_context("forkserver")
+    size = len(environments)
     results, found = context.Queue(), {}
-    ranks = [context.Process(target=_live, args=(rank, size, port, results, function, arguments)) for rank in range(size)]
+    ranks = [
+        context.Process(target=_live, args=(number, variables, results, function, arguments))
+        for number, variables in enumerate(environments)
+    ]
     for rank in ranks:
         rank.start()
     try:
@@ -39,9 +53,8 @@ def on_ranks(size, function, *arguments):
     return [found[rank] for rank in range(size)]
 
 
-def _live(rank, size, port, results, function, arguments):
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in where.items()})
+def _live(rank, variables, results, function, arguments):
+    os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
     comm = None
     try:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+import zlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-_TASK_COUNTS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""The variables in which launchers other than torchrun say how many tasks they have started."""
+_DEFAULT_PORT = 29500  # as in torchrun, of a launcher that has no name for a start
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each task"
 
 
 class Place(NamedTuple):
@@ -20,57 +24,252 @@ class Place(NamedTuple):
         rank: its number among all of them.
         size: how many there are.
         local_rank: its number among those on its machine.
-        start: which start of the launcher this is, as it may start its processes again.
+        start: the name of this start: the same on all ranks, and another one when they are started again.
+        address: the machine of rank 0, where the ranks meet; empty if torchrun has a store for them.
+        port: the one through which they meet.
     """
 
     rank: int
     size: int
     local_rank: int
-    start: str = "0"
+    start: str = ""
+    address: str = ""
+    port: int = 0
+
+
+class _Launcher(NamedTuple):
+    """The variables in which a launcher tells each of its tasks where it is.
+
+    Attributes:
+        name: the command, or whatever starts the tasks.
+        rank: the variable that has the number of the task.
+        size: that has the number of tasks.
+        local_rank: that has the number of the task among those on its machine.
+        if_one_machine: two variables, or a variable and a value, that are equal if all tasks are on one machine.
+        start: those that together name this start, if there are any.
+        machines: those that may have the machines in Slurm's notation, of which the first has rank 0.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    if_one_machine: tuple[str, str]
+    start: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
+
+
+_SLURM = _Launcher(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ("SLURM_STEP_NUM_NODES", "1"),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+)  # fmt: skip
+_MPICH = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS", "PMI_SIZE"), ("PMI_JOBID",))
+_LAUNCHERS = [  # a launcher comes before those that may have started it
+    _Launcher(
+        "submitit", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID",
+        ("SUBMITIT_LOCAL_JOB_NUM_NODES", "1"), ("SUBMITIT_LOCAL_JOB_ID",),
+    ),
+    _Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMIX_NAMESPACE",),
+    ),
+    _MPICH,
+    _SLURM,
+]  # fmt: skip
 
 
 def read_place(environment: Mapping[str, str]) -> Place:
     """Return the place of this process; without a launcher it is alone.
 
+    The variables of torchrun count first, then those of the launcher nearest to this process that has started several
+    tasks. MASTER_ADDR and MASTER_PORT count before what follows from the variables of that launcher.
+
     Raises:
-        RuntimeError: a variable is missing while others are there, or a launcher has started several tasks without them.
+        RuntimeError: several tasks were started, and a variable without which they cannot meet is missing or wrong.
     """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        _refuse_other_launchers(environment)
+    environment = _with_step(environment)
+    launcher = _launcher_of(environment)
+    if launcher is not None and not all(name in environment for name in _TORCHRUN):
+        place = _place_by(launcher, environment)
+    elif "RANK" in environment or "WORLD_SIZE" in environment:
+        place = _place_by_torchrun(environment)
+    else:
+        _warn_of_idle_tasks(environment)
         return Place(0, 1, 0)
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if missing := [name for name in names if name not in environment]:
+    if place.rank >= place.size:
         raise RuntimeError(
-            f"a launcher sets {', '.join(names)}, and {', '.join(missing)} is missing here; start with "
-            "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
+            f"the environment says that this is rank {place.rank} of {place.size}, counted from 0; {_BY_HAND}"
         )
-    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]), read_local_rank(environment), start)
+    return place
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
     """Return the number of this process among those on its machine, where a process group is there already."""
-    return int(environment.get("LOCAL_RANK", environment.get("RANK", "0")))
+    launcher = _launcher_of(_with_step(environment))
+    names = ["LOCAL_RANK", *([] if launcher is None else [launcher.local_rank]), "RANK"]
+    return next((_number(environment, name) for name in names if name in environment), 0)
 
 
-def meet(place: Place, timeout: timedelta) -> Any:
-    """Wait for all processes of this start, and return the store through which they have met."""
-    found, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
+    """Wait for all processes of this start, and return the store through which they have met.
+
+    Args:
+        place: where this process is among them.
+        timeout: for those that come later.
+        accelerator: the name of the one that this process uses, which no other may use.
+
+    Raises:
+        RuntimeError: some have not come, there are two of one rank, or the port is taken.
+        ValueError: two processes use one accelerator; all raise it.
+    """
     # A launcher that restarts the ranks keeps its store, with what they have published in it.
-    store = PrefixStore(f"chainring/{place.start}", found)
+    store = PrefixStore(f"chainring/{place.start}", _open_store(place, timeout))
+    if store.add(f"arrived/{place.rank}", 1) > 1:
+        raise RuntimeError(
+            f"two processes say that they are rank {place.rank} of {place.size}: RANK has one value in several tasks, or "
+            "two runs have one MASTER_ADDR and MASTER_PORT; give each task a RANK, and each run a port of its own"
+        )
+    if accelerator and store.add(f"accelerator/{accelerator}", 1) > 1:
+        store.set("conflict", f"rank {place.rank} has no accelerator of its own: another rank uses the one that it has")
     if store.add("arrived", 1) == place.size:
         store.set("met", "")
-    store.wait(["met"], timeout)
+    try:
+        store.wait(["met"], timeout)
+    except DistStoreError as error:
+        missing = [str(rank) for rank in range(place.size) if not store.check([f"arrived/{rank}"])]
+        raise RuntimeError(
+            f"of {place.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; see "
+            "whether they were started, and what they have printed"
+        ) from error
+    if store.check(["conflict"]):
+        if store.add("told", 1) == place.size:
+            store.set("all told", "")
+        if place.rank == 0:  # with its process the store ends
+            store.wait(["all told"], timeout)
+        raise ValueError(
+            f"{store.get('conflict').decode()}; start as many processes on a machine as it has accelerators, let each see "
+            'all of them or its own, or give device="cpu"'
+        )
     return store
 
 
-def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    for name, launcher in _TASK_COUNTS.items():
-        count = environment.get(name, "1")
-        if count not in ("0", "1"):
-            raise RuntimeError(
-                f"{launcher} has started {count} tasks, as {name} says, and each would train alone on all data, because "
-                "RANK and WORLD_SIZE are not set: let it start one task a machine, and in it torchrun, such as "
-                f"`{launcher} torchrun --nproc-per-node N script.py`, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-                f"MASTER_PORT; unset {name} to train in one process"
-            )
+def first_machine(machines: str) -> str:
+    """Return the first machine of a list in Slurm's notation, such as ``node07`` of ``node[07-09,12],gpu1``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", machines)
+    return "" if first is None else re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _with_step(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the environment with the number of tasks of Slurm's step, where only that of its job is there.
+
+    The script of ``sbatch`` and the shell of ``salloc`` have the number of tasks of their job too, and are none of them.
+    """
+    is_task = "SLURM_PROCID" in environment and environment.get("ENVIRONMENT") != "BATCH"
+    if _SLURM.size in environment or not is_task or "SLURM_NTASKS" not in environment:
+        return environment
+    return {**environment, _SLURM.size: environment["SLURM_NTASKS"]}
+
+
+def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher nearest to this process that has started several tasks."""
+    found = [launcher for launcher in _LAUNCHERS if launcher.size in environment and _number(environment, launcher.size) > 1]
+    # With --mpi=pmi2, srun sets variables of MPICH too.
+    same = ((_MPICH.rank, _SLURM.rank), (_MPICH.size, _SLURM.size))
+    if _SLURM in found and all(environment.get(one) == environment.get(other) for one, other in same):
+        found = [launcher for launcher in found if launcher is not _MPICH]
+    return found[0] if found else None
+
+
+def _place_by_torchrun(environment: Mapping[str, str]) -> Place:
+    if missing := [name for name in _TORCHRUN if name not in environment]:
+        raise RuntimeError(
+            f"a launcher sets {', '.join(_TORCHRUN)}, and {', '.join(missing)} is missing here; start with "
+            "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
+        )
+    size = _number(environment, "WORLD_SIZE")
+    start = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}-{size}"
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = ("", 0) if has_store else (environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
+    return Place(_number(environment, "RANK"), size, read_local_rank(environment), start, address, port)
+
+
+def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
+    """Return the place of one of several tasks of a launcher other than torchrun."""
+    if launcher.rank not in environment:
+        raise _cannot_meet(launcher, environment, f"{launcher.rank} is not set")
+    for name, own in (("RANK", launcher.rank), ("WORLD_SIZE", launcher.size)):
+        if environment.get(name, environment[own]) != environment[own]:
+            raise _cannot_meet(launcher, environment, f"{name} is {environment[name]}, and {own} is {environment[own]}")
+    address = environment.get("MASTER_ADDR") or _address_by(launcher, environment)
+    rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
+    if launcher.local_rank not in environment and not _is_one_machine(launcher, environment):
+        raise _cannot_meet(launcher, environment, f"{launcher.local_rank} is not set")
+    local_rank = _number(environment, launcher.local_rank) if launcher.local_rank in environment else rank
+    names = [environment[name] for name in launcher.start if name in environment]
+    start = "-".join([launcher.size, str(size), *names])
+    # Below the ports that systems give to connections, and the same for all tasks of a start.
+    port = 10_000 + zlib.crc32(start.encode()) % 20_000 if names else _DEFAULT_PORT
+    return Place(rank, size, local_rank, start, address, _number({"MASTER_PORT": str(port), **environment}, "MASTER_PORT"))
+
+
+def _address_by(launcher: _Launcher, environment: Mapping[str, str]) -> str:
+    """Return the machine of rank 0."""
+    if _is_one_machine(launcher, environment):
+        return "127.0.0.1"
+    if not (machines := _machines_of(launcher, environment)):
+        raise _cannot_meet(launcher, environment, "nothing says on which machine rank 0 is; set MASTER_ADDR to it on all")
+    if environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        raise _cannot_meet(
+            launcher, environment, "SLURM_DISTRIBUTION=arbitrary; set MASTER_ADDR to the machine of rank 0 on all"
+        )
+    return first_machine(machines)
+
+
+def _is_one_machine(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
+    one, other = launcher.if_one_machine
+    machines = _machines_of(launcher, environment)
+    return environment.get(one) == environment.get(other, other) or first_machine(machines) == machines != ""
+
+
+def _machines_of(launcher: _Launcher, environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in launcher.machines if name in environment), "")
+
+
+def _cannot_meet(launcher: _Launcher, environment: Mapping[str, str], reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{launcher.name} has started {environment[launcher.size]} tasks, as {launcher.size} says, and they cannot meet: "
+        f"{reason}. Each would train alone on all data. Either {_BY_HAND}, or let {launcher.name} start one task a machine, "
+        f"and in it torchrun, such as `{launcher.name} torchrun --nproc-per-node N script.py`; to train in one process, "
+        f"unset {launcher.size}"
+    )
+
+
+def _warn_of_idle_tasks(environment: Mapping[str, str]) -> None:
+    """Warn where Slurm has allotted several tasks, and this process, which is none of them, trains alone."""
+    count = environment.get("SLURM_NTASKS", "1")
+    if count not in ("0", "1") and "SLURM_STEP_ID" not in environment:
+        warnings.warn(
+            f"this job of Slurm has {count} tasks, as SLURM_NTASKS says, and this process, which srun has not started, "
+            f"trains alone: start the script with `srun`, or ask for --ntasks=1 --cpus-per-task={count}",
+            stacklevel=5,
+        )
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not environment[name].isdecimal():
+        raise RuntimeError(f"{name} is {environment[name]!r}, where a launcher puts a whole number; {_BY_HAND}")
+    return int(environment[name])
+
+
+def _open_store(place: Place, timeout: timedelta) -> Any:
+    """Return torchrun's store, or that of rank 0."""
+    if not place.address:
+        return next(rendezvous("env://", place.rank, place.size, timeout=timeout))[0]
+    try:
+        return TCPStore(place.address, place.port, place.size, place.rank == 0, timeout, wait_for_workers=False)
+    except DistNetworkError as error:
+        raise RuntimeError(
+            f"the ranks cannot meet at {place.address}, port {place.port}: set MASTER_ADDR to the machine of rank 0, and "
+            f"MASTER_PORT to a port that is free there and can be reached from the others, the same for all: {error}"
+        ) from error

@@ -25,10 +25,11 @@ _groups_joined = 0
 
 
 def create_communicator(device: Device = None, *, mesh: Any = None, timeout: float | None = None) -> Communicator:
-    """Return the communicator of this process, as torchrun's environment variables say; without a launcher a world of one.
+    """Return the communicator of this process, as its launcher's environment variables say; without one a world of one.
 
-    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``. Tensors on the host
-    are exchanged by gloo, those on an NVIDIA accelerator by NCCL. A process group that is there already is used.
+    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``, ``srun``, ``mpirun``,
+    ``accelerate launch``, Ray Train and submitit. Tensors on the host are exchanged by gloo, those on an NVIDIA accelerator
+    by NCCL. A process group that is there already is used.
 
     With a ``mesh`` the ranks that differ along it share the data, and ``rank`` and ``size`` are those of the data. All other
     ranks see the same rows, and compute the model together, as for tensor parallelism.
@@ -44,17 +45,17 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         updater = StandardUpdater(iterator, optimizer, model, comm=create_communicator(mesh=mesh["dp"]))
 
     Args:
-        device: where this rank computes; by default the accelerator of its number on this machine, or the host where
-            there is none. The updater and the extensions take it from ``comm.device``.
+        device: where this rank computes; by default the accelerator of its number on this machine, the only one that it
+            sees, or the host where there is none. The updater and the extensions take it from ``comm.device``.
         mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; of several dimensions
             for ``fully_shard`` with copies. By default all ranks share the data.
         timeout: seconds that a rank waits for the others in an exchange.
 
     Raises:
-        RuntimeError: a variable of the environment is missing while others are there, or another launcher, such as
-            ``srun``, has started several tasks without them.
+        RuntimeError: several processes were started, and a variable without which they cannot meet is missing or wrong,
+            or some of them do not come.
         TypeError: ``mesh`` is not a ``DeviceMesh``.
-        ValueError: there is no such device, or the mesh does not have every rank of the world once.
+        ValueError: there is no such device, another rank uses it, or the mesh does not have every rank of the world once.
     """
     world = _create_world(device)
     if mesh is None or not isinstance(world, GroupCommunicator):
@@ -82,21 +83,23 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
         return as_device(device) or torch.device("cpu")
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.accelerator.device_count():
-        raise ValueError(
-            f"local rank {local_rank} has no accelerator of its own, there are {torch.accelerator.device_count()}: start "
-            'fewer processes on this machine, or give device="cpu"'
-        )
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert accelerator is not None
+    if count == 1 and accelerator.type == "cuda":  # that of this task, or that of the machine, which `meet` tells apart
+        return torch.device("cuda", 0)
+    if local_rank >= count:
+        raise ValueError(
+            f"local rank {local_rank} has no accelerator of its own, there are {count}: start fewer processes on this "
+            'machine, or give device="cpu"'
+        )
     return torch.device(accelerator.type, local_rank)
 
 
 def _start(place: Place, device: torch.device) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
     rank, size = place.rank, place.size
-    store = meet(place, TIMEOUT)
     is_cuda = device.type == "cuda"
+    store = meet(place, TIMEOUT, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=connect_timeout(size),
         device_id=device if is_cuda else None,
