@@ -24,7 +24,7 @@ from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
-from chainring.serializers._store import CorruptError, Store, WriteFile, verify
+from chainring.serializers._store import CorruptError, Store, WriteFile, Written, verify
 from chainring.serializers.base import (
     DictionaryDeserializer,
     StateCollector,
@@ -42,8 +42,8 @@ from chainring.serializers.base import (
 STATE = "state.json"
 _MODEL = "updater/model:"
 
-WriteResult = tuple[int, int] | str
-"""Size and CRC-32 of the file that a rank has written, or why it could not write it."""
+WriteResult = Written | str
+"""The size and the checksums of the file that a rank has written, or why it could not write it."""
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
@@ -194,7 +194,7 @@ class Checkpoint:
         for path in self._referred:
             flush(path)
 
-        def write(path: Path) -> tuple[int, int]:
+        def write(path: Path) -> Written:
             return _safetensors.write(path, self.tensors, shard_offsets=self._offsets)
 
         about = {**self.about, **(about or {})}
@@ -224,7 +224,7 @@ def coordinate(
     is_announced = False
     results: list[WriteResult] = []
 
-    def write_all(path: Path) -> tuple[int, int]:
+    def write_all(path: Path) -> Written:
         nonlocal is_announced, results
         is_announced = True
         comm.broadcast_object(str(path.parent))

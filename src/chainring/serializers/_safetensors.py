@@ -61,9 +61,10 @@ def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
     shard_offsets: Mapping[str, ShardOffsets] | None = None,
-) -> tuple[int, int]:
-    """Write a new file and flush it to the disk; return its size in bytes and its CRC-32.
+) -> tuple[int, int, str]:
+    """Write a new file and flush it to the disk; return its size in bytes, its CRC-32, and those of its parts.
 
+    The parts are the header and each tensor, in the order of the file; a checksum of theirs is eight hexadecimal digits.
     No more than 8 MB are copied at a time. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
     and a slice comes back dense; the same view of the same storage is written once. The directory is not flushed.
 
@@ -75,13 +76,13 @@ def write(
     header, stored = _prepare(tensors, {}, shard_offsets or {})
     with Path(path).open("xb") as file:
         try:
-            size, crc = _stream(file, header, stored.values())
+            size, crc, parts = _stream(file, header, stored.values())
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
             Path(path).unlink()
             raise
-    return size, crc
+    return size, crc, parts
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -209,15 +210,18 @@ def _header(stored: Mapping[str, torch.Tensor], entries: Metadata, metadata: Map
     return len(text).to_bytes(8, "little") + text
 
 
-def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int, str]:
     file.write(header)
     size, crc = len(header), zlib.crc32(header)
+    parts = [crc]
     for tensor in tensors:
+        of_tensor = 0
         for content in _contents(tensor):
             file.write(content)
-            crc = zlib.crc32(content, crc)
+            crc, of_tensor = zlib.crc32(content, crc), zlib.crc32(content, of_tensor)
             size += content.nbytes
-    return size, crc
+        parts.append(of_tensor)
+    return size, crc, "".join(f"{part:08x}" for part in parts)
 
 
 def _contents(tensor: torch.Tensor) -> Iterator[Any]:
@@ -282,7 +286,7 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
         TypeError, ValueError, OSError: as for `write`.
     """
     header, stored = _prepare(tensors, {"writer": _KEY, "crc32": "00000000"}, {})
-    _, crc = _stream(file, header, stored.values())
+    _, crc, _ = _stream(file, header, stored.values())
     found = _CHECKSUM.search(header)
     assert found is not None
     file.seek(found.start(1))

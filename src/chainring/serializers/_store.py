@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from chainring._files import checksum, flush, is_temporary, parse_strict, tempor
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_LARGEST_MANIFEST = 16 << 20
+_LARGEST_MANIFEST = 256 << 20
+_CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 
-WriteFile = Callable[[Path], tuple[int, int]]
-"""Writes a new file and flushes it to the disk; returns its size in bytes and its CRC-32."""
+Written = tuple[int, int] | tuple[int, int, str]
+"""The size of a file in bytes and its CRC-32; of a file of tensors those of its parts too, see `Manifest`."""
+WriteFile = Callable[[Path], Written]
+"""Writes a new file and flushes it to the disk."""
 
 
 class CorruptError(ValueError):
@@ -52,6 +56,9 @@ class Manifest:
     iteration: int
     files: Mapping[str, tuple[int, int]]  # size in bytes and CRC-32 by name
     about: Mapping[str, Any]  # anything else that was recorded, as plain JSON values
+    # By name of a file of tensors the CRC-32 of its header and of each tensor in the order of the file, eight hexadecimal
+    # digits each; earlier versions have recorded none.
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Store:
@@ -81,11 +88,13 @@ class Store:
         try:
             temporary.mkdir()
             self._at("begun")
-            written = {}
+            written: dict[str, Written] = {}
             for file, write in files.items():
                 written[_check_name(file)] = write(temporary / file)
                 self._at(f"wrote {file}")
-            _write_manifest(temporary / MANIFEST, Manifest(iteration, written, dict(about or {})))
+            parts = {file: each[2] for file, each in written.items() if len(each) > 2}
+            sizes = {file: each[:2] for file, each in written.items()}
+            _write_manifest(temporary / MANIFEST, Manifest(iteration, sizes, dict(about or {}), parts))
             self._at("wrote manifest")
             flush(temporary)
             self._at("flushed")
@@ -260,7 +269,10 @@ def _parse(body: bytes) -> Manifest:
     files = {_check_name(name): (size, crc) for name, (size, crc) in files.items()}
     if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
         raise ValueError("sizes and checksums are integers")
-    return Manifest(iteration, files, about)
+    parts = content.get("parts", {})
+    if type(parts) is not dict or not all(type(text) is str and _CHECKSUMS.fullmatch(text) for text in parts.values()):
+        raise ValueError("checksums of parts are text, eight hexadecimal digits each")
+    return Manifest(iteration, files, about, parts)
 
 
 def _manifest_of(directory: Path) -> Manifest | None:
@@ -273,13 +285,13 @@ def _manifest_of(directory: Path) -> Manifest | None:
 
 @lru_cache(4096)
 def _read_once(directory: Path, *_status: int) -> Manifest:
-    """Return a manifest for a list of snapshots, read once as long as its file is not written anew; `verify` reads it."""
-    return read_manifest(directory)
+    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written anew."""
+    return replace(read_manifest(directory), parts={})
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
     content = {"format": FORMAT, "iteration": int(manifest.iteration), "files": dict(manifest.files)}
-    body = json.dumps({**content, "about": dict(manifest.about)}, indent=1).encode()
+    body = json.dumps({**content, "about": dict(manifest.about), "parts": dict(manifest.parts)}, indent=1).encode()
     write_bytes(path, b"%s\n%08x" % (body, zlib.crc32(body)))
 
 
