@@ -178,17 +178,18 @@ def saved_alone(comm, out):
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     updater = StandardUpdater(SerialIterator([(x, t) for x, t in zip(X, T, strict=True)], 8), optimizer, net)
     words = []
-    for target, name in ((updater, "updater"), (net, "model")):
+    for target, name in ((updater, f"updater-{comm.rank}"), (net, f"model-{comm.rank}"), (net, "model")):
         try:
-            serializers.save(f"{out}/{name}-{comm.rank}", target)
+            serializers.save(f"{out}/{name}", target)
         except ValueError as error:
             words.append(str(error))
     return words
 
 
 def test_shards_that_are_not_the_whole_are_not_saved(tmp_path):
-    """A training whose updater knows of no other ranks; the model alone is gathered, and saved whole."""
+    """A training whose updater knows of no other ranks; the model alone is gathered, and one rank saves it, in one place."""
     for words in on_two_ranks(saved_alone, str(tmp_path)):
-        assert len(words) == 1, words
+        assert len(words) == 2, words
         assert "this process would write" in words[0]
-    assert {path.name for path in tmp_path.iterdir()} == {"model-0", "model-1"}
+        assert "give all ranks the same path" in words[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like, to_full
+from chainring._distributed.gathering import Load, write_on_one_rank
+from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
@@ -49,8 +50,9 @@ WriteResult = Written | str
 def save(path: str | os.PathLike[str], obj: Any) -> None:
     """Save the state of an object; what is there under that name is complete at every moment.
 
-    A model of which each rank holds a part is saved whole; every rank calls this. Of a model that becomes a directory, the
-    first rank of the process group writes it.
+    A model of which each rank holds a part is saved whole; every rank calls this, the first writes, to which the others
+    send one tensor after the other, and all return when it is complete. Of a model that becomes a directory, the first rank
+    of the process group writes it.
 
     Example::
 
@@ -64,7 +66,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
 
     Raises:
         TypeError: the object has no state, or a value in it cannot be restored; the error names the value's path.
-        ValueError: two values have one path.
+        ValueError: two values have one path; or the ranks save different models, or give different paths.
         FileExistsError: the directory is there already.
         OSError: it cannot be written.
     """
@@ -74,12 +76,17 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         save_tensors(target, module_tensors(obj))
         return
     state = capture(obj, target.parent)
-    if is_module(obj):
-        state.target |= {name: to_full(value) for name, value in state.target.items() if is_sharded(value)}
     iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
-    if is_module(obj) and _rank() != 0:  # a directory is never written over, not even by the same
-        return
-    Checkpoint(state).commit(Store(target.parent), target.name, iteration if isinstance(iteration, int) else 0)
+
+    def commit(values: dict[str, Any], load: Load | None = None) -> None:
+        state.target |= values
+        count = iteration if isinstance(iteration, int) else 0
+        Checkpoint(state).commit(Store(target.parent), target.name, count, load=load)
+
+    if is_module(obj) and any(map(is_sharded, state.target.values())):
+        write_on_one_rank(state.target, commit, os.path.realpath(target))
+    elif not is_module(obj) or _rank() == 0:  # a directory is never written over, not even by the same
+        commit(state.target)
 
 
 def _rank() -> int:
@@ -185,17 +192,24 @@ class Checkpoint:
             self.about["not bit-exact"] = reason
 
     def commit(
-        self, store: Store, name: str, iteration: int, about: Mapping[str, Any] | None = None, comm: Any = None
+        self,
+        store: Store,
+        name: str,
+        iteration: int,
+        about: Mapping[str, Any] | None = None,
+        comm: Any = None,
+        load: Load | None = None,
     ) -> None:
         """Write it into a store, see `Store.commit`; the files to which it refers are flushed first.
 
         Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
+        ``load`` returns the values of a tensor when it is written, if these stand for others.
         """
         for path in self._referred:
             flush(path)
 
         def write(path: Path) -> Written:
-            return _safetensors.write(path, self.tensors, shard_offsets=self._offsets)
+            return _safetensors.write(path, self.tensors, self._offsets, load)
 
         about = {**self.about, **(about or {})}
         files: dict[str, WriteFile] = {STATE: lambda path: write_bytes(path, self._text)}
@@ -368,9 +382,7 @@ def model_prefix(state: Mapping[str, Any], source: Path) -> str:
 
 
 def module_tensors(module: Any) -> dict[str, Tensor]:
-    """Return the entries of a model's state, not copied.
-
-    Where each rank holds shards of them, all ranks call this, and all get the whole tensors.
+    """Return the entries of a model's state, not copied; of sharded ones each rank has its part.
 
     Raises:
         TypeError: one of them is not a tensor.
@@ -378,7 +390,7 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
     """
     entries, clean = state_entries(module), name_cleaner(module)
     entry_names(module, entries)
-    tensors: dict[str, Tensor] = {clean(name): to_full(value) for name, value in entries.items()}
+    tensors: dict[str, Tensor] = {clean(name): value for name, value in entries.items()}
     if others := {name: type(value).__name__ for name, value in tensors.items() if not isinstance(value, Tensor)}:
         raise TypeError(
             f"a model's file holds tensors, and {type(module).__name__} has {others}; "
@@ -387,9 +399,22 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def save_tensors(target: Path, tensors: Mapping[str, Tensor]) -> None:
-    with atomic_write(target, durable=True) as file:
-        _safetensors.write_with_checksum(file, tensors)
+def save_tensors(target: Path, tensors: Mapping[str, Tensor], place: str | None = None) -> None:
+    """Write a model's file; where ranks hold parts of the tensors, all call this, and the first writes.
+
+    Raises:
+        OSError: it cannot be written; on every rank.
+        ValueError: the ranks have other tensors, or another ``place``, by default the path.
+    """
+
+    def write(whole: Mapping[str, Tensor], load: Load | None = None) -> None:
+        with atomic_write(target, durable=True) as file:
+            _safetensors.write_with_checksum(file, whole, load)
+
+    if any(map(is_sharded, tensors.values())):
+        write_on_one_rank(tensors, write, os.path.realpath(target) if place is None else place)
+    else:
+        write(tensors)
 
 
 class StagingBuffers:

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,6 +52,7 @@ _NUMPY = {
 }
 """Dtypes that NumPy has too, without those that may be conjugated."""
 
+Load = Callable[[torch.Tensor], torch.Tensor]
 Metadata = dict[str, dict[str, Any]]
 ShardOffsets = tuple[Sequence[int], Sequence[int]]
 """The offset of a shard in each dimension, and the shape of the whole tensor."""
@@ -61,11 +62,13 @@ def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
     shard_offsets: Mapping[str, ShardOffsets] | None = None,
+    load: Load | None = None,
 ) -> tuple[int, int, str]:
     """Write a new file and flush it to the disk; return its size in bytes, its CRC-32, and those of its parts.
 
     The parts are the header and each tensor, in the order of the file; a checksum of theirs is eight hexadecimal digits.
-    No more than 8 MB are copied at a time. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
+    No more than 8 MB are copied at a time. ``load`` returns the values of a tensor when it is its turn, where this stands
+    for others of its dtype and shape. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
     and a slice comes back dense; the same view of the same storage is written once. The directory is not flushed.
 
     Raises:
@@ -76,7 +79,7 @@ def write(
     header, stored = _prepare(tensors, {}, shard_offsets or {})
     with Path(path).open("xb") as file:
         try:
-            size, crc, parts = _stream(file, header, stored.values())
+            size, crc, parts = _stream(file, header, map(load, stored.values()) if load else stored.values())
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
@@ -215,12 +218,13 @@ def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> t
     size, crc = len(header), zlib.crc32(header)
     parts = [crc]
     for tensor in tensors:
-        of_tensor = 0
+        content, of_tensor = None, 0
         for content in _contents(tensor):
             file.write(content)
             crc, of_tensor = zlib.crc32(content, crc), zlib.crc32(content, of_tensor)
             size += content.nbytes
         parts.append(of_tensor)
+        del tensor, content  # before the next is loaded
     return size, crc, "".join(f"{part:08x}" for part in parts)
 
 
@@ -277,7 +281,7 @@ _CHECKSUM = re.compile(rb'"crc32":"([0-9a-f]{8})"')  # cannot stand in a name, w
 _WRITER = re.compile(rb'"writer":"chainring"')
 
 
-def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor], load: Load | None = None) -> None:
     """Write tensors with a checksum in the metadata, for a file that has no manifest.
 
     The checksum is the CRC-32 of the file with eight zeros in its place.
@@ -286,7 +290,7 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> 
         TypeError, ValueError, OSError: as for `write`.
     """
     header, stored = _prepare(tensors, {"writer": _KEY, "crc32": "00000000"}, {})
-    _, crc, _ = _stream(file, header, stored.values())
+    _, crc, _ = _stream(file, header, map(load, stored.values()) if load else stored.values())
     found = _CHECKSUM.search(header)
     assert found is not None
     file.seek(found.start(1))

@@ -326,7 +326,10 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
 
     def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
-        tensors = module_tensors(self.target)  # on every rank, each of which may hold shards of them
+        tensors = module_tensors(self.target)
+        if any(map(is_sharded, tensors.values())):  # written at once: the next update would change it
+            self._guard(lambda: save_tensors(path, tensors, path.name))
+            return None
         if not trainer.comm.is_main:
             return None
         staged = self._staging.copy(tensors) if self.asynchronous else tensors

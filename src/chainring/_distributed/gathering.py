@@ -1,0 +1,218 @@
+"""Sharded tensors brought whole to the one rank that writes them, one at a time."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, to_local
+
+_PIECE = 8 << 20  # bytes that are sent at once
+_END = -1  # in place of the number of a tensor
+
+Load = Callable[[Tensor], Tensor]
+"""Returns the values that a tensor stands for."""
+Write = Callable[[dict[str, Tensor], Load], None]
+
+
+def write_on_one_rank(tensors: Mapping[str, Any], write: Write, place: str) -> None:
+    """Call ``write(stand_ins, load)`` on one rank, the first; every rank calls this, and returns when that has ended.
+
+    A stand-in has the shape and the dtype of a sharded tensor, and no memory; ``load`` returns the whole tensor, for which
+    the ranks that hold parts of it send them. The rank that writes needs memory for one tensor at a time, the others for a
+    piece of 8 MB. Tensors that share memory have one stand-in. Plain tensors are given to ``write`` as they are.
+
+    Args:
+        tensors: by name, the same on all ranks.
+        write: writes them.
+        place: to which they are written, the same on all ranks.
+
+    Raises:
+        ValueError: the ranks have other tensors or places, or do not hold the whole of one.
+        OSError: the first rank could not write; there it is the error itself.
+    """
+    exchange = _Exchange(tensors, place)
+    if exchange.is_writer:
+        exchange.lead(write)
+    else:
+        exchange.follow()
+
+
+class _Description(NamedTuple):
+    """What a rank has of a model, and where it is to be written."""
+
+    place: str
+    tensors: list[tuple[str, str, tuple[int, ...]]]  # their names, dtypes and shapes
+    regions: list[list[Region]]  # of each tensor
+
+
+class _Exchange:
+    """The sharded tensors of this rank, and the ranks among which they lie."""
+
+    def __init__(self, tensors: Mapping[str, Any], place: str) -> None:
+        self._tensors, self._place = tensors, place
+        self._sharded = [(name, tensor) for name, tensor in tensors.items() if is_sharded(tensor)]
+        meshes = {id(mesh): mesh for mesh in (_root_mesh(tensor.device_mesh) for _, tensor in self._sharded)}
+        ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
+        self._writer, *self._others = sorted(ranks)
+        self.is_writer = dist.get_rank() == self._writer
+        self._shards: list[list[Shard]] = []
+        self._buffer = torch.empty(_PIECE if self.is_writer else 0, dtype=torch.uint8, device=_device())
+        self._is_receiving = False  # True from a request to the end of what it asks for
+
+    def lead(self, write: Write) -> None:
+        """Learn what the others have, write, and tell them how it has ended."""
+        descriptions = {self._writer: self._describe(), **{rank: _receive_object(rank) for rank in self._others}}
+        refusal = _find_refusal(descriptions)
+        for rank in self._others:
+            _send_object(refusal, rank)
+        if refusal is not None:
+            raise ValueError(refusal)
+        failure: str | None = None
+        try:
+            write(*self._make_stand_ins(descriptions))
+        except BaseException as error:  # whatever it is, the other ranks must not wait
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for rank in self._others if not self._is_receiving else ():  # after a signal: then this process ends
+                _send_numbers([_END, _END], rank)
+                _send_object(failure, rank)
+
+    def follow(self) -> None:
+        """Send the parts that the writer asks for, until it has ended."""
+        _send_object(self._describe(), self._writer)
+        if (refusal := _receive_object(self._writer)) is not None:
+            raise ValueError(refusal)
+        while (request := _receive_numbers(2, self._writer))[0] != _END:
+            for piece in _pieces(self._shards[request[0]][request[1]].tensor.detach()):
+                dist.send(piece.to(_device()).contiguous().reshape(-1).view(torch.uint8), self._writer)
+        if (failure := _receive_object(self._writer)) is not None:
+            raise OSError(errno.EIO, f"rank {self._writer}, which writes for all, has failed: {failure}")
+
+    def _describe(self) -> _Description | str:
+        """Return what this rank has, or as text why it cannot be written."""
+        try:
+            self._shards = [local_shards(tensor) for _, tensor in self._sharded]
+        except ValueError as error:
+            return str(error)
+        about = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._sharded]
+        return _Description(self._place, about, [list(map(region_of, shards)) for shards in self._shards])
+
+    def _make_stand_ins(self, descriptions: Mapping[int, Any]) -> tuple[dict[str, Tensor], Load]:
+        """Return what is to be written, and the function that returns its values."""
+        written = dict(self._tensors)
+        found: dict[Any, Tensor] = {}
+        numbers: dict[int, int] = {}  # of the tensor that a stand-in stands for
+        for number, (name, tensor) in enumerate(self._sharded):
+            local = to_local(tensor)
+            key = (local.data_ptr(), tensor.shape, tensor.dtype) if local.numel() else name
+            if key not in found:
+                found[key] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+                numbers[id(found[key])] = number
+            written[name] = found[key]
+
+        def load(tensor: Tensor) -> Tensor:
+            number = numbers.get(id(tensor))
+            return tensor if number is None else self._gather(number, tensor, descriptions)
+
+        return written, load
+
+    def _gather(self, number: int, like: Tensor, descriptions: Mapping[int, Any]) -> Tensor:
+        """Return the whole of a tensor, each region from the first rank that has it."""
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        done: set[Region] = set()
+        for rank, description in descriptions.items():
+            for index, region in enumerate(description.regions[number]):
+                if region in done:
+                    continue
+                done.add(region)
+                place = whole[tuple(slice(start, start + size) for start, size in zip(*region, strict=True))]
+                if rank == self._writer:
+                    place.copy_(self._shards[number][index].tensor.detach())
+                    continue
+                self._receive(number, index, place, rank)
+        return whole
+
+    def _receive(self, number: int, index: int, place: Tensor, rank: int) -> None:
+        """Ask a rank for a region of a tensor, and write it to its place."""
+        self._is_receiving = True
+        _send_numbers([number, index], rank)
+        for piece in _pieces(place):
+            received = self._buffer[: piece.numel() * piece.itemsize]
+            dist.recv(received, rank)
+            piece.copy_(received.view(piece.dtype).view(piece.shape))
+        self._is_receiving = False
+
+
+def _root_mesh(mesh: Any) -> Any:
+    """Return the mesh of which this one is a slice."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
+    """Return why the ranks cannot write what they have, ``None`` if they can."""
+    if problem := next((f"rank {rank}: {each}" for rank, each in descriptions.items() if isinstance(each, str)), None):
+        return problem
+    writer, first = next(iter(descriptions.items()))
+    for rank, other in descriptions.items():
+        if other.place != first.place:
+            return (
+                f"one rank writes for all, and rank {writer} would write to {first.place}, rank {rank} to {other.place}: "
+                "give all ranks the same path"
+            )
+        if other.tensors != first.tensors:
+            one = next((each for each in first.tensors if each not in other.tensors), None)
+            two = next((each for each in other.tensors if each not in first.tensors), None)
+            return f"all ranks save the same model, and rank {writer} has {one}, rank {rank} has {two}, or another order"
+    for number, (name, _, shape) in enumerate(first.tensors):
+        regions = list(dict.fromkeys(region for each in descriptions.values() for region in each.regions[number]))
+        if not is_partition(shape, regions):
+            return (
+                f"{name!r} has the shape {list(shape)}, and the ranks {list(descriptions)} hold {regions} of it, which is "
+                "not the whole: let every rank save, and place it by fully_shard and parallelize_module"
+            )
+    return None
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield views of at most 8 MB, which are the tensor; of the same shapes for the same shape."""
+    size = tensor.numel() * tensor.itemsize
+    if size <= _PIECE:
+        yield tensor
+        return
+    rows = max(1, len(tensor) * _PIECE // size)
+    for block in torch.split(tensor, rows):
+        yield from _pieces(block[0]) if rows == 1 and tensor.ndim > 1 else [block]
+
+
+def _device() -> torch.device:
+    """Return where the ranks exchange tensors: on the host, unless the process group cannot."""
+    group: Any = dist.group.WORLD
+    kinds = [device.type for device in group._device_types]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+
+def _send_numbers(numbers: list[int], rank: int) -> None:
+    dist.send(torch.tensor(numbers, device=_device()), rank)
+
+
+def _receive_numbers(count: int, rank: int) -> list[int]:
+    numbers = torch.zeros(count, dtype=torch.int64, device=_device())
+    dist.recv(numbers, rank)
+    return numbers.tolist()
+
+
+def _send_object(value: Any, rank: int) -> None:
+    dist.send_object_list([value], rank)
+
+
+def _receive_object(rank: int) -> Any:
+    received = [None]
+    dist.recv_object_list(received, rank)
+    return received[0]
