@@ -239,7 +239,7 @@ def read_manifest(directory: Path) -> Manifest:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptError(f"{path} is not a regular file")
         with open(path, "rb") as file:
-            text = file.read(_LARGEST_MANIFEST + 1)
+            text = file.read(min(os.fstat(file.fileno()).st_size, _LARGEST_MANIFEST) + 1)  # which is allocated first
     except FileNotFoundError:
         raise CorruptError(f"{directory} is not a snapshot: it has no {MANIFEST}") from None
     body, newline, crc = text.rpartition(b"\n")
