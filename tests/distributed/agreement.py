@@ -1,7 +1,7 @@
 """Worlds of several sizes take one path, or at least the same examples, or refuse on every rank."""
 
 from program import Options
-from worlds import Row, close_rows, close_values, consumed, same
+from worlds import MESHES, Row, close_rows, close_values, consumed, same
 
 from tries import WrongEndError
 
@@ -13,6 +13,12 @@ SETTINGS = [
     {"accumulate": 2},
     {"examples": 101, "repeat": False},  # the last batch is of one example: some shares are empty
     {"examples": 101, "repeat": False, "accumulate": 2},
+]
+ON_MESHES = [
+    {"clip": 0.1, "batch": 25, "accumulate": 2},
+    {},
+    {"batch": 31, "held_out": 2, "optimizer": "SGD"},
+    {"examples": 101, "repeat": False},
 ]
 RANDOM = [(net, *world) for net in ("dropout", "batchnorm") for world in WORLDS]
 
@@ -27,6 +33,19 @@ def one_path(bench, number, draw, place):
     same("the examples", consumed(told), consumed(alone))
     close_rows(told[0]["log"], alone[0]["log"])
     close_values(told[0], alone[0])
+    return kind
+
+
+def on_a_mesh(bench, number, draw, place):
+    """The gradients and the losses of one process, and its examples in its order, with its parameters in the end."""
+    kind, size = MESHES[-1 - number % len(MESHES)]  # the largest first
+    settings = {"net": "blocks", "gradients": True, **ON_MESHES[number // len(MESHES) % len(ON_MESHES)]}
+    told = bench.run(place, size, Options(kind=kind, **settings)).outcomes()
+    _, alone = bench.known("plain", 1, **settings)
+    same("the examples", consumed(told), consumed(alone))
+    close_values(told[0], alone[0], 1e-6, "gradients")
+    close_rows(told[0]["log"], alone[0]["log"])
+    close_values(told[0], alone[0], 1e-5)
     return kind
 
 
@@ -59,6 +78,12 @@ ROWS = [
         "path", "plain, DDP, FSDP2 with 2 and 3 ranks: batches and held-out sets of all sizes, accumulation",
         "the losses of one rank to 1e-5, its examples in its order",
         len(WORLDS) * len(SETTINGS), 4 * len(WORLDS) * len(SETTINGS), one_path,
+    ),
+    Row(
+        "meshes",
+        "meshes of 2x1, 1x2, 2x2: tensor parallel with and without FSDP2, HSDP; with clipping, accumulation, uneven batches",
+        "gradients of one process to 1e-6, its examples in its order; after 20 updates parameters and losses to 1e-5",
+        4, 4 * len(MESHES), on_a_mesh,
     ),
     Row(
         "examples", "the same with dropout, with BatchNorm", "its examples in its order; a stream of draws for each rank",

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from layouts import MESHES, Blocks, lay_out
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,8 +56,9 @@ class Options:
     """How the run is made.
 
     Attributes:
-        kind: how ranks exchange gradients: ``"plain"`` by the updater, ``"ddp"``, or ``"fsdp"``.
-        net: beside linear layers: ``""``, ``"dropout"``, ``"batchnorm"`` or ``"batchnorm dropout"``.
+        kind: how ranks exchange gradients: ``"plain"`` by the updater, ``"ddp"``, ``"fsdp"``, or a mesh of `layouts`.
+        net: beside linear layers: ``""``, ``"dropout"``, ``"batchnorm"`` or ``"batchnorm dropout"``; with ``"blocks"`` the
+            net of `layouts`, which meshes need.
         batch: the batch size, of all ranks together.
         accumulate: parts of an update.
         examples: to train on.
@@ -73,6 +75,7 @@ class Options:
         across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
         counts: whether the model reports a metric object.
+        gradients: whether the gradients of the first update are told.
         fault: what happens to it.
     """
 
@@ -94,6 +97,7 @@ class Options:
     across: bool = True
     optimizer: str = "Adam"
     counts: bool = False
+    gradients: bool = False
     fault: Fault | None = None
 
 
@@ -242,15 +246,17 @@ class Counting(Classifier):
 
 def model_of(options, comm):
     layers = {"batchnorm": nn.BatchNorm1d(24), "dropout": nn.Dropout(0.3)}
-    between = [layers[name] for name in options.net.split()]
-    model = (Counting if options.counts else Classifier)(
-        nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10))
-    )
+    between = [layers[name] for name in options.net.split() if name in layers]
+    if "blocks" in options.net:
+        net = Blocks(*between)
+    else:
+        net = nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10))
+    model = (Counting if options.counts else Classifier)(net)
     if comm.size > 1 and options.kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if comm.size > 1 and options.kind == "fsdp":
         mesh = init_device_mesh("cpu", (comm.size,))
-        fully_shard(model.predictor[0], mesh=mesh)
+        fully_shard(next(model.predictor.children()), mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
 
@@ -299,11 +305,22 @@ def in_tokens(function):
     return weighted
 
 
+def callbacks_of(options, model, first):
+    """Clipping, and taking down the first gradients, where there are."""
+    called = [] if options.clip is None else [training.clip_grad_norm(options.clip)]
+    if options.gradients:
+        called.append(lambda _: first or first.extend(to_full(p.grad).tolist() for p in model.parameters()))
+    return training.UpdateCallbacks(update_on_start=called) if called else None
+
+
 def build(options, comm, place):
-    """The trainer, and the list of the examples that its updates consume."""
+    """The trainer, the list of the examples that its updates consume, and that of its first gradients."""
     chainring.deterministic(0)
+    first = []
     model, consumed = model_of(options, comm), Consumed()
-    befalling = Befalling(options.fault, comm.rank, place)
+    if options.kind in MESHES:
+        comm = lay_out(options.kind, model)
+    befalling = Befalling(options.fault, comm.world.rank, place)
     train, test = datasets.get_digits()
     data = iterators.SerialIterator(Digits(train, options.examples, befalling.in_example), options.batch, options.repeat)
     updater = (TwoSteps if options.own_core else training.StandardUpdater)(
@@ -315,9 +332,7 @@ def build(options, comm, place):
         accumulate=options.accumulate,
         loss_func=in_tokens(befalling.in_loss) if options.tokens else befalling.in_loss,
         precision=options.precision,
-        callbacks=None
-        if options.clip is None
-        else training.UpdateCallbacks(update_on_start=training.clip_grad_norm(options.clip)),
+        callbacks=callbacks_of(options, model, first),
         accumulate_across_epochs=options.across,
         virtual_ranks=options.virtual_ranks,
     )
@@ -331,7 +346,7 @@ def build(options, comm, place):
         trainer.extend(extension)
     trainer.extend(befalling, name="befalling")
     trainer.extend(Loaded(), name="loaded")
-    return trainer, consumed.parts
+    return trainer, consumed.parts, first
 
 
 def digests(trainer):
@@ -347,18 +362,20 @@ def digest(tensors):
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in held)).hexdigest()[:16]
 
 
-def outcome(trainer, parts):
+def outcome(trainer, parts, first):
     """What a rank tells about its run."""
     parameters, optimizer = digests(trainer)
     loaded = trainer.get_extension("loaded")
     rows = trainer.get_extension("LogReport").log
     return {
+        "data": trainer.comm.rank,
         "started": loaded.iteration,
         "at load": [loaded.parameters, loaded.optimizer],
         "iteration": trainer.updater.iteration,
         "parameters": parameters,
         "values": [to_full(value).tolist() for value in trainer.updater.get_model("main").state_dict().values()],
         "optimizer": optimizer,
+        "gradients": first,
         "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],
         "parts": parts,
         "drawn": digest([_random.get_rng_state()["torch"]]),
@@ -368,7 +385,7 @@ def outcome(trainer, parts):
 def train(options, place):
     """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
     comm = create_communicator("cpu")
-    trainer, parts = build(options, comm, place)
+    trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}
     # Called beside the run's own, and there when the run is over, so that a signal that comes late does nothing.
     signal.signal(signal.SIGTERM, lambda *_: told.update(signalled=trainer.updater.iteration))
@@ -377,7 +394,7 @@ def train(options, place):
         trainer.run()
     except training.Interrupted as error:
         interrupted = error
-    told |= outcome(trainer, parts)
+    told |= outcome(trainer, parts, first)
     Path(place, f"outcome-{comm.rank}.json").write_text(json.dumps(told))
     comm.close()
     if interrupted is not None:

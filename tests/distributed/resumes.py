@@ -5,12 +5,13 @@ import io
 import shutil
 
 from program import Fault, Options, digest, model_of
-from worlds import KINDS, Row, close_rows, close_values, consumed, newest, same
+from worlds import KINDS, MESHES, Row, close_rows, close_values, consumed, newest, same
 
 from chainring import cli, serializers
 from chainring.parallel import Communicator
 from tries import WrongEndError
 
+LAYOUTS = [*MESHES, ("plain", 1), ("ddp", 2), ("fsdp", 2)]
 SAVED_AT = 9  # in the midst of the second epoch
 EXACT = [(kind, size, net) for size in (3, 2) for kind in ("plain", "ddp", "fsdp") for net in ("dropout", "batchnorm", "")]
 
@@ -18,25 +19,39 @@ EXACT = [(kind, size, net) for size in (3, 2) for kind in ("plain", "ddp", "fsdp
 def elsewhere(bench, number, draw, place):
     """A run of one world, continued in another: one cell of the matrix."""
     (kind, size), (other_kind, other_size) = KINDS[number // len(KINDS) % len(KINDS)], KINDS[number % len(KINDS)]
-    first_place, first = bench.known(kind, size, iterations=SAVED_AT)
-    _, alone = bench.known("plain", 1)
-    shutil.copytree(first_place / "out", place / "out")
-    told = bench.run(place, other_size, Options(kind=other_kind)).outcomes()
-    same("the iteration", told[0]["started"], SAVED_AT)
-    same("parameters and optimizer at load", told[0]["at load"], [first[0]["parameters"], first[0]["optimizer"]])
-    same("the examples", consumed(told), consumed(alone)[SAVED_AT:])
-    close_rows(told[0]["log"], alone[0]["log"])
-    close_values(told[0], alone[0])
-    same("the exported parameters", exported(first_place, place / "model.safetensors"), first[0]["parameters"])
+    moved(bench, place, (kind, size), (other_kind, other_size))
     return f"{kind} {size} to {other_kind} {other_size}"
 
 
-def exported(place, file):
+def relaid(bench, number, draw, place):
+    """A run in one layout, continued in another: of all pairs, each turn begins in each layout and ends in each."""
+    first = number % len(LAYOUTS)
+    second = (first + 1 + 3 * (number // len(LAYOUTS))) % len(LAYOUTS)
+    moved(bench, place, LAYOUTS[first], LAYOUTS[second], net="blocks", iterations=14)
+    return f"{LAYOUTS[first][0]} to {LAYOUTS[second][0]}"
+
+
+def moved(bench, place, first, second, **settings):
+    """A run of one world and layout, continued in another; export of its snapshot."""
+    first_place, saved = bench.known(*first, **settings | {"iterations": SAVED_AT})
+    _, alone = bench.known("plain", 1, **settings)
+    shutil.copytree(first_place / "out", place / "out")
+    told = bench.run(place, second[1], Options(kind=second[0], **settings)).outcomes()
+    same("the iteration", told[0]["started"], SAVED_AT)
+    same("parameters and optimizer at load", told[0]["at load"], [saved[0]["parameters"], saved[0]["optimizer"]])
+    same("the examples", consumed(told), consumed(alone)[SAVED_AT:])
+    close_rows(told[0]["log"], alone[0]["log"])
+    close_values(told[0], alone[0])
+    model = exported(first_place, place / "model.safetensors", settings.get("net", ""))
+    same("the exported parameters", model, saved[0]["parameters"])
+
+
+def exported(place, file, net=""):
     """What ``chainring export`` gives of a run's newest snapshot, loaded into the plain model."""
     with contextlib.redirect_stdout(io.StringIO()):
         if code := cli.main(["export", str(place / "out"), str(file)]):
             raise WrongEndError(f"chainring export ended with {code}")
-    model = model_of(Options(), Communicator())
+    model = model_of(Options(net=net), Communicator())
     serializers.load(file, model)
     return digest(model.state_dict().values())
 
@@ -57,6 +72,11 @@ ROWS = [
     Row(
         "elsewhere", "saved by 1, DDP x2, x3, FSDP2 x2, x3, and continued in each",
         "all equal at load, then the same examples, losses to 1e-5; export gives the plain model", 25, 100, elsewhere,
+    ),
+    Row(
+        "relayouts", "saved by 1, DDP, FSDP2, TP, DP x TP, FSDP2 x TP, HSDP of 2 or 4 ranks, and continued in each",
+        "all equal at load, then the same examples, losses to 1e-5; export gives the plain model",
+        7, len(LAYOUTS) ** 2, relaid,
     ),
     Row(
         "killed", "SIGKILL of a rank at a random moment", "the others end at once; continued, bit for bit the same",

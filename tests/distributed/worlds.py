@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import layouts
 import program
 import torch
 
@@ -24,6 +25,7 @@ from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that a world may take
 AT_ONCE = 10.0  # seconds in which all have stopped after one has failed
+MESHES = [(kind, rows * columns) for kind, (rows, columns) in layouts.MESHES.items()]
 KINDS = [("plain", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3)]
 
 
@@ -202,9 +204,14 @@ class Bench:
 
 
 def consumed(told):
-    """The examples of each part of each update in their global order, of which rank r of n has had ``[r::n]``."""
-    merged = []
-    for parts in zip(*(each["parts"] for each in told), strict=True):
+    """The examples of each part of each update in their global order, of which rank r of n has had ``[r::n]``.
+
+    Ranks that compute one model together have had the same.
+    """
+    merged, of_ranks = [], {}
+    for each in told:
+        same("the examples of ranks of one model", each["parts"], of_ranks.setdefault(each["data"], each["parts"]))
+    for parts in zip(*(of_ranks[rank] for rank in sorted(of_ranks)), strict=True):
         whole = [None] * sum(map(len, parts))
         for rank, part in enumerate(parts):
             if len(whole[rank :: len(parts)]) != len(part):
@@ -234,12 +241,12 @@ def close_rows(found, expected, tolerance=1e-5):
                 raise WrongEndError(f"{key} at iteration {row['iteration']} is {value}, and expected was {other[key]}")
 
 
-def close_values(told, expected, tolerance=1e-4):
-    """The parameters are the same to a tolerance."""
-    for value, other in zip(told["values"], expected["values"], strict=True):
+def close_values(told, expected, tolerance=1e-4, name="values"):
+    """The parameters, or the gradients, are the same to a tolerance."""
+    for value, other in zip(told[name], expected[name], strict=True):
         difference = (torch.tensor(value) - torch.tensor(other)).abs().max().item()
         if difference > tolerance:
-            raise WrongEndError(f"parameters differ by up to {difference:g}")
+            raise WrongEndError(f"{name} differ by up to {difference:g}")
 
 
 def newest(out):
