@@ -388,7 +388,8 @@ def train(options, place):
     trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}
     # Called beside the run's own, and there when the run is over, so that a signal that comes late does nothing.
-    signal.signal(signal.SIGTERM, lambda *_: told.update(signalled=trainer.updater.iteration))
+    if threading.current_thread() is threading.main_thread():  # a worker of Ray trains in another
+        signal.signal(signal.SIGTERM, lambda *_: told.update(signalled=trainer.updater.iteration))
     interrupted = None
     try:
         trainer.run()

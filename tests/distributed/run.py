@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where tries.py is, which both
 import agreement
 import bits
 import elastic
+import launched
 import mishaps
 import resumes
 from worlds import Bench
@@ -22,4 +23,8 @@ from worlds import Bench
 import tries
 
 if __name__ == "__main__":
-    sys.exit(tries.main(__doc__, [*agreement.ROWS, *resumes.ROWS, *mishaps.ROWS, *elastic.ROWS, *bits.ROWS], Bench))
+    sys.exit(
+        tries.main(
+            __doc__, [*agreement.ROWS, *resumes.ROWS, *mishaps.ROWS, *elastic.ROWS, *launched.ROWS, *bits.ROWS], Bench
+        )
+    )
