@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.watchdog import OWN
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
@@ -88,9 +89,10 @@ def connect_timeout(size: int) -> timedelta:
     return timedelta(seconds=8 + size / 4)
 
 
-def new_group(backend: str | None = None, ranks: Sequence[int] | None = None) -> Any:
+def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, description: str = OWN) -> Any:
     """Make a group of these ranks, or of all, at the same time on each rank; return it on those that belong to it."""
-    group: Any = dist.new_group(ranks, backend=backend, timeout=connect_timeout(dist.get_world_size()))
+    timeout = connect_timeout(dist.get_world_size())
+    group: Any = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=description)
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         group.set_timeout(TIMEOUT)
     return group

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.failures import FailureBroadcast
 from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, new_group
 from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
 from chainring._distributed.mesh import MeshCommunicator, ranks_along
+from chainring._distributed.watchdog import BESIDE, OWN
 from chainring._messages import mute
 from chainring.converters import Device, as_device
 
@@ -49,21 +54,31 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
             sees, or the host where there is none. The updater and the extensions take it from ``comm.device``.
         mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; of several dimensions
             for ``fully_shard`` with copies. By default all ranks share the data.
-        timeout: seconds that a rank waits for the others in an exchange.
+        timeout: seconds that a rank waits in an exchange for one that does not arrive; then all end with an error that names
+            this one, its last iteration and its stack. By default 30 minutes, and process groups that the script has made
+            keep their own.
 
     Raises:
         RuntimeError: several processes were started, and a variable without which they cannot meet is missing or wrong,
             or some of them do not come.
         TypeError: ``mesh`` is not a ``DeviceMesh``.
-        ValueError: there is no such device, another rank uses it, or the mesh does not have every rank of the world once.
+        ValueError: there is no such device, another rank uses it, the mesh does not have every rank of the world once, or
+            ``timeout`` is not above 0.
     """
-    world = _create_world(device)
+    if timeout is not None and not is_number(timeout):
+        raise TypeError(f"timeout is a number of seconds, or None for {TIMEOUT.total_seconds():g}; got {timeout!r}")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(
+            f"timeout is a number of seconds above 0 in which a late rank has to arrive; got {timeout!r}: give more than "
+            f"the longest work of one rank takes, or None for {TIMEOUT.total_seconds():g}"
+        )
+    world = _create_world(device, timeout)
     if mesh is None or not isinstance(world, GroupCommunicator):
         return world
     return MeshCommunicator(world, ranks_along(mesh, world))
 
 
-def _create_world(device: Device) -> Communicator:
+def _create_world(device: Device, timeout: float | None) -> Communicator:
     """Return the communicator of all ranks."""
     started = dist.is_available() and dist.is_initialized()
     place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
@@ -74,8 +89,8 @@ def _create_world(device: Device) -> Communicator:
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
-    store = _store_of_group() if started else _start(place, rank_device)
-    return ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started)
+    store = _store_of_group() if started else _start(place, rank_device, timeout)
+    return ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
@@ -95,11 +110,12 @@ def _device_of_rank(device: Device, local_rank: int) -> torch.device:
     return torch.device(accelerator.type, local_rank)
 
 
-def _start(place: Place, device: torch.device) -> Any:
+def _start(place: Place, device: torch.device, timeout: float | None) -> Any:
     """Start the process group, and return the store through which the ranks have met."""
     rank, size = place.rank, place.size
+    limit = TIMEOUT if timeout is None else timedelta(seconds=timeout)
     is_cuda = device.type == "cuda"
-    store = meet(place, TIMEOUT, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
+    store = meet(place, limit, str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo", store=store, rank=rank, world_size=size, timeout=connect_timeout(size),
         device_id=device if is_cuda else None,
@@ -128,12 +144,23 @@ class ProcessGroupCommunicator(GroupCommunicator):
     """
 
     def __init__(
-        self, device: torch.device, local_rank: int, store: Any, ends_group: bool = False, exchange: Any = nullcontext
+        self,
+        device: torch.device,
+        local_rank: int,
+        store: Any,
+        ends_group: bool = False,
+        exchange: Any = nullcontext,
+        timeout: float | None = None,
     ) -> None:
-        self._failures = None if store is None else FailureBroadcast(store, dist.get_rank(), dist.get_world_size())
-        super().__init__(new_group(), exchange if self._failures is None else self._failures.exchange)
+        failures = None
+        if store is not None:
+            seconds = TIMEOUT.total_seconds() if timeout is None else timeout
+            failures = FailureBroadcast(store, dist.get_rank(), dist.get_world_size(), seconds, lowers=timeout is not None)
+        self._failures = failures
+        description = OWN if failures is not None else BESIDE
+        super().__init__(new_group(description=description), exchange if failures is None else failures.exchange)
         self.local_rank, self.device = local_rank, device
-        self._objects = new_group("gloo")
+        self._objects = new_group("gloo", description=description)
         self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
             mute()
@@ -161,14 +188,16 @@ class ProcessGroupCommunicator(GroupCommunicator):
 
     def beside(self) -> Communicator:
         self.barrier()  # so that they connect at the same time
-        return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=self.waiting)
+        waiting = self.waiting if self._failures is None else partial(self._failures.exchange, is_beside=True)
+        return ProcessGroupCommunicator(self.device, self.local_rank, None, exchange=waiting)
 
     def failed(self, error: BaseException) -> BaseException:
         failures = self._failures
         if failures is None or not self._is_open or isinstance(error, RankFailed):
             return error
         text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
-        first = failures.poll() if _is_connection_error(error) else failures.publish(text)
+        is_timeout = "imed out" in str(error)
+        first = failures.poll(is_timeout) if _is_connection_error(error) else failures.publish(text)
         self._leave()
         if first is None:
             error.add_note("another rank ended without publishing an error: it was killed, or ended outside of the training")

@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 
 from chainring import _random
 from chainring._distributed.sharding import is_tensor_parallel
+from chainring._distributed.watchdog import reporting_position
 from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
@@ -259,12 +260,14 @@ class Run:
         self.has_begun = True
         initialized: list[Entry] = []
         failure: BaseException | None = None
-        with Interruption(trainer.comm) as trainer.interruption:
+        several = trainer.comm.world.size > 1
+        position = reporting_position(partial(_read_position, trainer)) if several else nullcontext()
+        with Interruption(trainer.comm) as trainer.interruption, position:
             try:
                 if trainer.comm.is_main:  # the only rank that writes there
                     create_out(trainer.out)
                     self._directory = RunDirectory(trainer.out)
-                if trainer.comm.world.size > 1:
+                if several:
                     check_agreement(trainer)
                     check_out(trainer.out, trainer.comm)
                 self._start(trainer, initialized, lambda: _load_newest(trainer))
@@ -416,6 +419,10 @@ def _call_before_training(trainer: Trainer) -> None:
     trainer.extension_name = None
     if trainer.is_resumed:
         trainer.observation, trainer.reporter.media_watchers = observation, watchers
+
+
+def _read_position(trainer: Trainer) -> tuple[int, str | None]:
+    return trainer.updater.iteration, trainer.extension_name
 
 
 def _position(trainer: Trainer) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.watchdog import note_iteration
 from chainring._progress import raise_unless_end
 from chainring.converters import Device, as_device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
@@ -333,6 +334,8 @@ class StandardUpdater(Updater):
         if self._spans_batches:
             self.previous_epoch_detail = self._epoch_detail_before
             self.is_new_epoch = getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before
+        if self.comm.world.size > 1:
+            note_iteration(self.iteration + 1)
 
     def _begin_update(self) -> None:
         self._state = UpdateState(UpdateContext(self, self.iteration, 0))
