@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 train_language_model.py
     torchrun --nproc-per-node 2 train_language_model.py --parallel ddp
     torchrun --nproc-per-node 2 train_language_model.py --parallel fsdp
+    torchrun --nproc-per-node 4 train_language_model.py --parallel fsdp --tensor 2
 
 The perplexity of the text that is not trained on comes close to ``lowest``, that of the grammar which has made the text.
 The same command again continues a run that was stopped, also with another number of processes or another ``--parallel``.
@@ -16,7 +17,7 @@ import math
 import torch
 from distribute import distribute
 from grammar import PADDING, VOCABULARY, make_sentences
-from language_model import LanguageModel
+from language_model import SIZES, LanguageModel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import chainring
@@ -33,14 +34,15 @@ def add_perplexity(row: dict[str, float], lowest: float) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parallel", choices=["none", "ddp", "fsdp"], default="none", help="who exchanges gradients")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that compute the model together, on the same rows")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default: %(default)s)")
+    parser.add_argument("--checkpoint", action="store_true", help="compute blocks again in the backward, for less memory")
     parser.add_argument("--batchsize", "-b", type=int, default=100, help="sentences in a part of an update, over all ranks")
     parser.add_argument("--accumulate", "-a", type=int, default=1, help="parts of an update (default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward")
     parser.add_argument("--epoch", "-e", type=int, default=5, help="epochs to train (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="after the warm-up (default: %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--sentences", type=int, default=20_000, help="to train on (default: %(default)s)")
-    parser.add_argument("--unit", "-u", type=int, default=64, help="of a layer (default: %(default)s)")
     parser.add_argument("--out", "-o", default="result", help="directory of the results (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     return parser.parse_args()
@@ -51,9 +53,8 @@ def main() -> None:
     chainring.deterministic(args.seed)
     train, _ = make_sentences(args.sentences, seed=1)
     test, lowest = make_sentences(max(args.sentences // 10, 1), seed=2)
-    longest = max(map(len, train + test))
-    model = LanguageModel(len(VOCABULARY), longest, units=args.unit, dropout=args.dropout, padding=PADDING)
-    model, comm = distribute(model, args.parallel, model.blocks)
+    model = LanguageModel(len(VOCABULARY), args.size, PADDING, args.checkpoint)
+    model, comm = distribute(model, args.parallel, model.blocks, args.tensor)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01)
     updates = math.ceil(args.epoch * len(train) / (args.batchsize * args.accumulate))
     warm_up = max(updates // 10, 1)

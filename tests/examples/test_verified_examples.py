@@ -19,7 +19,7 @@ ARGUMENTS = {
     "same_bits/train_same_bits.py": (),
     "sweep/sweep.py": ("--epoch", "3"),
     "distributed/train_digits.py": (),
-    "distributed/train_language_model.py": ("--sentences", "500", "--unit", "16"),
+    "distributed/train_language_model.py": ("--sentences", "500"),
     "transformers/train_adapters.py": ("--sentences", "300", "--batchsize", "50"),
 }
 
