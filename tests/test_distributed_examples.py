@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -104,18 +105,17 @@ def test_the_language_model_ends_with_two_processes_as_with_one(language_model_a
 
 
 def test_the_language_model_is_killed_on_a_mesh_and_continues_on_another_as_in_one_process(language_model_alone, tmp_path):
-    """Four processes, two by two, with shards along the data; then two that compute the model together, without shards."""
+    """Four processes, two by two, with shards along the data; then two that compute the model together, without shards.
+
+    The four are killed when they have printed the row of the second of three epochs.
+    """
     command = [str(LANGUAGE_MODEL), "-o", str(tmp_path), *map(str, SMALL), "--tensor", "2"]
-    ranks = [
-        rank.result()
-        for rank in started(4, lambda rank: forked.Forked([*command, "--parallel", "fsdp"], env={**ENVIRONMENT, **rank}))
-    ]
-    lines = iter(ranks[0].stdout.readline, "")
-    assert any(line.startswith("2 ") for line in lines), ranks[0].stderr.read()  # the row of the second epoch
-    for rank in ranks:
-        rank.kill()
-    for rank in ranks:
-        rank.wait()
+    start = lambda place: forked.Forked([*command, "--parallel", "fsdp"], env={**ENVIRONMENT, **place})  # noqa: E731
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(rank.result()) for rank in started(4, start)]
+        assert any(line.startswith("2 ") for line in iter(ranks[0].stdout.readline, "")), ranks[0].stderr.read()
+        for rank in ranks:
+            rank.kill()
     assert [*tmp_path.glob("snapshot_iter_*")]
     losses = losses_of(two, LANGUAGE_MODEL, tmp_path, *SMALL, "--tensor", 2)
     assert losses == [pytest.approx(row, abs=1e-4) for row in language_model_alone]

@@ -39,6 +39,14 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [] if module is None else [child for child in model.modules() if isinstance(child, module.FSDPModule)]
 
 
+def is_local_to(parameter: Any, comm: Communicator) -> bool:
+    """Return whether each of the ranks that compute a model together has computed the gradient of a parameter by itself.
+
+    That of a parameter on a mesh of these ranks is a ``DTensor`` that knows what the others have.
+    """
+    return not is_sharded(parameter) or set(parameter.device_mesh.mesh.flatten().tolist()) <= set(comm.data_ranks)
+
+
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Return whether ranks compute a model together, all on the same rows, and `fully_shard` has no part in it."""
     return not fsdp_modules(model) and any(map(is_sharded, model.parameters()))

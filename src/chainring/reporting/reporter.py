@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch import Tensor
+
+from chainring._distributed.sharding import to_full
+
 
 class _Current(threading.local):
     reporter: Reporter | None = None  # of each thread; a class attribute, so that compiled models may read it
@@ -129,7 +133,9 @@ def _snapshot(value: Any) -> Any:
     if detach is not None:
         if value.requires_grad:
             value = detach()
-        return value.clone() if value.ndim == 0 else value
+        if value.ndim:
+            return value
+        return value.clone() if cls is Tensor else to_full(value).clone()
     if inspect.isroutine(value):
         raise TypeError(
             f"values are reported, and {value!r} is a function, which is not called later; report what it returns"

@@ -1,9 +1,10 @@
-"""Updates of several ranks that change parameters without an exchange between the ranks: found, and refused."""
+"""Updates after which ranks would differ, because they have not exchanged what they should: found, and refused."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping
+import math
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,8 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import is_local_to, to_full, to_local
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._wrapped import WrappedModules
+
+_EVERY = 1000  # updates
+_TOLERANCE = 1e-2  # of a gradient, which kernels that add in any order round differently on each rank
 
 
 class ExchangeWatch:
@@ -87,3 +92,64 @@ class ExchangeWatch:
                 f"after an update without self.step() the {comm.size} ranks have different parameters: update_core has "
                 "changed them without averaging gradients. Write self.backward(loss) and self.step() in update_core"
             )
+
+
+class ModelRanksWatch:
+    """Compares what the ranks that compute a model together have come to, in the first update and in every thousandth.
+
+    Only one of them writes what it has of the parameters that each of them holds for itself, and of the losses.
+    """
+
+    def __init__(self, comm: Communicator, models: Mapping[str, nn.Module]) -> None:
+        self._comm, self._models = comm, models
+        self._first: int | None = None
+
+    def check(self, iteration: int, loss: Any, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse ranks whose losses or gradients differ, before an optimizer steps on the gradients.
+
+        Raises:
+            RuntimeError: they differ; the same error on every rank.
+        """
+        self._first = iteration if self._first is None else self._first
+        if iteration != self._first and iteration % _EVERY:
+            return
+        stepping = set(map(id, list_parameters(optimizers)))
+        names = {id(p): name for model in self._models.values() for name, p in model.named_parameters()}
+        gradients = {
+            names[id(p)]: to_local(p.grad).detach().flatten().double()
+            for model in self._models.values()
+            for p in model.parameters()
+            if id(p) in stepping and p.grad is not None and p.grad.layout is torch.strided and is_local_to(p, self._comm)
+        }
+        sums = [(float(gradient.norm()), float(gradient @ _signs_like(gradient))) for gradient in gradients.values()]
+        own = (self._comm.rank, float(to_full(loss).detach()), dict(zip(gradients, sums, strict=True)))
+        first_of: dict[int, Any] = {}
+        for rank, (data_rank, loss, found) in enumerate(self._comm.world.gather_object(own)):
+            first, expected_loss, expected = first_of.setdefault(data_rank, (rank, loss, found))
+            if difference := _find_difference(expected_loss, expected, loss, found):
+                what, one, other = difference
+                raise RuntimeError(
+                    f"ranks {first} and {rank} compute a model together, on the same rows, and {what} is {one:.6g} on the "
+                    f"one and {other:.6g} on the other, as if each had data of its own: give both the same rows and seeds, "
+                    "and place the parameters of what they share on the mesh, by parallelize_module(model, "
+                    'mesh["tp"], plan); or, if each computes on a part of a sequence, add up gradients over these ranks by '
+                    "UpdateCallbacks(comm_on_start=...), and the losses in the model"
+                )
+
+
+def _signs_like(values: torch.Tensor) -> torch.Tensor:
+    """Return numbers of 1 and -1 in an order without a short period."""
+    places = torch.arange(values.numel(), device=values.device)
+    return 1.0 - 2.0 * ((places * places * 7 + places * 3) % 11 % 2).double()
+
+
+def _find_difference(
+    expected_loss: float, expected: Mapping[str, Any], loss: float, found: Mapping[str, Any]
+) -> tuple[str, float, float] | None:
+    """Return what differs between two ranks, with both numbers; ``None`` if nothing does."""
+    total = math.hypot(*(norm for norm, _ in expected.values()))
+    for name in dict.fromkeys([*expected, *found]):
+        (norm, one), (_, other) = expected.get(name, (0.0, 0.0)), found.get(name, (0.0, 0.0))
+        if abs(one - other) > _TOLERANCE * (norm + _TOLERANCE * total):
+            return f"a sum over the gradient of {name!r}", one, other
+    return ("the loss", expected_loss, loss) if abs(expected_loss - loss) > 1e-5 * abs(expected_loss) else None

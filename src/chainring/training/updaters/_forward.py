@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chainring._checks import find_call_error
+from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import current, report
 from chainring.reporting.summary import is_scalar
 
@@ -30,6 +31,7 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
     ``<name>/loss`` unless the model has reported one itself.
     """
     if isinstance(output, Tensor):
+        output = output if type(output) is Tensor else to_full(output)
         reporter = current.reporter
         if reporter is not None and (key := f"{name}/loss") not in reporter.observation and output.ndim == 0:
             if reporter.watchers:
@@ -45,7 +47,7 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
                 'the "weight" beside "loss" is one number, what the mean in the loss counts; '
                 f"got {type(weight).__name__} of shape {tuple(getattr(weight, 'shape', ()))}; sum it, as by mask.sum()"
             )
-        return output["loss"], weight.detach() if isinstance(weight, Tensor) else weight
+        return to_full(output["loss"]), to_full(weight).detach() if isinstance(weight, Tensor) else weight
     return output, None
 
 

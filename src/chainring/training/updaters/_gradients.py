@@ -85,9 +85,13 @@ def sum_over_ranks(
     parameter takes part with zeros. A parameter that no rank touched is left without a gradient, so that the optimizer
     passes it over as it does in a world of one.
     """
-    if comm.size == 1:
+    if comm.world.size == 1:
         return list(weights)
     trained = [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
+    if comm.size == 1:
+        for parameter in trained:
+            parameter.grad = None if parameter.grad is None else placed_like(parameter.grad, parameter)
+        return list(weights)
     parameters = [parameter for parameter in trained if id(parameter) not in exchanged]
     touched = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:

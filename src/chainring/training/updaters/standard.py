@@ -40,7 +40,7 @@ from chainring.training.updaters._closures import (
     only_gradients_of,
 )
 from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
-from chainring.training.updaters._exchange import ExchangeWatch
+from chainring.training.updaters._exchange import ExchangeWatch, ModelRanksWatch
 from chainring.training.updaters._forward import (
     arguments,
     check_call,
@@ -229,6 +229,8 @@ class StandardUpdater(Updater):
         self._stashes = self.accumulate > 1 and overrides_core
         watches = (self.comm.size > 1 or self._virtual is not None) and self._overrides("update_core", "step")
         self._exchange_watch = ExchangeWatch(self._optimizers) if watches else None
+        is_shared = self.comm.world.size > self.comm.size
+        self._model_watch = ModelRanksWatch(self.comm, self._models) if is_shared else None
         check_not_sharded(self._optimizers)
         self._steps_by_closure = any(map(needs_closure, self._optimizers.values()))
         if self._steps_by_closure and self._precision.scaler and not overrides_core:
@@ -687,6 +689,8 @@ class StandardUpdater(Updater):
         scaler = self._precision.scaler
         if self._averages:
             self._average_gradients(names, optimizers)
+        if self._model_watch is not None:
+            self._model_watch.check(self.iteration, self._state.context.loss, optimizers)
         if scaler is not None:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)

@@ -1,0 +1,231 @@
+"""Ranks that compute one model together, on the same rows: what they have alike, and what is refused where they have not."""
+
+import json
+import re
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from chainring.iterators import FunctionIterator, SerialIterator
+from chainring.parallel import create_communicator
+from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm
+from chainring.training.extensions import LogReport
+from rank_pair import on_ranks
+
+WORDS, UNITS, LENGTH, UPDATES = 16, 8, 8, 5
+TOKENS = torch.arange(16 * (LENGTH + 1)).reshape(16, LENGTH + 1) ** 2 % 17 % WORDS
+
+
+class Net(nn.Module):
+    """Predicts each token from those before it; with a mesh, each of its ranks computes on a part of the sequence."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.mesh = mesh
+        self.embedding, self.norm = nn.Embedding(WORDS, UNITS), nn.RMSNorm(UNITS)
+        self.queries, self.keys = nn.Linear(UNITS, UNITS), nn.Linear(UNITS, UNITS)
+        self.scores = nn.Linear(UNITS, WORDS, bias=False)
+
+    def forward(self, tokens):
+        given, wanted, begin = tokens[:, :-1], tokens[:, 1:], 0
+        if self.mesh is not None:
+            given, wanted = (part.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()] for part in (given, wanted))
+            begin = given.shape[1] * self.mesh.get_local_rank()
+        x = self.embedding(given)
+        keys = self._gathered(self.keys(x))
+        mask = torch.arange(keys.shape[1]) <= begin + torch.arange(given.shape[1])[:, None]
+        x = x + scaled_dot_product_attention(self.queries(x), keys, keys, attn_mask=mask)
+        return self._total(cross_entropy(self.scores(self.norm(x)).flatten(0, 1), wanted.flatten(), reduction="sum"), tokens)
+
+    def _gathered(self, part):
+        if self.mesh is None:
+            return part
+        whole = DTensor.from_local(part, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def _total(self, part, tokens):
+        """The loss of all parts, of which each rank has the gradient of its own."""
+        loss = part / tokens[:, 1:].numel()
+        if self.mesh is None:
+            return loss
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return loss + (total - loss.detach())
+
+
+class Separate(Net):
+    """Each rank reports the mean of its own part."""
+
+    def _total(self, part, tokens):
+        return part / tokens[:, 1:].numel() * self.mesh.size()
+
+
+def whole(tensor):
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach().tolist()
+
+
+def rows_of(trainer, world):
+    """Run it, and return the losses in its log, on every rank."""
+    with tempfile.TemporaryDirectory() as out:
+        trainer.out = out if world is None else world.broadcast_object(out)
+        trainer.extend(LogReport(trigger=(1, "iteration")))
+        trainer.run()
+        rows = None
+        if world is None or world.is_main:
+            with open(f"{out}/log") as file:
+                rows = [row["main/loss"] for row in json.load(file)]
+        return rows if world is None else world.broadcast_object(rows)
+
+
+def an_updater(net, comm=None, iterator=None, **callbacks):
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    iterator = SerialIterator(list(TOKENS), 8, seed=1) if iterator is None else iterator
+    callbacks = UpdateCallbacks(**{"update_on_start": clip_grad_norm(1.0), **callbacks})
+    return StandardUpdater(iterator, optimizer, net, comm=comm, callbacks=callbacks)
+
+
+def trained(net, world=None, comm=None, **callbacks):
+    """The losses of each update, and the parameters after all."""
+    losses = rows_of(Trainer(an_updater(net, comm, **callbacks), (UPDATES, "iteration")), world)
+    return losses, [whole(parameter) for parameter in net.parameters()]
+
+
+def a_mesh(shape, second):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", second))
+
+
+def assert_follow_one_process(ranks):
+    """Losses within 1e-5 and parameters within 1e-5."""
+    losses, parameters = trained(Net())
+    for rank in ranks:
+        assert not isinstance(rank, str), rank
+        assert rank[0] == pytest.approx(losses, abs=1e-5)
+        for one, other in zip(rank[1], parameters, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
+
+
+class Bigram(Net):
+    """Predicts each token from the one before it."""
+
+    def forward(self, tokens):
+        scores = self.scores(self.norm(self.embedding(tokens[:, :-1])))
+        return cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def by_sequence(world, is_lost_in_parts):
+    """Norms work on parts of the sequence, so that their gradients are parts of a sum; the loss may be a DTensor, too."""
+    mesh, net, placed = a_mesh((1, 2), "tp"), Bigram(), []
+    scores = (
+        {"output_layouts": Shard(-1), "use_local_output": False} if is_lost_in_parts else {"output_layouts": Replicate()}
+    )
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "scores": ColwiseParallel(input_layouts=Shard(1), **scores),
+    }
+    parallelize_module(net, mesh["tp"], plan)
+
+    def note(context):
+        used = [parameter for parameter in net.parameters() if parameter.grad is not None]
+        placed.append([getattr(parameter.grad, "placements", None) == parameter.placements for parameter in used])
+
+    with loss_parallel():
+        callbacks = [note, clip_grad_norm(1.0)]
+        losses, parameters = trained(net, world, create_communicator(mesh=mesh["dp"]), update_on_start=callbacks)
+    return losses, parameters, placed
+
+
+@pytest.mark.parametrize("is_lost_in_parts", [False, True])
+def test_norms_on_parts_of_a_sequence_follow_one_process(is_lost_in_parts):
+    """Callbacks get gradients placed as their parameters are, also where no other rank shares the data."""
+    losses, parameters = trained(Bigram())
+    for rank in on_ranks(2, by_sequence, is_lost_in_parts):
+        assert not isinstance(rank, str), rank
+        assert rank[0] == pytest.approx(losses, abs=1e-5)
+        for one, other in zip(rank[1], parameters, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
+        assert rank[2] == [[True] * 3] * UPDATES
+
+
+def in_parts(world, shape, is_sharded):
+    """Each rank computes on a part of the sequence; gradients are added up over those that see the same rows."""
+    mesh = a_mesh(shape, "cp")
+    net = Net(mesh["cp"])
+    if is_sharded:
+        fully_shard(net, mesh=mesh["dp"])
+
+    def add_up(context):
+        for parameter in net.parameters():
+            gradient = parameter.grad.to_local() if is_sharded else parameter.grad
+            dist.all_reduce(gradient, group=mesh["cp"].get_group())
+
+    return trained(net, world, create_communicator(mesh=mesh["dp"]), comm_on_start=add_up)
+
+
+@pytest.mark.parametrize(("shape", "is_sharded"), [((1, 2), False), ((2, 2), True)])
+def test_parts_of_a_sequence_follow_one_process_where_gradients_are_added_up(shape, is_sharded):
+    assert_follow_one_process(on_ranks(shape[0] * shape[1], in_parts, shape, is_sharded))
+
+
+def refusals(world):
+    """What is said of ranks that differ in what they should have alike, and whether parameters have changed before."""
+    mesh = a_mesh((2, 2), "cp")
+    comm = create_communicator(mesh=mesh["dp"])
+    rows = FunctionIterator(lambda index: TOKENS[world.rank % 2 :][:8])
+    calls = {
+        "plain": lambda: an_updater(Net(mesh["cp"]), comm),
+        "losses": lambda: an_updater(Separate(mesh["cp"]), comm, comm_on_start=add_up_of(mesh["cp"])),
+        "rows": lambda: an_updater(Bigram(), comm, rows),
+        "sharded over both": lambda: an_updater(fully_shard(Net(mesh["cp"]), mesh=mesh._flatten()), comm),
+    }
+    found = {}
+    for name, call in calls.items():
+        updater = None
+        try:
+            updater = call()
+            updater.update()
+        except (ValueError, RuntimeError) as error:
+            is_unchanged = updater is None or all(
+                map(torch.equal, updater.get_model("main").parameters(), Net().parameters())
+            )
+            found[name] = (str(error), is_unchanged)
+    return found
+
+
+def add_up_of(mesh):
+    """A callback that takes the mean of gradients over a mesh."""
+
+    def add_up(context):
+        for parameter in context.updater.get_model("main").parameters():
+            dist.all_reduce(parameter.grad, group=mesh.get_group())
+            parameter.grad /= mesh.size()
+
+    return add_up
+
+
+def test_ranks_of_one_model_that_differ_are_refused_before_the_first_step():
+    """Parts of a sequence without an exchange of gradients, or of losses; other rows; shards over both kinds of ranks."""
+    for found in on_ranks(4, refusals):
+        assert not isinstance(found, str), found
+        assert all(is_unchanged for _, is_unchanged in found.values())
+        words = {name: text for name, (text, _) in found.items()}
+        assert re.search("ranks 0 and 1 compute a model together.* a sum over the gradient of 'embedding", words["plain"])
+        assert "UpdateCallbacks(comm_on_start=...)" in words["plain"]
+        assert "the loss is" in words["losses"]
+        assert "give both the same rows" in words["rows"]
+        assert 'fully_shard mesh["dp"]' in words["sharded over both"]
