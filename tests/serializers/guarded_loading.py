@@ -158,6 +158,10 @@ def main(root):
         hostile.write(place / "snapshot", {})
         try_all(name, place)
         if name == "warm":
+            "name in a zip".encode("cp437")
+            torch.save(nn.Linear(2, 3).state_dict(), root / "torch")
+            with contextlib.redirect_stdout(io.StringIO()):
+                serializers.load(root / "torch", nn.Linear(2, 3))
             hostile.make("target of other shapes", root / "misfit" / "snapshot")
             try_all("warm", root / "misfit")
             with open("/proc/self/statm") as file:

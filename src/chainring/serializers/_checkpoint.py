@@ -25,7 +25,7 @@ from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
-from chainring.serializers._store import CorruptError, Store, WriteFile, Written, verify
+from chainring.serializers._store import MANIFEST, CorruptError, Store, WriteFile, Written, verify
 from chainring.serializers.base import (
     DictionaryDeserializer,
     StateCollector,
@@ -97,8 +97,11 @@ def _rank() -> int:
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
     """Load saved state into an object, after every byte has been verified.
 
+    Checkpoints of other libraries are read too: into a model its parameters and buffers, into a trainer also optimizer,
+    scheduler and counts, as far as they are there. What was taken, and what was not, is printed.
+
     Args:
-        path: what `save` or a snapshot wrote.
+        path: what `save` or a snapshot wrote, or what ``torch.save`` wrote of a state dict or of a dictionary of several.
         obj: the object; its shapes must fit.
         path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; a module without one gets the only
             model of the snapshot, or the main one.
@@ -111,6 +114,9 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         KeyError, RuntimeError: entries are missing, unexpected, or of another shape.
     """
     source = Path(path)
+    is_own = (source / MANIFEST).exists() if source.is_dir() else not (source.is_file() and _safetensors.is_pickle(source))
+    if not is_own and _load_foreign(source, obj, path_in_snapshot, strict):
+        return
     if source.is_dir():
         _load_state(read_state(source), obj, path_in_snapshot, strict, source.resolve())
         return
@@ -139,6 +145,16 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
             "serializers.save(path, model) writes a directory with both",
             stacklevel=2,
         )
+
+
+def _load_foreign(source: Path, obj: Any, path: str, strict: bool) -> bool:
+    """Load a checkpoint of another library; return False if it is not recognised."""
+    from chainring.serializers.foreign import load_foreign, read_foreign  # which builds on this file
+
+    found = read_foreign(source)
+    if found is not None:
+        load_foreign(source, found, obj, path, strict)
+    return found is not None
 
 
 def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:

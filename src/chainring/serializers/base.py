@@ -146,9 +146,14 @@ class Deserializer(AbstractSerializer):
             if isinstance(serializer, Deserializer) and "momentum" not in set(serializer.paths()):
                 return  # saved by a version without momentum
             self.momentum = serializer("momentum", self.momentum)
+
+    Attributes:
+        strict: whether a key that was not saved is an error.
+        gives_way: True for a beginning brought from elsewhere: a run that has snapshots of its own continues from those.
     """
 
     strict: bool = True
+    gives_way: bool = False
 
     def __getitem__(self, key: str) -> Deserializer:
         raise NotImplementedError

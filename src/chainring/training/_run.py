@@ -39,6 +39,7 @@ class LoadedState:
 
     def __init__(self) -> None:
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
+        self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
         self.generators: Any = None  # the state of the random generators, put back immediately before the first update
         self.directory: Path | None = None  # of the snapshot that was loaded, unless it came from memory
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
@@ -49,6 +50,7 @@ class LoadedState:
     def begin(self, source: Deserializer, saved: list[Identity], generators: Any, trainer: Trainer) -> None:
         """Take over a saved run, which had these extensions, and restore those that are registered."""
         self.exists = True
+        self.gives_way = source.gives_way
         self.generators = generators
         self.directory = source.directory
         self._source, self._saved, self._pairs = source, saved, {}
@@ -101,7 +103,7 @@ class LoadedState:
             for one in current
             if one.kind not in doubtful and classes.get(self._pairs.get(one.name, "")) != one.extension_class
         ]
-        if only_there or only_here:
+        if (only_there or only_here) and not self.gives_way:
             warnings.warn(
                 f"this run has other extensions than the one it continues: only there {only_there}, only here {only_here}. "
                 "The state of those only there is dropped; those only here start from now",
@@ -270,7 +272,7 @@ class Run:
                 if several:
                     check_agreement(trainer)
                     check_out(trainer.out, trainer.comm)
-                self._start(trainer, initialized, lambda: _load_newest(trainer))
+                self._start(trainer, initialized, lambda: _load_newest(trainer, self.loaded_state))
                 yield
             except BaseException as error:
                 reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
@@ -372,10 +374,10 @@ def optional_method(entry: Entry, name: str) -> Callable[..., Any]:
     return method if callable(method) else lambda *_: None
 
 
-def _load_newest(trainer: Trainer) -> None:
+def _load_newest(trainer: Trainer, loaded: LoadedState) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
     entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
-    if not trainer.is_resumed and (state := _newest_state(trainer, entries)) is not None:
+    if (not trainer.is_resumed or loaded.gives_way) and (state := _newest_state(trainer, entries)) is not None:
         state[1]()
 
 

@@ -1,0 +1,29 @@
+"""Checkpoints of other libraries, each format read by a file of its own, and recognised by what is in it.
+
+Nothing is unpickled but by torch's reader of weights alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chainring.serializers.foreign import torch_save
+from chainring.serializers.foreign.archive import is_torch_file, read_torch_file
+from chainring.serializers.foreign.content import ForeignCheckpoint
+from chainring.serializers.foreign.loading import load_foreign
+
+__all__ = ["load_foreign", "read_foreign"]
+
+_OF_TORCH_FILES = (torch_save.read,)
+
+
+def read_foreign(path: Path) -> ForeignCheckpoint | None:
+    """Return what another library has saved; ``None`` for what is not recognised.
+
+    Raises:
+        ValueError: it is damaged, or holds what is not read.
+    """
+    if not is_torch_file(path):
+        return None
+    content = read_torch_file(path)
+    return next((found for read in _OF_TORCH_FILES if (found := read(path, content)) is not None), None)

@@ -1,0 +1,97 @@
+"""Files of ``torch.save``, read by torch's reader of weights alone, which runs nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The beginning of a file of ``torch.save`` before 1.6: a number in a pickle."""
+_PATHS = [
+    f"{module}.{name}"
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
+]
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return whether there is a regular file, perhaps behind a link: to open a pipe would be to wait for ever."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a file is one of ``torch.save``, by what is in it."""
+    if not is_regular_file(path):
+        return False
+    with path.open("rb") as file:
+        start = file.read(len(_LEGACY))
+    return start == _LEGACY or (start.startswith(_ZIP) and any(name.endswith("/data.pkl") for name in _members(path)))
+
+
+def _members(path: Path) -> list[str]:
+    """Return the names in a zip; none of a file that is not one, or no longer one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError):
+        return []
+
+
+def read_torch_file(path: Path) -> Any:
+    """Return what ``torch.save`` has written: tensors on the CPU, plain values, and paths as text.
+
+    Raises:
+        ValueError: it is damaged, or holds anything else.
+    """
+    _check_size(path)
+    return read_torch_stream(path, str(path))
+
+
+def read_torch_stream(source: Path | BinaryIO, where: str) -> Any:
+    """Return what ``torch.save`` has written; see `read_torch_file`."""
+    try:
+        with torch.serialization.safe_globals([(_to_text, name) for name in _PATHS]):
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
+        raise ValueError(f"{where} cannot be read: {_describe(error)}") from error
+
+
+def _to_text(*parts: Any) -> str:
+    """Return a path as text; the system's own class would be another one on another system."""
+    return os.path.join(*parts) if parts and all(isinstance(part, str) for part in parts) else ""
+
+
+def _check_size(path: Path) -> None:
+    """Refuse an archive that would become larger than the file, which ``torch.save`` never writes."""
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError(f"{path} is compressed, as torch.save writes no file: unpack and pack it without compression")
+    if sum(member.file_size for member in members) > path.stat().st_size:
+        raise ValueError(f"{path} is damaged: its entries are larger than the file. Use another copy")
+
+
+def _describe(error: Exception) -> str:
+    """Return the reason of torch's reader in a line, with a remedy."""
+    text = str(error)
+    if "GLOBAL " in text:
+        name = text.partition("GLOBAL ")[2].split()[0]
+        return (
+            f"it holds {name}, which only unpickling could make, and that can run any code. Save plain values in its "
+            f"place; if you trust the file, torch.serialization.add_safe_globals([{name.rpartition('.')[2]}]) admits it"
+        )
+    return (
+        f"it is damaged, or not of plain tensors and values ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
+    )

@@ -1,0 +1,178 @@
+"""Loading a checkpoint of another library into a model or a trainer: first all is checked, then all is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from chainring._messages import info
+from chainring._naming import unwrap
+from chainring.serializers._checkpoint import capture
+from chainring.serializers.base import DictionaryDeserializer, has_state, is_module
+from chainring.serializers.foreign._models import ModelPlan, plan_model
+from chainring.serializers.foreign._optimizers import OptimizerPlan, plan_optimizer
+from chainring.serializers.foreign._positions import set_position
+from chainring.serializers.foreign._schedulers import plan_scheduler
+from chainring.serializers.foreign.content import ForeignCheckpoint
+
+_SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
+
+
+class _StateOfForeign(DictionaryDeserializer):
+    """Loads a trainer from its own state, in which the counts are those of another library's run."""
+
+    gives_way = True
+
+
+def load_foreign(path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:
+    """Load what a checkpoint of another library has into a model or a trainer, and print what was taken and what was not.
+
+    Args:
+        path: where it was read.
+        saved: what was read.
+        obj: the model or the trainer.
+        part: the dotted or slashed prefix of the names in the checkpoint that are meant; of several models, the name of one.
+        strict: whether what does not fit is an error; otherwise it is left as it is.
+
+    Raises:
+        TypeError: ``obj`` is neither a model nor a trainer.
+        ValueError, RuntimeError: something does not fit; nothing is changed then.
+    """
+    prefix = part.strip("/").replace("/", ".")
+    if is_module(obj):
+        models = {"main": unwrap(obj)}
+    elif is_trainer(obj):
+        models = {name: unwrap(model) for name, model in obj.updater.get_all_models().items()}
+    else:
+        raise TypeError(
+            f"{path} is {saved.kind}, which is loaded into a model or a trainer, not into a {type(obj).__name__}"
+        )
+    plans = _plan_models(path, saved, models, prefix, strict)
+    report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
+    if is_module(obj):
+        _apply(plans)
+        report.append(_nothing_of("optimizer", saved.optimizers) or "")
+    else:
+        _load_trainer(path, saved, obj, plans, strict, report)
+    if saved.left:
+        report.append(f"not taken: {_listed(saved.left)}")
+    info("\n  ".join(filter(None, report)))
+
+
+def is_trainer(obj: Any) -> bool:
+    """Return whether an object has the updater and the state of a trainer."""
+    return hasattr(getattr(obj, "updater", None), "get_all_models") and hasattr(obj, "entries") and has_state(obj)
+
+
+def _plan_models(
+    path: Path, saved: ForeignCheckpoint, models: Mapping[str, nn.Module], prefix: str, strict: bool
+) -> list[ModelPlan]:
+    if len(models) == 1:
+        ((name, model),) = models.items()
+        if prefix in saved.models:
+            entries, prefix = saved.models[prefix], ""
+        elif len(saved.models) == 1 or "main" in saved.models:
+            entries = saved.models.get("main") or next(iter(saved.models.values()))
+        else:
+            raise ValueError(f"{path} has the models {sorted(saved.models)}; name one by path_in_snapshot, or {_SEVERAL}")
+        return [plan_model(path, name, model, entries, prefix, saved.is_ordered, strict)]
+    if saved.models.keys() == models.keys():
+        parts = {name: (saved.models[name], "") for name in models}
+    else:  # one state dict for all of them, each below its name
+        parts = {name: (next(iter(saved.models.values())), name) for name in models}
+        missing = [name for name, (entries, _) in parts.items() if not any(one.startswith(f"{name}.") for one in entries)]
+        if missing or len(saved.models) != 1:
+            raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
+    return [plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
+
+
+def _apply(plans: list[Any]) -> None:
+    for plan in plans:
+        plan.apply()
+
+
+def _load_trainer(
+    path: Path, saved: ForeignCheckpoint, trainer: Any, models: list[ModelPlan], strict: bool, report: list[str]
+) -> None:
+    optimizers = _plan_optimizers(path, saved, trainer.updater, models, strict, report)
+    schedulers = _plan_schedulers(path, saved, trainer, strict, report)
+    state = dict(capture(trainer).target)  # of now, for the counts; it is taken again when all else is loaded
+    iteration = saved.iteration
+    if iteration is None and len(steps := {one.step for one in saved.optimizers.values()} - {None}) == 1:
+        (iteration,) = steps
+        report.append(f"counts: the iteration is {iteration}, as the optimizer counts its updates")
+    changes = set_position(path, state, saved, iteration, report)
+    scaler = "updater/precision/scaler"
+    if saved.scaler is not None and state.get(scaler) is not None:
+        changes[scaler] = saved.scaler
+        report.append("loss scaler: taken")
+    _apply([*models, *optimizers, *schedulers])
+    loaded = _StateOfForeign({**capture(trainer).target, **changes})
+    loaded.comm = trainer.comm
+    loaded.visit("", trainer)
+    report.append(
+        "not there: random generators, the order of the data, the state of extensions; these begin as the script says"
+    )
+
+
+def _plan_optimizers(
+    path: Path, saved: ForeignCheckpoint, updater: Any, models: list[ModelPlan], strict: bool, report: list[str]
+) -> list[OptimizerPlan]:
+    own, theirs = updater.get_all_optimizers(), saved.optimizers
+    if not theirs:
+        report.append("not there: the state of an optimizer, which begins anew")
+        return []
+    names = own.keys() if own.keys() == theirs.keys() else theirs.keys()
+    if len(own) != len(theirs):
+        if strict:
+            raise ValueError(
+                f"{path} has the state of {len(theirs)} optimizers, and the updater has {len(own)}: make as many in the "
+                "same order, or leave them out by strict=False"
+            )
+        report.append(_nothing_of("optimizer", theirs) or "")
+        return []
+    plans = []
+    for label, name in zip(own, names, strict=True):
+        plan = plan_optimizer(path, label, own[label], theirs[name], models, strict)
+        report += plan.report
+        plans.append(plan)
+    return plans
+
+
+def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict: bool, report: list[str]) -> list[Any]:
+    extensions = [entry.extension for entry in trainer.entries if has_state(getattr(entry.extension, "scheduler", None))]
+    if not saved.schedulers and not extensions:
+        return []
+    if not saved.schedulers:
+        report.append("not there: the state of a scheduler, which begins anew")
+        return []
+    if not extensions:
+        report.append(
+            "not taken: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
+        )
+        return []
+    if len(extensions) != len(saved.schedulers):
+        if strict:
+            raise ValueError(
+                f"{path} has the state of {len(saved.schedulers)} schedulers, and the trainer has {len(extensions)}: extend "
+                "it with as many in the same order, or leave them out by strict=False"
+            )
+        report.append("not taken: the state of the schedulers, of which the trainer has another number")
+        return []
+    plans = [
+        plan_scheduler(path, extension.scheduler, state, strict)
+        for extension, state in zip(extensions, saved.schedulers, strict=True)
+    ]
+    report += [line for plan in plans for line in plan.report]
+    return plans
+
+
+def _nothing_of(role: str, found: Mapping[str, Any]) -> str | None:
+    return f"not taken: the state of {len(found)} {role}{'s' * (len(found) > 1)}" if found else None
+
+
+def _listed(names: list[str], limit: int = 12) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

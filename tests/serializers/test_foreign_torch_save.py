@@ -1,0 +1,258 @@
+"""Files of ``torch.save``, as scripts and tutorials write them, are loaded into a model or continued by a trainer."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_runs import Net, assert_close, assert_same, make, moments, train, trainer_of
+from torch import nn
+
+from chainring import serializers, training
+from chainring.iterators import SerialIterator
+from chainring.training import extensions
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run of two epochs, and the file that it has saved."""
+    model, optimizer, scheduler = make()
+    train(model, optimizer, scheduler, 20)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save({**state, "epoch": 2, "iteration": 20, "best": 0.5}, tmp_path / "any name")
+    return tmp_path / "any name", (model, optimizer, scheduler)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_state_dict_is_loaded_into_a_model(tmp_path, capsys, legacy):
+    """Of a file of either form that torch has written."""
+    model, other = make()[0], make(1)[0]
+    torch.save(model.state_dict(), tmp_path / "weights", _use_new_zipfile_serialization=not legacy)
+    serializers.load(tmp_path / "weights", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert "a file of torch.save" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "_orig_mod.", "module._orig_mod."])
+def test_a_prefix_that_a_wrapper_has_put_before_all_names_is_found(tmp_path, prefix):
+    """That of DDP, of an attribute, of torch.compile."""
+    model, other = make()[0], make(1)[0]
+    torch.save({prefix + name: value for name, value in model.state_dict().items()}, tmp_path / "weights")
+    serializers.load(tmp_path / "weights", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_a_part_is_loaded_by_its_path(tmp_path):
+    """Of two parts that are alike, the one that is named."""
+    both = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    torch.save(both.state_dict(), tmp_path / "both")
+    model = nn.Linear(2, 2)
+    serializers.load(tmp_path / "both", model, "b")
+    assert_same(dict(model.state_dict()), dict(both["b"].state_dict()))
+    with pytest.raises(ValueError, match="nothing under 'c'"):
+        serializers.load(tmp_path / "both", model, "c")
+
+
+def test_what_does_not_fit_is_an_error_and_changes_nothing(tmp_path):
+    """Another shape, other numbers, a missing and an unexpected entry."""
+    model = make(1)[0]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    good = dict(make()[0].state_dict())
+    for name, value, message in (
+        ("last.weight", torch.zeros(3, 8), r"last.weight: shape \[3, 8\] there, \[2, 8\] here"),
+        ("last.weight", torch.zeros(2, 8, dtype=torch.int64), "last.weight: torch.int64 there, torch.float32 here"),
+        ("last.weight", None, "missing: last.weight"),
+        ("more", torch.zeros(2), "unexpected: more"),
+    ):
+        torch.save({key: entry for key, entry in {**good, name: value}.items() if entry is not None}, tmp_path / "bad")
+        with pytest.raises(RuntimeError, match=message):
+            serializers.load(tmp_path / "bad", model)
+        assert_same(dict(model.state_dict()), before)
+    serializers.load(tmp_path / "bad", model, strict=False)
+    assert_same(dict(model.state_dict()), good)
+
+
+def test_parameters_moments_scheduler_and_counts_come_into_a_trainer(saved, tmp_path, capsys):
+    """To the bit; it prints what was taken, and what is not there."""
+    path, (model, optimizer, scheduler) = saved
+    own = make(1)
+    trainer = trainer_of(*own, tmp_path / "out")
+    serializers.load(path, trainer)
+    assert_same(dict(own[0].state_dict()), dict(model.state_dict()))
+    assert_same(moments(own[1]), moments(optimizer))
+    assert own[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 1e-2 / 4
+    assert own[2].last_epoch == scheduler.last_epoch == 2
+    assert (trainer.updater.iteration, trainer.updater.epoch, trainer.updater.epoch_detail) == (20, 2, 2.0)
+    said = capsys.readouterr().out
+    for line in (
+        "9 of 9 parameters and buffers",
+        "6 of 6 parameters, 20 updates",
+        "StepLR after 2 steps",
+        "iteration 20, epoch 2",
+    ):
+        assert line in said
+    assert "not taken: best" in said
+    assert "not there: random generators" in said
+
+
+def test_the_continued_run_follows_the_loop_that_goes_on(saved, tmp_path):
+    """Two more epochs, the scheduler's steps included; each trigger fires where it did."""
+    path, theirs = saved
+    train(*theirs, 20)
+    own = make(1)
+    trainer = trainer_of(*own, tmp_path / "out")
+    seen = []
+    trainer.extend(lambda t: seen.append(t.updater.iteration), name="seen", trigger=(1, "epoch"))
+    serializers.load(path, trainer)
+    trainer.run()
+    assert (trainer.updater.iteration, seen) == (40, [30, 40])
+    assert_close(own[0], theirs[0])
+    assert own[1].param_groups[0]["lr"] == theirs[1].param_groups[0]["lr"]
+
+
+def test_the_same_command_again_continues_from_the_snapshots_of_the_run_itself(saved, tmp_path):
+    """And not from where the other library had stopped."""
+
+    def run(stop):
+        trainer = trainer_of(*make(1), tmp_path / "out", stop)
+        trainer.extend(extensions.snapshot(autoload=True))
+        begun = []
+        trainer.extend(lambda t: begun.append(t.updater.iteration), name="begun", trigger=(1, "iteration"))
+        serializers.load(saved[0], trainer)
+        trainer.run()
+        return begun[0]
+
+    assert run((3, "epoch")) == 21
+    assert run((4, "epoch")) == 31
+    assert not (tmp_path / "out" / "abandoned").exists()
+
+
+def test_an_optimizer_saved_by_names_is_loaded_by_names(tmp_path):
+    """Also where its groups have the parameters in another order."""
+    model, _, scheduler = make()
+    named = torch.optim.Adam(list(model.named_parameters()), 1e-2)
+    train(model, named, scheduler, 3)
+    torch.save({"model": model.state_dict(), "optimizer": named.state_dict()}, tmp_path / "file")
+    own = Net()
+    reversed_optimizer = torch.optim.Adam(list(own.parameters())[::-1], 1e-2)
+    updater = training.StandardUpdater(SerialIterator([(0, 0)] * 4, 2), reversed_optimizer, own)
+    serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
+    theirs = {name: named.state[parameter] for name, parameter in model.named_parameters()}
+    assert_same({name: reversed_optimizer.state[parameter] for name, parameter in own.named_parameters()}, theirs)
+    assert updater.iteration == 3
+
+
+def two_groups(model, order=1):
+    """Weights and biases of `Net`, decayed and not."""
+    groups = [([p for p in model.parameters() if p.ndim > 1], 0.1), ([p for p in model.parameters() if p.ndim < 2], 0.0)]
+    return torch.optim.AdamW([{"params": params, "weight_decay": decay} for params, decay in groups[::order]], 1e-2)
+
+
+def equal_groups(model, order=1):
+    """The two layers of a pair of equal ones, with learning rates of their own."""
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(model, (0.1, 0.2), strict=True)]
+    return torch.optim.Adam(groups[::order])
+
+
+def pair():
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("net", "theirs", "ours", "message"),
+    [
+        (Net, two_groups, lambda model: torch.optim.AdamW(model.parameters(), 1e-2), r"\[2, 4\] parameters .* \[6\]"),
+        (Net, two_groups, lambda model: two_groups(model, -1), r"\[2, 4\] parameters .* \[4, 2\]"),
+        (pair, equal_groups, lambda model: equal_groups(model, -1), "group 0 in group 1"),
+        (Net, two_groups, lambda model: torch.optim.SGD(two_groups(model).param_groups, 1e-2), "another one than SGD"),
+        (
+            Net,
+            lambda model: torch.optim.Adam(model.parameters()),
+            lambda model: torch.optim.AdamW(model.parameters()),
+            "Adam and AdamW are not the same",
+        ),
+        (
+            Net,
+            lambda model: torch.optim.Adam(model.parameters()),
+            lambda model: torch.optim.Adam(list(model.parameters())[::-1]),
+            r"shape \[8, 4\], and the parameter here is .* \[2\]",
+        ),
+    ],
+)
+def test_an_optimizer_of_numbers_is_refused_where_their_order_is_not_certain(tmp_path, net, theirs, ours, message):
+    """Groups of other sizes, exchanged, of another optimizer; nothing is changed. Without strict, the rest is loaded."""
+    model = net()
+    optimizer = theirs(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    own = net()
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    updater = training.StandardUpdater(SerialIterator([0, 1], 2), ours(own), own)
+    trainer = training.Trainer(updater, out=tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        serializers.load(tmp_path / "file", trainer)
+    assert_same(dict(own.state_dict()), before)
+    assert updater.iteration == 0
+    serializers.load(tmp_path / "file", trainer, strict=False)
+    assert_same(dict(own.state_dict()), dict(model.state_dict()))
+    assert not moments(updater.get_optimizer("main"))
+
+
+def test_numbers_are_refused_where_the_saved_model_had_its_modules_in_another_order(tmp_path):
+    """Layers of one shape, which nothing else tells apart."""
+
+    def make_model(*names):
+        return nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+    model = make_model("a", "b")
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    own = make_model("b", "a")
+    updater = training.StandardUpdater(SerialIterator([0, 1], 2), torch.optim.Adam(own.parameters()), own)
+    with pytest.raises(ValueError, match=r"'a.weight' where this one has 'b.weight'"):
+        serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
+
+
+def test_settings_that_the_script_has_made_otherwise_are_printed(saved, tmp_path, capsys):
+    """Those of the checkpoint hold, as in the other library."""
+    model, _, _ = own = make(1)
+    optimizer = torch.optim.Adam(model.parameters(), 0.5, betas=(0.8, 0.99))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    serializers.load(saved[0], trainer_of(own[0], optimizer, scheduler, tmp_path / "out"))
+    said = capsys.readouterr().out
+    assert "lr 0.01 is taken, the script has 0.5" in said
+    assert "betas (0.9, 0.999) is taken, the script has (0.8, 0.99)" in said
+    assert "gamma 0.5 is taken, the script has 0.9" in said
+
+
+def test_moments_keep_their_dtype_beside_parameters_of_another(tmp_path):
+    """PyTorch's own load_state_dict would round them."""
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {
+        i: {"step": torch.tensor(1.0), "exp_avg": torch.rand(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+        for i, p in enumerate(model.parameters())
+    }
+    torch.save({"model": model.state_dict(), "optimizer": {**optimizer.state_dict(), "state": state}}, tmp_path / "file")
+    updater = training.StandardUpdater(SerialIterator([0, 1], 2), optimizer, model)
+    serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
+    assert_same(moments(optimizer), state)
+
+
+def test_a_path_in_the_file_becomes_text_and_an_object_of_a_class_is_refused_by_name(tmp_path):
+    """A path cannot run anything; what can is named, with a remedy."""
+    model = Net()
+    torch.save({"model": model.state_dict(), "data": Path("a") / "b", "epoch": 3}, tmp_path / "file")
+    serializers.load(tmp_path / "file", Net())
+    torch.save({"model": model.state_dict(), "args": Fraction(1, 2)}, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"it holds fractions.Fraction, which only unpickling could make"):
+        serializers.load(tmp_path / "file", Net())
+
+
+def test_a_file_without_a_model_is_refused_as_before(tmp_path):
+    """As is a pickle that torch has not written."""
+    torch.save({"numbers": [1, 2, 3]}, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"is a file such as torch\.save or NumPy write, which is not opened"):
+        serializers.load(tmp_path / "file", Net())
