@@ -31,14 +31,14 @@ from chainring._distributed.watchdog import (
 )
 
 T = TypeVar("T")
-_FAILURE, _RECEIVED, _PROCESS = "chainring/failure", "chainring/received", "chainring/process"  # keys of the store
+_FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
 _QUESTION, _STATUS = "chainring/question", "chainring/status"
 _POLL_PERIOD = 0.25  # seconds
 _RECEIVE_TIMEOUT = 3.0  # seconds
 _PATIENCE = 5.0  # seconds in which an exchange with a process that has ended fails by itself, nearly always in a few ms
 _SILENCE = 1.0  # seconds after which others on its machine answer for a rank
 _INQUIRY = 3.0  # seconds in which it is found out who has not arrived
-MARGIN = 4.0  # seconds after which an exchange itself ends with an error, when it is known why
+_MARGIN = 4.0  # seconds after which an exchange itself ends with an error, when it is known why
 _GRACE = 3.0  # seconds after that, in which this error reaches the script
 _PAUSE = 5.0  # seconds without a turn of the watching thread that mean that this process was stopped
 
@@ -92,12 +92,11 @@ class FailureBroadcast:
         self._waiting: dict[int, tuple[float, bool]] = {}  # since when each thread is in an exchange, and whether beside
         self._progress: Any = None  # how far this rank has come
         self._progress_at = self._awake_at = time.monotonic()  # when that has changed, when this process began to run again
-        self._asked, self._asked_at = (
-            0,
-            0.0,
-        )  # how many questions were asked, and when the last, until others are answered for
+        self._asked = 0  # how many questions were asked
+        self._asked_at = 0.0  # when the last, as long as others may have to be answered for
         self._must_ask, self._ask_after = False, 0.0
         self._board = Board()
+        self._write_board()
         noting(self._board.note)
         self._store_at = time.monotonic()  # when the store has last answered
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -119,6 +118,16 @@ class FailureBroadcast:
         finally:
             self._waiting.pop(thread, None)
 
+    def this_process(self) -> Process:
+        """Return this process, for `watch_processes` of the other ranks."""
+        return this_process(self._board)
+
+    def watch_processes(self, processes: list[Process]) -> None:
+        """Watch the processes of all ranks from now on, when the process groups are there."""
+        if self._lowers:
+            lower_timeouts(self._limit + _MARGIN)
+        self._processes = {rank: process for rank, process in enumerate(processes) if rank != self._rank}
+
     def publish(self, text: str) -> str:
         """Publish why this rank fails; return what was published first, which may be another rank's."""
         self._is_leaving = True
@@ -133,7 +142,7 @@ class FailureBroadcast:
         """
         self._is_leaving = True
         if self._first is None:
-            self._on_store(self._poll)
+            self._on_store(self._poll, _RECEIVE_TIMEOUT if self._store_answers() else _SILENCE)
         if self._first is None and is_timeout:
             until = time.monotonic() + _INQUIRY + _GRACE
             self._must_ask = True  # the other thread asks
@@ -170,7 +179,6 @@ class FailureBroadcast:
                 result.set_exception(error)
 
         self._tasks.put(task)
-        patience = patience if self._store_answers() else _POLL_PERIOD
         with contextlib.suppress(RuntimeError, TimeoutError):
             return result.result(patience)
         return None
@@ -180,15 +188,12 @@ class FailureBroadcast:
         return time.monotonic() < self._store_at + _SILENCE + _POLL_PERIOD
 
     def _serve_store(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_PROCESS}/{self._rank}", this_process(self._board).to_text())
         while not self._closed.is_set():
             self._store_at = time.monotonic()
             with contextlib.suppress(queue.Empty):
                 self._tasks.get(timeout=_POLL_PERIOD)()
             with contextlib.suppress(RuntimeError):  # the store is gone
                 self._poll()
-                self._find_processes()
                 self._answer_questions()
 
     def _publish(self, failure: _Failure) -> None:
@@ -203,15 +208,6 @@ class FailureBroadcast:
         self._known_at = time.monotonic()
         self._first = _Failure(*json.loads(text))
         self._store.add(_RECEIVED, 1)
-
-    def _find_processes(self) -> None:
-        """Look for the processes of other ranks, each of which writes its own into the store when it starts."""
-        if len(self._processes) == self._size - 1:
-            return
-        for rank in range(self._size):
-            key = f"{_PROCESS}/{rank}"
-            if rank != self._rank and rank not in self._processes and self._store.check([key]):
-                self._processes[rank] = Process.from_text(self._store.get(key))
 
     def _answer_questions(self) -> None:
         """Say how far this rank has come if one asks, and a little later for those on this machine that do not."""
@@ -282,7 +278,7 @@ class FailureBroadcast:
     def _note_progress(self, now: float) -> None:
         collectives = count_collectives()
         if self._lowers:
-            lower_timeouts(self._limit + MARGIN)
+            lower_timeouts(self._limit + _MARGIN)
         progress = read_position(), {name: row[0] for name, row in collectives.items() if row[2] != BESIDE}
         if progress != self._progress:
             self._progress, self._progress_at = progress, now
@@ -325,7 +321,7 @@ class FailureBroadcast:
             iteration, (written, content) = board
             status = Status(**content)
             status.idle += time.monotonic() - written
-            if status.position is not None and iteration > status.position[0]:
+            if iteration > (-1 if status.position is None else status.position[0]):
                 status.position = iteration, None
         status.host, status.pid, status.state = process.host, process.pid, state
         if not process.is_stopped():
@@ -340,7 +336,7 @@ class FailureBroadcast:
     def _find_late(self) -> None:
         """Find out which ranks have not arrived, and publish it; if another rank asks, it does."""
         self._ask_after = time.monotonic() + _INQUIRY + _POLL_PERIOD
-        statuses = self._on_store(self._ask, _INQUIRY + _POLL_PERIOD)
+        statuses = self._on_store(self._ask, _INQUIRY + _POLL_PERIOD) if self._store_answers() else None
         if statuses == {}:
             return
         failure = (
@@ -393,9 +389,9 @@ class FailureBroadcast:
             is_stuck = known_for > _GRACE
         else:
             began = min([self._progress_at, *(since for since, _ in list(self._waiting.values()))])
-            waits = bool(self._waiting) or is_ahead(count_collectives(), failure.collectives)
+            waits = bool(self._waiting) or not failure.collectives or is_ahead(count_collectives(), failure.collectives)
             limit = (
-                min(MARGIN + _GRACE, began + self._limit + MARGIN + _GRACE - self._known_at)
+                min(_MARGIN + _GRACE, began + self._limit + _MARGIN + _GRACE - self._known_at)
                 if failure.is_stall
                 else _PATIENCE
             )

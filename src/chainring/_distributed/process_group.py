@@ -161,6 +161,8 @@ class ProcessGroupCommunicator(GroupCommunicator):
         super().__init__(new_group(description=description), exchange if failures is None else failures.exchange)
         self.local_rank, self.device = local_rank, device
         self._objects = new_group("gloo", description=description)
+        if failures is not None:
+            failures.watch_processes(self.gather_object(failures.this_process()))
         self._is_open, self._ends_group = True, ends_group
         if self.rank != 0:
             mute()

@@ -38,13 +38,6 @@ class Process(NamedTuple):
     board: int
     stacks: int
 
-    def to_text(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def from_text(cls, text: str | bytes) -> Process:
-        return cls(*json.loads(text))
-
     @property
     def is_near(self) -> bool:
         """True for a process on this machine; of another machine's nothing is known."""

@@ -1,0 +1,273 @@
+"""Ranks that do not arrive where others wait, and errors in process groups that the script has made: nothing hangs."""
+
+import importlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from chainring import training
+from chainring._distributed.watchdog import BESIDE, OWN, Status, find_late
+from chainring.iterators import SerialIterator
+from chainring.parallel import create_communicator
+
+TIMEOUT = 4.0
+AT_MOST = TIMEOUT + 10
+
+
+class Ranks:
+    """Two ranks or more that train; to one of them something happens in its sixth update."""
+
+    def __init__(self, place, size, kind, fault, group=""):
+        context = multiprocessing.get_context("forkserver")
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+        self.place, self.size = place, size
+        self.processes = [
+            context.Process(target=_live, args=(rank, size, port, place, kind, fault, group)) for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def ended(self, ranks, within=AT_MOST):
+        """Their exit codes and what each has said, when they have ended: soon enough after it has happened."""
+        for rank in ranks:
+            self.processes[rank].join(60)
+        since = time.monotonic() - float((self.place / "happened").read_text())
+        codes = [self.processes[rank].exitcode for rank in ranks]
+        assert since < within, (codes, [self.said(rank) for rank in ranks])
+        return codes, [self.said(rank) for rank in ranks]
+
+    def said(self, rank):
+        return (self.place / f"said-{rank}").read_text()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _live(rank, size, port, place, kind, fault, group):
+    os.dup2(os.open(place / f"said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    torch.set_num_threads(1)
+    import faulthandler
+
+    faulthandler.dump_traceback_later(22)
+    importlib.import_module("torch._dynamo")  # as the first step of an optimizer does, which takes seconds
+    _make_group(group, rank, size, port, place)
+    comm = create_communicator("cpu", timeout=TIMEOUT)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    if kind == "ddp":
+        net = nn.parallel.DistributedDataParallel(net)
+    if kind == "fsdp":
+        fully_shard(net, mesh=init_device_mesh("cpu", (size,)))
+    befall = fault if fault.rank in (rank, None) else Fault(-1, "")
+    data = Data(befall)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    updater = training.StandardUpdater(SerialIterator(data, 8), optimizer, net, comm=comm, loss_func=_square)
+    trainer = training.Trainer(updater, (8, "iteration"), out=str(place / "out"))
+    befall.begin(updater, place)
+    trainer.extend(lambda trainer: befall("in an extension"), name="mine", trigger=(1, "iteration"))
+    try:
+        trainer.run()
+    finally:
+        (place / f"finally-{rank}").touch()
+        if fault.lives_on and rank == fault.rank:
+            threading.Event().wait()
+    comm.close()
+
+
+def _make_group(group, rank, size, port, place):
+    if group == "file://":
+        dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=size)
+    elif group == "tcp://":
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    elif group == "env://":
+        dist.init_process_group("gloo")
+    elif group == "FileStore":
+        dist.init_process_group("gloo", store=dist.FileStore(f"{place}/store", size), rank=rank, world_size=size)
+    elif group == "TCPStore":
+        store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _square(model, inputs, targets):
+    return ((model(inputs) - targets) ** 2).mean()
+
+
+class Fault:
+    """What happens to a rank, in its data set or in an extension, once it has done five updates."""
+
+    def __init__(self, rank, kind, where="in the data set", lives_on=False):
+        self.rank, self.kind, self.where, self.lives_on = rank, kind, where, lives_on
+
+    def begin(self, updater, place):
+        self.updater, self.place = updater, place
+
+    def __call__(self, where):
+        if where == self.where and self.kind and self.updater.iteration == 5:
+            (self.place / "happened").write_text(str(time.monotonic()))
+            getattr(self, self.kind)()
+
+    def sleeps(self):
+        time.sleep(1000)
+
+    def is_stopped(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def deadlocks(self):
+        lock = threading.Lock()
+        with lock, lock:
+            pass
+
+    def holds_the_interpreter(self):
+        re.match("(a+)+$", "a" * 100 + "b")
+
+    def computes(self):
+        time.sleep(TIMEOUT + 2)
+
+    def raises(self):
+        raise ValueError("broken")
+
+
+class Data:
+    def __init__(self, befall):
+        self.befall = befall
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.befall("in the data set")
+        return torch.ones(4), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "late", "fault", "where"),
+    [
+        ("plain", 2, 1, "sleeps", "in the data set"),
+        ("plain", 3, 0, "deadlocks", "in an extension"),
+        ("plain", 2, 1, "holds_the_interpreter", "in the data set"),
+        ("ddp", 2, 0, "sleeps", "in the data set"),
+        ("ddp", 2, 1, "deadlocks", "in an extension"),
+        ("fsdp", 2, 1, "sleeps", "in the data set"),
+    ],
+)
+def test_a_rank_that_does_not_arrive_is_named_with_its_iteration_and_its_stack(tmp_path, kind, size, late, fault, where):
+    """Whether the others wait for it in the updater's exchange or in torch's own, they raise RankFailed."""
+    others = [rank for rank in range(size) if rank != late]
+    with Ranks(tmp_path, size, kind, Fault(late, fault, where)) as ranks:
+        codes, words = ranks.ended(others)
+    assert codes == [1] * len(others)
+    for rank, text in zip(others, words, strict=True):
+        assert f"RankFailed: rank {late} has not arrived" in text
+        assert "has iteration 5 as its last" in text
+        assert f"in {fault}" in text  # the stack
+        assert ("in extension 'mine'" in text) == (where == "in an extension")
+        assert (tmp_path / f"finally-{rank}").exists()
+
+
+@pytest.mark.parametrize(("kind", "late", "group"), [("plain", 1, ""), ("ddp", 0, ""), ("fsdp", 0, "env://")])
+def test_a_rank_that_is_stopped_is_named_with_its_iteration_also_where_it_has_the_store(tmp_path, kind, late, group):
+    """Rank 0 has the store through which the ranks have met, so that none of them can write to another."""
+    with Ranks(tmp_path, 2, kind, Fault(late, "is_stopped"), group) as ranks:
+        codes, words = ranks.ended([1 - late])
+    assert codes == [1]
+    assert f"rank {late} has not arrived" in words[0]
+    assert f"process {ranks.processes[late].pid} on" in words[0]
+    assert "has iteration 5 as its last" in words[0]
+    assert "Its process is stopped" in words[0]
+
+
+def test_a_rank_that_was_late_ends_by_itself_with_what_the_others_say(tmp_path):
+    with Ranks(tmp_path, 2, "plain", Fault(0, "sleeps")) as ranks:
+        codes, words = ranks.ended([0, 1])
+    assert codes == [1, 1]
+    assert "rank 0 stops, because it had not arrived" in words[0]
+    assert "rank 1 waited" in words[0]
+
+
+@pytest.mark.parametrize("group", ["file://", "tcp://", "env://", "FileStore", "TCPStore"])
+@pytest.mark.parametrize(("kind", "failing"), [("plain", 1), ("ddp", 0)])
+def test_an_error_reaches_all_ranks_of_a_group_that_the_script_has_made(tmp_path, group, kind, failing):
+    with Ranks(tmp_path, 2, kind, Fault(failing, "raises"), group) as ranks:
+        codes, words = ranks.ended([0, 1], within=10)
+    assert codes == [1, 1]
+    assert "ValueError: broken" in words[failing]
+    assert f"RankFailed: rank {failing} has failed" in words[1 - failing]
+    assert "in raises" in words[1 - failing]  # the traceback
+
+
+def test_an_error_reaches_a_rank_that_waits_in_ddp_though_the_failed_process_lives_on(tmp_path):
+    """As a worker of Ray does: its connections stay open, and DDP would wait for it."""
+    with Ranks(tmp_path, 2, "ddp", Fault(1, "raises", lives_on=True), "tcp://") as ranks:
+        codes, words = ranks.ended([0])
+    assert codes == [1]
+    assert "rank 1 has failed, and all stop with it" in words[0]
+    assert "in raises" in words[0]
+
+
+def test_ranks_that_all_compute_longer_than_the_timeout_are_not_late(tmp_path):
+    """Nobody waits for another, so nobody is late."""
+    with Ranks(tmp_path, 2, "ddp", Fault(None, "computes")) as ranks:
+        for process in ranks.processes:
+            process.join(60)
+    assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.said(0)
+
+
+def statuses(*counts):
+    """Of each rank, by the name of a group, how many collectives it has begun there and who belongs to it."""
+    members = {}
+    for rank, groups in enumerate(counts):
+        for name in groups:
+            members.setdefault(name, []).append(rank)
+    return {
+        rank: Status(rank, collectives={name: (number, members[name], name) for name, number in groups.items()})
+        for rank, groups in enumerate(counts)
+    }
+
+
+def test_of_a_chain_of_waits_the_rank_at_its_end_is_late():
+    """Rank 0 waits for rank 2, whose data it shares, and that one for rank 3, with which it computes a layer."""
+    found = statuses({"tp 0": 9, "dp 0": 4}, {"tp 0": 9, "dp 1": 4}, {"tp 1": 8, "dp 0": 3}, {"tp 1": 7, "dp 1": 3})
+    assert find_late(found[0], found, is_beside=False) == [3]
+
+
+def test_ranks_that_wait_for_each_other_are_not_late():
+    found = statuses({"one": 2, "other": 1}, {"one": 1, "other": 2})
+    assert find_late(found[0], found, is_beside=False) == []
+
+
+def test_a_rank_that_has_begun_an_exchange_ahead_of_others_does_not_wait_yet():
+    """The communicator starts exchanges and waits for them later, so that only those count in which it waits."""
+    found = statuses({OWN: 2}, {OWN: 1})
+    assert find_late(found[0], found, is_beside=False) == []
+    found[0].waited = 1.0
+    assert find_late(found[0], found, is_beside=False) == [1]
+
+
+def test_a_rank_whose_snapshot_is_late_is_found_in_the_exchange_of_snapshots_alone():
+    found = statuses({OWN: 7, BESIDE: 3}, {OWN: 9, BESIDE: 2})
+    assert find_late(found[0], found, is_beside=True) == [1]
+
+
+def test_a_rank_of_which_nothing_is_known_is_late():
+    found = statuses({"dp": 2}, {"dp": 2}, {"dp": 2})
+    found[1] = Status(1, state="It does not answer.")
+    assert find_late(found[0], found, is_beside=False) == [1]
