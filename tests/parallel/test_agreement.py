@@ -295,28 +295,3 @@ def test_an_out_that_is_not_shared_is_refused(tmp_path):
     for words in on_two_ranks(run, None, [str(tmp_path / "one"), str(tmp_path / "two")]):
         assert "out is one directory for all ranks" in words
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".chainring")]
-
-
-def hooked(comm):
-    """The warnings at the start of a run with PowerSGD."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-
-        net = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-        net.register_comm_hook(powersgd.PowerSGDState(None, start_powerSGD_iter=10), powersgd.powerSGD_hook)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        StandardUpdater(SerialIterator([0] * 4, 2), optimizer, net, comm=comm).start()
-    with warnings.catch_warnings(record=True) as silent:
-        warnings.simplefilter("always")
-        net = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        StandardUpdater(SerialIterator([0] * 4, 2), optimizer, net, comm=comm).start()
-    return [[str(warning.message) for warning in each] for each in (caught, silent)]
-
-
-def test_a_communication_hook_with_a_state_is_warned_about():
-    """No snapshot has it, so that a resumed run would differ; DDP without one is silent."""
-    for caught, silent in on_two_ranks(hooked):
-        assert any("powerSGD_hook" in text and "PowerSGDState" in text for text in caught)
-        assert not silent

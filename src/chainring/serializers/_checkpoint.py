@@ -204,7 +204,8 @@ class Checkpoint:
         self.about = {"versions": versions(), "epoch": state.target.get("updater/iterator:main/epoch")}
         if own := state.own_paths():
             self.about["own state of modules"] = own
-        if (reason := _random.nondeterminism_reason()) is not None:
+        inexact = state.target.get("updater/communication_hooks/inexact")
+        if (reason := inexact or _random.nondeterminism_reason()) is not None:
             self.about["not bit-exact"] = reason
 
     def commit(

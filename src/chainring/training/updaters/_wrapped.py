@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,16 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import exchanged_by_fsdp, find_misplaced, fsdp_modules, is_sharded, to_local
+from chainring.training.updaters._hook_states import HookStates
 
 
 class WrappedModules:
     """The modules of some models that are wrapped in DDP or `fully_shard`; ``parameters`` are the ids of theirs.
 
-    ``in_buckets`` are the ids of those whose gradients lie in memory that DDP writes to in each backward.
+    ``in_buckets`` are the ids of those whose gradients lie in memory that DDP writes to in each backward, ``hook_states``
+    those of communication hooks of DDP.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._replicated = _list_ddp_modules(models)
+        self.hook_states = HookStates(self._replicated) if self._replicated else None
         self._sharded = [module for model in models for module in fsdp_modules(model)]
         replicated = [parameter for module in self._replicated for parameter in module.parameters()]
         sharded = [parameter for model in models for parameter in exchanged_by_fsdp(model)]
@@ -35,18 +37,6 @@ class WrappedModules:
             module.require_backward_grad_sync = enabled  # what DDP's own no_sync() sets
         for sharded in self._sharded:
             sharded.set_requires_gradient_sync(enabled)
-
-    def warn_of_hooks(self) -> None:
-        """Warn of communication hooks of DDP with a state of their own, such as that of PowerSGD, which is not saved."""
-        for module in self._replicated:
-            for hook, state in getattr(module, "_comm_hooks", ()):
-                if state is not None and not isinstance(state, dist.ProcessGroup):
-                    name = getattr(hook, "__name__", type(hook).__name__)
-                    warnings.warn(
-                        f"the communication hook {name} of DDP keeps a {type(state).__name__}, which no snapshot holds: a "
-                        "resumed run trains on, and not as the uninterrupted one would",
-                        stacklevel=2,
-                    )
 
     def build_ddp_buckets(self) -> None:
         """Let DDP assign its buckets before the first update, by two backwards that touch no data.

@@ -256,12 +256,15 @@ class StandardUpdater(Updater):
         super().start()
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
-            self._wrapped.warn_of_hooks()
-        if self._virtual is not None:
-            self._virtual.start()
-            self._wrapped.set_gradient_sync(False)
-        elif self.comm.size > 1:
-            self._wrapped.build_ddp_buckets()
+        hooks = self._wrapped.hook_states
+        if hooks is not None:
+            hooks.warn()
+        with nullcontext() if hooks is None else hooks.preserved():
+            if self._virtual is not None:
+                self._virtual.start()
+                self._wrapped.set_gradient_sync(False)
+            elif self.comm.size > 1:
+                self._wrapped.build_ddp_buckets()
 
     # --- an update ---
 
@@ -861,6 +864,8 @@ class StandardUpdater(Updater):
             visit_setting(serializer["settings"], name, value, name)
         if self._virtual is not None:
             self._virtual.seed = visit_optional(serializer, "virtual_seed", self._virtual.seed)
+        if self._wrapped.hook_states is not None:
+            self._wrapped.hook_states.serialize(serializer["communication_hooks"], self.comm)
         if isinstance(self._compute, CompiledUpdate):
             self._compute.serialize(serializer["compiled"])
 
