@@ -1,48 +1,64 @@
-"""``chainring export DIR FILE``: write the plain model of a snapshot."""
+"""``chainring export DIR PLACE --format FORMAT``: write the plain model of a snapshot, for others to read."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from chainring._files import atomic_write, flush, temporary_path
 from chainring.cli._common import add_command, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
 from chainring.serializers._store import read_manifest
+from chainring.serializers.base import find_aliases
 
 _MODEL = "updater/model:"
+MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face
 _HELP = """
-Write the model of a snapshot as one safetensors file with the names of its
-state_dict, which any reader of the format opens. The snapshot is verified
-first. An existing file is not overwritten.
+Write the model of a snapshot with the names of its state_dict, without the
+code of the model. The snapshot is verified first. What exists is not
+overwritten. The formats:
+
+  safetensors  one file, which any reader of the format opens
+  torch        one file, for torch.load(file, weights_only=True)
+  hf           a directory of safetensors with an index, for from_pretrained;
+               put the config.json of the model beside it
+  dcp          a directory, for torch.distributed.checkpoint.load
 
 examples:
   chainring export result mlp.safetensors      the newest snapshot of a run
-  chainring export result/best gen.safetensors --model gen
+  chainring export result/best gen.pt --model gen --format torch
   chainring export --json result mlp.safetensors | jq .tensors
 
 exit status:
-  0  the file is written
+  0  it is written
   1  the snapshot is damaged
-  2  there is no snapshot or no such model, or the file exists"""
+  2  there is no snapshot or no such model, or PLACE exists"""
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(commands, "export", run, "write the model of a snapshot as one safetensors file", _HELP)
+    parser = add_command(commands, "export", run, "write the model of a snapshot for other programs", _HELP)
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
-    parser.add_argument("file", metavar="FILE", help="the file to write")
+    parser.add_argument("place", metavar="PLACE", help="the file to write; for hf and dcp the directory")
     parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
+    parser.add_argument("--format", choices=sorted(_WRITERS), default="safetensors", help="default: safetensors")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the file."""
-    directory, file = snapshots(options.directory)[0], Path(options.file)
-    if os.path.lexists(file):
-        raise FileExistsError(f"{file} exists and is not overwritten; give another name")
+    """Write the model."""
+    directory, place = snapshots(options.directory)[0], Path(options.place)
+    if os.path.lexists(place):
+        raise FileExistsError(f"{place} exists and is not overwritten; give another name")
     own = read_manifest(directory).about.get("own state of modules")  # beside parameters and buffers
     beside = set(map(str, own)) if isinstance(own, list) else set()
     state = {key: value for key, value in read_state(directory).items() if key not in beside}
@@ -56,14 +72,78 @@ def run(options: argparse.Namespace) -> None:
         has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
         raise ValueError(f"{directory} has no model {options.model or 'of an updater'}; {has}")
     left_out = sorted(name for name, value in found.items() if value is None)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(file, tensors)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    _WRITERS[options.format](place, tensors)
     if options.json:
         model = prefix.removeprefix(_MODEL).rstrip("/")
-        facts = {"file": str(file), "bytes": file.stat().st_size, "directory": str(directory), "model": model}
+        files = [place] if place.is_file() else sorted(place.iterdir())
+        facts = {"file": str(place), "format": options.format, "bytes": sum(file.stat().st_size for file in files)}
+        facts |= {"directory": str(directory), "model": model}
         print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
         return
     if left_out:
         taken = f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         print(printable(taken))
-    print(printable(f"{file}: {len(tensors)} tensors of {directory}"))
+    print(printable(f"{place}: {len(tensors)} tensors of {directory}"))
+
+
+def _write_torch(place: Path, tensors: Mapping[str, Tensor]) -> None:
+    with atomic_write(place, durable=True) as file:
+        torch.save(dict(tensors), file)
+
+
+def _write_hf(place: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write safetensors of at most 5 GB and their index; a tied tensor once, under its first name, as it is read there."""
+    first = find_aliases(tensors)
+    files: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name in (name for name in tensors if first[name] == name or not tensors[name].numel()):
+        tensor = tensors[name].contiguous()
+        if files[-1] and size + tensor.nbytes > MAX_FILE:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+
+    def write(directory: Path) -> None:
+        weight_map = {}
+        for number, stored in enumerate(files, 1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            save_file(stored, directory / name, metadata={"format": "pt"})
+            weight_map.update(dict.fromkeys(stored, name))
+        total = sum(tensor.nbytes for stored in files for tensor in stored.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    _write_directory(place, write)
+
+
+def _write_dcp(place: Path, tensors: Mapping[str, Tensor]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant by no_dist
+        _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory, no_dist=True))
+
+
+def _write_directory(place: Path, write: Callable[[Path], Any]) -> None:
+    """Make a directory that is complete as soon as it has its name, and flush it to the disk."""
+    temporary = temporary_path(place.parent)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            flush(path)
+        os.rename(temporary, place)
+        flush(place.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+_WRITERS: dict[str, Callable[[Path, Mapping[str, Tensor]], None]] = {
+    "safetensors": save_tensors,
+    "torch": _write_torch,
+    "hf": _write_hf,
+    "dcp": _write_dcp,
+}
