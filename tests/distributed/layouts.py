@@ -65,7 +65,7 @@ class Blocks(nn.Module):
         return self.head(self.norm(self.between(self.block(words)).mean(-2)))
 
 
-def lay_out(kind, model):
+def lay_out(kind, model, timeout=None):
     """The communicator of those that share the data, when a model of such a net is laid out on its mesh."""
     if kind == "hsdp2x2":
         mesh = init_device_mesh("cpu", MESHES[kind], mesh_dim_names=("copy", "shard"))
@@ -78,4 +78,4 @@ def lay_out(kind, model):
     if not kind.startswith("dp"):
         fully_shard(model.predictor.block, mesh=data)
         fully_shard(model, mesh=data)
-    return create_communicator("cpu", mesh=data)
+    return create_communicator("cpu", mesh=data, timeout=timeout)

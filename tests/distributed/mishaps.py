@@ -1,13 +1,15 @@
 """What happens to one rank, and what becomes of the others: none waits, none is left, and the run goes on exactly."""
 
 import shutil
+import time
 from dataclasses import replace
 
 from program import CODE, Fault, Options
-from worlds import Row, newest, same
+from worlds import MESHES, Row, newest, same
 
 from tries import WrongEndError
 
+TIMEOUT = 5.0  # seconds for which others wait for a rank that stalls
 WORLDS = [(kind, size) for size in (2, 3) for kind in ("plain", "ddp", "fsdp")]
 
 
@@ -86,6 +88,39 @@ def terminated(bench, number, draw, place):
     return kind
 
 
+def stalls(bench, number, draw, place):
+    """A rank stalls at a random moment: the others name it, its last iteration and its stack, and all end; then exact."""
+    kind, size = [*WORLDS, *MESHES][number // 3 % (len(WORLDS) + len(MESHES))]
+    options = Options(kind=kind, net="blocks" if (kind, size) in MESHES else "", timeout=TIMEOUT)
+    stall = ("stop", "asleep", "deadlock")[number % 3]
+    while True:
+        delay = draw.uniform(0, 0.02) if stall == "stop" else 0.0
+        fault = Fault(stall, draw.randrange(size), draw.randrange(options.iterations), delay)
+        began = time.time()
+        world = bench.run(place, size, replace(options, fault=fault))
+        others = [rank for rank in range(size) if rank != fault.rank]
+        if any(world.codes[rank] for rank in others):
+            break
+        shutil.rmtree(place)  # it came too late
+        place.mkdir()
+    same("the exit codes of the others", [world.codes[rank] for rank in others], [1] * len(others))
+    stalled_at = (place / "happened").stat().st_mtime - began + delay
+    if (seconds := max(world.ended[rank] for rank in others) - stalled_at) > TIMEOUT + 10:
+        raise WrongEndError(f"the others ended {seconds:.1f} s later: {world.outputs()}")
+    iterations = [fault.iteration]
+    if stall == "stop":
+        seen = int((place / "iteration").read_text())  # in an extension, which comes after the update
+        iterations = [seen, seen + 1]
+    where = {"stop": "Its process is stopped", "asleep": "in in_example", "deadlock": "in deadlock"}[stall]
+    for rank in others:
+        text = world.output(rank)
+        named = [f"has iteration {iteration} as its last" for iteration in iterations]
+        if f"rank {fault.rank} has not arrived" not in text or where not in text or not any(name in text for name in named):
+            raise WrongEndError(f"rank {rank} does not say {where!r} and one of {named}: {text[-3000:]}")
+    bench.exact(place, size, options, newest(place / "out"))
+    return stall
+
+
 ROWS = [
     Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 6, 60, raises),
     Row(
@@ -100,5 +135,9 @@ ROWS = [
     Row(
         "sigterm", "SIGTERM to one rank at a random moment",
         "all end after the same iteration with one snapshot and exit 143; resume exact", 6, 200, terminated,
+    ),
+    Row(
+        "stalls", "SIGSTOP, a data set that sleeps, a deadlock in an extension",
+        f"named with its last iteration and its stack within {TIMEOUT:g} s + 10 s; resume exact", 3, 50, stalls,
     ),
 ]  # fmt: skip

@@ -37,7 +37,8 @@ class Fault:
     Attributes:
         kind: ``"kill"`` SIGKILL, ``"term"`` SIGTERM, ``"write"`` SIGKILL in its next snapshot's write, ``"machine"`` SIGKILL
             of its launcher as well; ``"example"`` and ``"loss"`` raise there, ``"slow"`` holds the rank up in every update
-            and ``"hold"`` its writes.
+            and ``"hold"`` its writes; ``"stop"`` SIGSTOP, ``"asleep"`` sleeps in its data set and ``"deadlock"`` waits for
+            ever in an extension.
         rank: which; ``None`` for the one that is told of it.
         iteration: in which update, or for a write after which.
         delay: seconds later for a signal, or by which the rank is slow.
@@ -75,6 +76,7 @@ class Options:
         across: whether the next epoch completes an update that the end of an epoch is inside of.
         optimizer: the class of PyTorch's, where there is one.
         counts: whether the model reports a metric object.
+        timeout: seconds for which ranks wait for one that is late.
         gradients: whether the gradients of the first update are told.
         fault: what happens to it.
     """
@@ -97,6 +99,7 @@ class Options:
     across: bool = True
     optimizer: str = "Adam"
     counts: bool = False
+    timeout: float | None = None
     gradients: bool = False
     fault: Fault | None = None
 
@@ -146,8 +149,10 @@ class Befalling(training.Extension):
 
     def __call__(self, trainer):
         self.iteration = trainer.updater.iteration
-        if self.is_now("kill", "term"):
-            number = signal.SIGKILL if self.fault.kind == "kill" else signal.SIGTERM
+        if self.fault is not None and self.fault.kind == "stop":
+            self.mark.with_name("iteration").write_text(str(self.iteration))
+        if self.is_now("kill", "term", "stop"):
+            number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[self.fault.kind]
             timer = threading.Timer(self.fault.delay, os.kill, (os.getpid(), number))
             timer.daemon = True  # a run that is over first is not waited with
             timer.start()
@@ -159,6 +164,8 @@ class Befalling(training.Extension):
             self.kill_in_write()
         if self.is_now("hold"):
             self.hold_up_writes()
+        if self.is_now("deadlock"):
+            self.deadlock()
 
     def is_now(self, *kinds):
         """Whether a fault of one of the kinds happens in the update under way, for the first time."""
@@ -193,7 +200,14 @@ class Befalling(training.Extension):
 
         os.mkdir = slowly
 
+    def deadlock(self):
+        lock = threading.Lock()
+        with lock, lock:
+            pass
+
     def in_example(self):
+        if self.is_now("asleep"):
+            time.sleep(1000)
         if self.is_now("example"):
             raise ValueError("broken example")
 
@@ -319,7 +333,7 @@ def build(options, comm, place):
     first = []
     model, consumed = model_of(options, comm), Consumed()
     if options.kind in MESHES:
-        comm = lay_out(options.kind, model)
+        comm = lay_out(options.kind, model, options.timeout)
     befalling = Befalling(options.fault, comm.world.rank, place)
     train, test = datasets.get_digits()
     data = iterators.SerialIterator(Digits(train, options.examples, befalling.in_example), options.batch, options.repeat)
@@ -384,7 +398,7 @@ def outcome(trainer, parts, first):
 
 def train(options, place):
     """Runs to the end, of which the outcome is left in the place, also where a signal has made it."""
-    comm = create_communicator("cpu")
+    comm = create_communicator("cpu", timeout=options.timeout)
     trainer, parts, first = build(options, comm, place)
     told = {"signalled": None}
     # Called beside the run's own, and there when the run is over, so that a signal that comes late does nothing.

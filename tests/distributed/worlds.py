@@ -137,7 +137,7 @@ class Bench:
         return place
 
     def run(self, place, size, options):
-        """Runs a world to the end of all its ranks.
+        """Runs a world to the end of all its ranks; one that is stopped is killed when the others have ended.
 
         Raises:
             WrongEndError: it took longer than any may.
@@ -152,6 +152,8 @@ class Bench:
         try:
             alive = {rank.sentinel: number for number, rank in enumerate(ranks)}
             while alive:
+                if options.fault is not None and options.fault.kind == "stop" and [*alive.values()] == [options.fault.rank]:
+                    ranks[options.fault.rank].kill()
                 ready = multiprocessing.connection.wait(list(alive), max(0.0, began + LIMIT - time.monotonic()))
                 if not ready:
                     raise WrongEndError(f"ranks {list(alive.values())} had not ended after {LIMIT:g} s")
