@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -229,3 +230,68 @@ def test_ranks_of_one_model_that_differ_are_refused_before_the_first_step():
         assert "the loss is" in words["losses"]
         assert "give both the same rows" in words["rows"]
         assert 'fully_shard mesh["dp"]' in words["sharded over both"]
+
+
+class Pipelined(StandardUpdater):
+    """Each rank computes a stage of the model."""
+
+    schedule = None
+
+    def update_core(self):
+        x, t = self.next_batch()
+        if self.comm.world.rank == 0:
+            self.schedule.step(x)
+        else:
+            self.schedule.step(target=t, losses=[])
+        self.get_optimizer("main").step()
+
+
+def pipelines(world):
+    """What is said of stages of one form, on a mesh and without one; and of stages that have names of their own."""
+    mesh, words = a_mesh((1, 2), "pp"), []
+    for name, comm in (("stage", world), ("stage", create_communicator(mesh=mesh["dp"])), (f"stage{world.rank}", world)):
+        stage = nn.Sequential()
+        stage.add_module(name, nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+        iterator = SerialIterator(list(zip(torch.ones(8, 2), torch.zeros(8, 2), strict=True)), 4, seed=1)
+        updater = Pipelined(iterator, optimizer, stage, comm=comm)
+        pipeline = PipelineStage(stage, world.rank, 2, torch.device("cpu"))
+        updater.schedule = ScheduleGPipe(pipeline, 2, loss_fn=nn.functional.mse_loss)
+        try:
+            if name == "stage":
+                updater.update()
+            else:
+                rows_of(Trainer(updater, (2, "iteration")), world)
+        except (ValueError, RuntimeError) as error:
+            words.append(str(error))
+    return words
+
+
+def test_the_stages_of_a_pipeline_are_refused():
+    """By torch.distributed.pipelining; on a mesh whose ranks have the same rows, too."""
+    for words in on_ranks(2, pipelines):
+        assert isinstance(words, list), words
+        assert "the 2 ranks have not exchanged its gradients, or compared them: write self.backward(loss)" in words[0]
+        assert words[1] == words[0]
+        assert "the stages of a pipeline, of which each rank has one, are not supported" in words[2]
+
+
+class Idle(StandardUpdater):
+    """Changes nothing."""
+
+    def update_core(self):
+        self.next_batch()
+
+
+def idle(world):
+    mesh, net = a_mesh((1, 2), "tp"), Bigram()
+    parallelize_module(net, mesh["tp"], {"scores": ColwiseParallel(output_layouts=Replicate())})
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    updater = Idle(SerialIterator(list(TOKENS), 8), optimizer, net, comm=create_communicator(mesh=mesh["dp"]))
+    updater.update()
+    return updater.iteration
+
+
+def test_an_update_of_ones_own_may_pass_over_a_step():
+    """Ranks have divided the parameters, and have not changed them."""
+    assert on_ranks(2, idle) == [1, 1]

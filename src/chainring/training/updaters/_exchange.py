@@ -72,22 +72,24 @@ class ExchangeWatch:
             # A closure gives each rank its own loss, by which its optimizer decides for itself.
             if has_weighed or has_closure or not all(id(parameter) in wrapped.parameters for parameter in parameters):
                 raise RuntimeError(
-                    f"update_core has let optimizer {name!r} step by itself, so the {comm.size} ranks have not averaged its "
-                    f"gradients: write self.backward(loss) and self.step({name!r}) in update_core, or self.step({name!r}, "
-                    "closure) with an optimizer that needs a closure, and not optimizer.step()"
+                    f"update_core has let optimizer {name!r} step by itself, so the {comm.world.size} ranks have not "
+                    f"exchanged its gradients, or compared them: write self.backward(loss) and self.step({name!r}) in "
+                    f"update_core, or self.step({name!r}, closure) with an optimizer that needs a closure, and not "
+                    "optimizer.step()"
                 )
         if not (self.has_exchanged or self._stepped_outside):
             self._compare(comm, models, wrapped)
 
     def _compare(self, comm: Communicator, models: Mapping[str, nn.Module], wrapped: WrappedModules) -> None:
-        """Compare the parameters of the ranks, after an update without any exchange; sharded ones differ by nature."""
+        """Compare the parameters of the ranks, after an update without any exchange; shards differ by nature."""
         digest, is_empty = hashlib.blake2b(digest_size=16), True
         for parameter in (parameter for model in models.values() for parameter in model.parameters()):
             if id(parameter) not in wrapped.parameters and not is_lazy(parameter):
-                values: Any = parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+                values: Any = to_local(parameter).detach().reshape(-1).view(torch.uint8).cpu().numpy()
                 digest.update(values)
                 is_empty = False
-        if not is_empty and len(set(comm.gather_object(digest.hexdigest()))) > 1:
+        digests = [] if is_empty else comm.world.gather_object(digest.hexdigest())
+        if len({digests[rank] for rank in comm.data_ranks if digests}) > 1:
             raise RuntimeError(
                 f"after an update without self.step() the {comm.size} ranks have different parameters: update_core has "
                 "changed them without averaging gradients. Write self.backward(loss) and self.step() in update_core"

@@ -227,7 +227,7 @@ class StandardUpdater(Updater):
         self._ends_with_epoch = self.accumulate > 1 and not self.accumulate_across_epochs
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
-        watches = (self.comm.size > 1 or self._virtual is not None) and self._overrides("update_core", "step")
+        watches = (self.comm.world.size > 1 or self._virtual is not None) and self._overrides("update_core", "step")
         self._exchange_watch = ExchangeWatch(self._optimizers) if watches else None
         is_shared = self.comm.world.size > self.comm.size
         self._model_watch = ModelRanksWatch(self.comm, self._models) if is_shared else None
