@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chainring.serializers.foreign import torch_save
+from chainring.serializers.foreign import accelerate, hugging_face, lightning, pfn_extras, torch_save
 from chainring.serializers.foreign.archive import is_torch_file, read_torch_file
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.loading import load_foreign
 
 __all__ = ["load_foreign", "read_foreign"]
 
-_OF_TORCH_FILES = (torch_save.read,)
+_OF_DIRECTORIES = (accelerate.read, hugging_face.read)
+_OF_TORCH_FILES = (lightning.read, pfn_extras.read, torch_save.read)
 
 
 def read_foreign(path: Path) -> ForeignCheckpoint | None:
@@ -23,6 +24,8 @@ def read_foreign(path: Path) -> ForeignCheckpoint | None:
     Raises:
         ValueError: it is damaged, or holds what is not read.
     """
+    if path.is_dir():
+        return next((found for read in _OF_DIRECTORIES if (found := read(path)) is not None), None)
     if not is_torch_file(path):
         return None
     content = read_torch_file(path)

@@ -62,13 +62,13 @@ def plan_model(
         below = {name: name for name in saved}
     names, found_below = _match(below, list(live), tied)
     found = {own_name: saved[name] for name, own_name in names.items()}
-    report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{found_below}"]
-    aside = [name for name in saved if name not in names]
-    report += [f"not taken: {_shown(aside)}"] if aside else []
     for name in live.keys() - found.keys():  # a tied one is written under one of its names
         other = next((other for other in tied.get(name, ()) if other in found), None)
         if other is not None:
             found[name] = found[other]
+    report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{found_below}"]
+    aside = [name for name in saved if name not in names]
+    report += [f"not taken: {_shown(aside)}"] if aside else []
     missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
     _check(path, model, {name: own[live[name]] for name in live}, found, missing, unexpected, strict)
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ def set_position(
     if iteration is not None:
         changes["updater/iteration"] = iteration
     own = {key.removeprefix(_ITERATOR): value for key, value in state.items() if key.startswith(_ITERATOR)}
+    saved = _with_epoch(own, saved, iteration, state.get("updater/settings/accumulate", 1), report)
     if saved.epoch is None:
         if own:
             report.append("not there: the place in the data, which begin with a first epoch")
@@ -39,6 +41,20 @@ def set_position(
     found = ", ".join(f"{name} {number}" for name, number in counts.items() if number is not None)
     report.append(f"counts: {found}" if found else "not there: iteration and epoch, which begin at 0")
     return changes
+
+
+def _with_epoch(
+    own: Mapping[str, Any], saved: ForeignCheckpoint, iteration: int | None, accumulate: Any, report: list[str]
+) -> ForeignCheckpoint:
+    """Return the checkpoint with the epoch that follows from the iteration, where it has no epoch of its own."""
+    length = own.get("batches")
+    if "size" in own and own.get("batch_size"):
+        length = math.ceil(own["size"] / own["batch_size"])
+    if saved.epoch is not None or iteration is None or not length or accumulate != 1:
+        return saved
+    epoch, batches = divmod(iteration, length)
+    report.append(f"not there: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here")
+    return dataclasses.replace(saved, epoch=epoch, batches=batches)
 
 
 def _batches(saved: ForeignCheckpoint, in_epoch: int | None) -> int:
