@@ -16,10 +16,11 @@ def on_two_ranks(function, *arguments):
     return on_ranks(2, function, *arguments)
 
 
-def on_ranks(size, function, *arguments):
+def on_ranks(size, function, *arguments, seconds=60):
     """What ``function(comm, *arguments)`` returns on each of ``size`` ranks, or the error that it raises, as text."""
     shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return in_environments([{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)], function, *arguments)
+    environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return in_environments(environments, function, *arguments, seconds=seconds)
 
 
 def free_port():
@@ -29,9 +30,10 @@ def free_port():
         return held.getsockname()[1]
 
 
-def in_environments(environments, function, *arguments):
+def in_environments(environments, function, *arguments, seconds=60):
     """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor.parallel", "chainring.parallel"])  # once, and not in each rank
     size = len(environments)
     results, found = context.Queue(), {}
     ranks = [
@@ -42,7 +44,7 @@ def in_environments(environments, function, *arguments):
         rank.start()
     try:
         while len(found) < size:
-            rank, told = results.get(timeout=60)
+            rank, told = results.get(timeout=seconds)
             found[rank] = told
     except queue.Empty:
         raise TimeoutError(f"of {size} ranks only these have answered, and with this: {found}") from None

@@ -111,11 +111,14 @@ def total_norm(tensors: Sequence[Any], norm_type: float) -> Tensor:
     """Return the norm of tensors as one vector; they are all plain, or all sharded over one mesh."""
     if norm_type != math.inf or not tensors or not is_sharded(tensors[0]):
         return to_full(torch.nn.utils.get_total_norm(tensors, norm_type))
-    # PyTorch refuses the largest magnitude of a shard without elements, as a rank may have.
+    # PyTorch refuses the largest magnitude of a shard without elements, as a rank may have; and of two numbers of which
+    # one is NaN the larger is, between ranks, either: so whether there is one is found beside it.
     module, mesh = sys.modules["torch.distributed.tensor"], tensors[0].device_mesh
     largest = [local.abs().max() for local in map(to_local, tensors) if local.numel()]
     norm = torch.stack(largest).max() if largest else torch.zeros((), dtype=tensors[0].dtype, device=tensors[0].device)
-    return to_full(module.DTensor.from_local(norm, mesh, [module.Partial("max")] * mesh.ndim))
+    pair = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)])
+    norm, has_nan = to_full(module.DTensor.from_local(pair, mesh, [module.Partial("max")] * mesh.ndim)).unbind()
+    return torch.where(has_nan > 0, math.nan, norm)
 
 
 def norm_in_order(tensors: Sequence[Any], norm_type: float) -> Tensor:
@@ -364,13 +367,13 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of a model, sharded as it is. The whole model is not gathered.
 
     Raises:
-        NotImplementedError: the parameters are sharded in another way than by `fully_shard` alone.
+        NotImplementedError: `fully_shard` has placed the parameters in a way that is not known.
     """
     if not fsdp_modules(model):
         return copy.deepcopy(model)
     reshard(fsdp_modules(model))
     memo: dict[int, Any] = {}
-    for parameter in (held for state in _fsdp_states(model) for _, _, held in _fsdp_parameters(state)):
+    for parameter in (parameter for state in _fsdp_states(model) for parameter, _ in _fsdp_parameters(state)):
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device_mesh.device_type)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)  # gets its shape when its module is sharded
     bare: dict[nn.Module, nn.Module] = {}
@@ -389,7 +392,8 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
     """Apply `fully_shard` to the modules of a model as it was applied to those of ``like``, which it is a copy of.
 
     Raises:
-        NotImplementedError: the parameters of ``like`` are sharded in another way than by `fully_shard` alone.
+        NotImplementedError: `fully_shard` has placed the parameters of ``like`` in a way that is not known.
+        ValueError: `parallelize_module` was applied to ``like``, and not to the model.
     """
     counterpart = dict(zip(like.modules(), model.modules(), strict=True))
     reshard(fsdp_modules(like))
@@ -397,11 +401,10 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
     meshes = [group.mesh_info.mesh for state in states for group in _fsdp_groups(state)]
     for state in states:
         placements: dict[nn.Parameter, Any] = {}
-        for module, name, parameter in _fsdp_parameters(state):
-            own = getattr(counterpart[module], name)
-            if own.shape != parameter.shape:
-                own.data = own.new_empty(parameter.shape)
-            placements[own] = parameter.placements[-1]
+        for parameter, held in _fsdp_parameters(state):
+            own = _counterpart_of(held, parameter, counterpart)
+            dimension = parameter.placements[parameter.device_mesh.ndim - 1 - _model_dimensions(held)].dim
+            placements[own] = sys.modules["torch.distributed.tensor"].Shard(dimension)
         modules = [counterpart[module] for module in state._modules]
         others = {parameter for module in modules for parameter in module.parameters()} - placements.keys()
         sys.modules["torch.distributed.fsdp"].fully_shard(
@@ -453,17 +456,55 @@ def _fsdp_groups(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _fsdp_parameters(state: Any) -> list[tuple[nn.Module, str, Any]]:
-    """Return the parameters of a call of `fully_shard`, each with a module that has it and its name there."""
+def _fsdp_parameters(state: Any) -> list[tuple[Any, Any]]:
+    """Return the parameters of a call of `fully_shard`, each with what is kept of it."""
     groups = _fsdp_groups(state)
-    found = [(group, parameter) for group in groups for parameter in group.fsdp_params]
-    if len(groups) > 1 or any(held.is_dtensor or not hasattr(group.mesh_info, "shard_mesh_size") for group, held in found):
+    infos = [group.mesh_info for group in groups]
+    are_known = all(hasattr(info, "shard_mesh_size") and not getattr(info, "is_spmd_mesh", False) for info in infos)
+    if len(groups) > 1 or not are_known:
         raise NotImplementedError(
-            "a model whose parameters are sharded in another way than by fully_shard alone, over one mesh, cannot be copied "
-            "by itself; copy it before it is sharded, and apply the same calls to the copy and to the model"
+            "a model that fully_shard has sharded over several meshes, or by dp_mesh_dims, cannot be copied by itself; copy "
+            "it before it is sharded, and apply the same calls to the copy and to the model"
         )
-    places = [held._module_info for _, held in found]
-    return [(place.module, place.param_name, getattr(place.module, place.param_name)) for place in places]
+    kept = [held for group in groups for held in group.fsdp_params]
+    return [(getattr(held._module_info.module, held._module_info.param_name), held) for held in kept]
+
+
+def _model_dimensions(held: Any) -> int:
+    """Return how many dimensions of its mesh a parameter of `fully_shard` has beside those of the data."""
+    return len(_spec_before_fsdp(held).placements) if held.is_dtensor else 0
+
+
+def _spec_before_fsdp(held: Any) -> Any:
+    """Return how a parameter was placed by `parallelize_module`, before `fully_shard`."""
+    spec = getattr(held, "_unsharded_dtensor_spec", None)
+    return held._tp_spec if spec is None else spec  # of older versions
+
+
+def _counterpart_of(held: Any, parameter: Any, counterpart: Mapping[nn.Module, nn.Module]) -> Any:
+    """Return the parameter of a copy that stands for one of `fully_shard`, in the shape that it had before."""
+    place = held._module_info
+    own = getattr(counterpart[place.module], place.param_name)
+    if not held.is_dtensor:
+        if own.shape != parameter.shape:
+            own.data = own.new_empty(parameter.shape)
+        return own
+    if is_sharded(own):
+        return own
+    if own.numel():
+        raise ValueError(
+            "the model was made parallel by parallelize_module after its average was made, whose modules do not compute so; "
+            "make the average after parallelize_module"
+        )
+    spec = _spec_before_fsdp(held)
+    made = sys.modules["torch.distributed.tensor"].DTensor.from_local(
+        own.new_empty(held._orig_size), spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    made = nn.Parameter(made, parameter.requires_grad)
+    modules = [place.module, *place.shared_modules]
+    for module, name in zip(modules, [place.param_name, *place.shared_param_names], strict=True):
+        setattr(counterpart[module], name, made)
+    return made
 
 
 def _without_fsdp(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -289,7 +289,8 @@ class DictMeans(Stateful):
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset."""
         self._end_interval()
-        return self if comm.size == 1 else self._gather(comm)
+        is_alone = comm.size == 1 and (type(comm) is Communicator or comm.world.size == 1)
+        return self if is_alone else self._gather(comm)  # on a mesh, what one of the ranks that see the same rows has
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either.

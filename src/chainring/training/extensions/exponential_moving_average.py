@@ -172,7 +172,7 @@ class ExponentialMovingAverage(Extension):
             for tensor, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
                 if tensor.device != source.device:
                     tensor.data = tensor.data.to(source.device)
-            if fsdp_modules(self._source) and not any(map(is_sharded, self.model.parameters())):
+            if fsdp_modules(self._source) and not fsdp_modules(self.model):
                 shard_model_like(self.model, self._source)
             self._check_layout()
             self._is_prepared = True

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring import _random
-from chainring._distributed.sharding import to_local
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import to_full, to_local
 from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Checkpoint, read_state
@@ -133,11 +135,7 @@ class FailOnNonNumber(Extension):
         reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
         losses = [value for value in reported if isinstance(value, Tensor) and value.is_floating_point()]
         is_bad = _has_non_number([*(parameter.grad for parameter in _trained(optimizer)), *losses])
-        world = trainer.comm.world
-        if world.size > 1:  # a loss is the rank's own, and all must decide alike
-            count = is_bad.to(torch.float32)
-            world.all_reduce([count], average=False)
-            is_bad = count > 0
+        is_bad = _on_any_rank(trainer.comm.world, is_bad)  # a loss is the rank's own, and all must decide alike
         if not self._is_checked_at_once(trainer):
             self._pending.append((iteration, *_copy_to_host(is_bad)))
         elif bool(is_bad):
@@ -145,10 +143,11 @@ class FailOnNonNumber(Extension):
 
     def _skip_step(self, trainer: Trainer, optimizer: Optimizer, iteration: int) -> None:
         parameters, names = _trained(optimizer), parameter_names(trainer.updater.get_all_models())
-        bad = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(p.grad).all())]
+        own = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(to_local(p.grad)).all())]
+        bad = list(dict.fromkeys(chain.from_iterable(trainer.comm.world.gather_object(own))))  # of a shard on its rank alone
         origin = f"in the gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "in the loss"
         text = f"the update of iteration {iteration} has NaN or infinity {origin}"
-        if self._before is not None and trainer.comm.is_main:
+        if self._before is not None:
             path = self._save(trainer, iteration, dict(self._before))
             text += f"; FailOnNonNumber.replay({str(path)!r}, updater) repeats it"
         if self.policy == "stop":
@@ -158,17 +157,19 @@ class FailOnNonNumber(Extension):
             parameter.grad = None
 
     def _save(self, trainer: Trainer, iteration: int, before: dict[str, Any]) -> Path:
+        """Save what is needed to repeat an update; ranks that hold shards of a model gather it, and one of all writes."""
         state = StateCollector()
         state("generators", before.pop("generators"))
         state("batches", self._batches)
         for name, model in trainer.updater.get_all_models().items():
             for path, value in unwrap(model).state_dict().items():
-                state(f"model:{_key(name, path)}", before.get(_key(name, path), value))
+                whole = to_full(before.get(_key(name, path), value))
+                state(f"model:{_key(name, path)}", whole if trainer.comm.is_main else None)
             for path, value in before[f"own state of {name}"].items():
                 if f"model:{_key(name, path)}" not in state.target:  # as a parameter or buffer is
                     state(f"model:{_key(name, path)}", value)
         store, filename = Store(trainer.out), f"non_number_iter_{iteration}"
-        if not store.holds(filename, iteration):
+        if trainer.comm.is_main and not store.holds(filename, iteration):
             Checkpoint(state).commit(store, filename, iteration)
         return store.root / filename
 
@@ -185,7 +186,8 @@ class FailOnNonNumber(Extension):
     def before_snapshot(self, trainer: Trainer) -> None:
         self._read_flags(before=trainer.updater.iteration + 1)
         parameters = [p for model in trainer.updater.get_all_models().values() for p in model.parameters()]
-        if bool(_has_non_number(parameters)):  # not by a step, or by a step that overflowed the dtype
+        is_bad = _on_any_rank(trainer.comm.world, _has_non_number(parameters))
+        if bool(is_bad):  # not by a step, or by a step that overflowed the dtype
             raise NonNumberError(f"a parameter is NaN or infinite after iteration {trainer.updater.iteration}")
 
     def _read_flags(self, before: int) -> None:
@@ -267,6 +269,15 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, torch.Event | None]:
     event = torch.Event(value.device)
     event.record()
     return copy, event
+
+
+def _on_any_rank(world: Communicator, flag: Tensor) -> Tensor:
+    """Return whether a flag is true on any rank, the same on all."""
+    if world.size == 1:
+        return flag
+    count = flag.to(world.device, torch.float32)
+    world.all_reduce([count], average=False)
+    return count > 0
 
 
 def _has_non_number(tensors: Sequence[Tensor]) -> Tensor:

@@ -100,13 +100,14 @@ class Throughput(Extension):
         if not self._iterations or seconds <= 0:
             return
         counts = self._examples, float(self._tokens) if self._is_weighted else 0.0, _peak_memory(self._device) / 2**20
-        examples, tokens, memory = zip(*trainer.comm.gather_object(counts), strict=True)
+        gathered = trainer.comm.world.gather_object(counts)
+        examples, tokens, _ = zip(*(gathered[rank] for rank in trainer.comm.data_ranks), strict=True)
         values = {"iterations_per_second": self._iterations / seconds}
         if self._callbacks is not None and self._are_counted:
             values["examples_per_second"] = sum(examples) / seconds
         if self._is_weighted:
             values["tokens_per_second"] = sum(tokens) / seconds
-        values["peak_memory_mib"] = max(memory)
+        values["peak_memory_mib"] = max(memory for _, _, memory in gathered)
         name = trainer.extension_name or self.default_name
         report({f"{name}/{key}": value for key, value in values.items()})
         self._reset()

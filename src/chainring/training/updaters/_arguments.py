@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chainring._checks import is_integer
+from chainring._distributed.sharding import fsdp_modules, reshard
 from chainring.iterators.loader import as_iterator
 from chainring.training.updaters._closures import can_step, needs_closure
 from chainring.training.updaters._forward import check_loss_func
@@ -33,6 +34,7 @@ def check_models(given: Any) -> dict[str, nn.Module]:
                 f"a StandardUpdater takes an iterator, an optimizer and third the model, an nn.Module{hint}. "
                 f"Model {name!r} is {_describe(model)}"
             )
+        reshard(fsdp_modules(model))  # a forward without a backward leaves parameters gathered, which are other objects
     return models
 
 

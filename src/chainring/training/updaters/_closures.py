@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import is_sharded
+from chainring._distributed.sharding import is_sharded, to_full
 from chainring.reporting.summary import weighted_mean
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters.callbacks import UpdateContext
@@ -51,12 +51,12 @@ def can_step(optimizer: Optimizer, *arguments: Any) -> bool:
 
 
 def check_not_sharded(optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse PyTorch's LBFGS over parameters of ``fully_shard``, at which it would fail in its first step."""
+    """Refuse PyTorch's LBFGS over sharded parameters, at which it would fail in its first step."""
     for name, optimizer in optimizers.items():
         if isinstance(optimizer, torch.optim.LBFGS) and any(map(is_sharded, list_parameters([optimizer]))):
             raise ValueError(
                 f"optimizer {name!r} is LBFGS, which takes all gradients as one vector, and its parameters are sharded by "
-                "fully_shard; leave the model plain or wrap it in DistributedDataParallel"
+                "fully_shard or parallelize_module; leave the model plain or wrap it in DistributedDataParallel"
             )
 
 
@@ -68,7 +68,7 @@ def check_returned(loss: Any) -> Any:
     """
     if not is_number(loss) and not (isinstance(loss, Tensor) and loss.numel() == 1):
         raise TypeError(f"a closure calls self.backward(loss) and returns the loss, one number; got {type(loss).__name__}")
-    return loss
+    return to_full(loss)
 
 
 def mean_loss(comm: Communicator, losses: Sequence[tuple[Any, Any]], device: torch.device) -> Any:

@@ -49,6 +49,10 @@ class UpdateContext:
 
 Callback = Callable[[UpdateContext], Any]
 Callbacks = Callback | Iterable[Callback]
+_STAGES = (
+    "batch_on_finish", "forward_on_start", "forward_on_finish", "backward_on_start", "backward_on_finish",
+    "comm_on_start", "comm_on_finish", "update_on_start", "update_on_finish",
+)  # fmt: skip
 
 
 class UpdateCallbacks:
@@ -61,6 +65,7 @@ class UpdateCallbacks:
     it has these stages, but for ``update_on_finish``.
 
     An extension that listens for the length of a run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
+    Each stage is also an attribute, a tuple: ``callbacks.update_on_start += (show,)``.
 
     Attributes:
         needs_stages: True if anything but ``batch_on_finish`` has callbacks, so that updates run stage by stage.
@@ -98,8 +103,12 @@ class UpdateCallbacks:
         self.comm_on_finish = _as_tuple("comm_on_finish", comm_on_finish)
         self.update_on_start = _as_tuple("update_on_start", update_on_start)
         self.update_on_finish = _as_tuple("update_on_finish", update_on_finish)
-        self._stages = list(vars(self))
-        self._note_stages()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_stage = name in _STAGES
+        super().__setattr__(name, _as_tuple(name, value) if is_stage else value)
+        if is_stage:
+            self.needs_stages = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
         """Register a callback, also while a run is under way.
@@ -116,7 +125,6 @@ class UpdateCallbacks:
         before = self._list_callbacks(stage)
         (callback,) = _as_tuple(stage, [callback])
         setattr(self, stage, (callback, *before) if first else (*before, callback))
-        self._note_stages()
 
     def remove(self, stage: str, callback: Callback) -> None:
         """Unregister a callback; one that is not registered is ignored.
@@ -125,19 +133,15 @@ class UpdateCallbacks:
             ValueError: there is no such stage.
         """
         setattr(self, stage, tuple(other for other in self._list_callbacks(stage) if other != callback))
-        self._note_stages()
 
     def __bool__(self) -> bool:
         """Return True if there is any callback."""
         return self.needs_stages or bool(self.batch_on_finish)
 
     def _list_callbacks(self, stage: str) -> tuple[Callback, ...]:
-        if stage not in self._stages:
-            raise ValueError(f"a stage is one of {', '.join(self._stages)}; got {stage!r}")
+        if stage not in _STAGES:
+            raise ValueError(f"a stage is one of {', '.join(_STAGES)}; got {stage!r}")
         return tuple(getattr(self, stage))
-
-    def _note_stages(self) -> None:
-        self.needs_stages = any(getattr(self, stage) for stage in self._stages if stage != "batch_on_finish")
 
 
 def _as_tuple(name: str, given: Callbacks) -> tuple[Callback, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import to_full
 from chainring._distributed.watchdog import note_iteration
 from chainring._progress import raise_unless_end
 from chainring.converters import Device, as_device, concat_examples
@@ -194,7 +195,7 @@ class StandardUpdater(Updater):
         self._prepare_iterators()
         for module in self._models.values() if self.device is not None else ():
             module.to(self.device)
-        self._precision = Precision(precision, device_type_of(self._models.values()))
+        self._precision = Precision(precision, device_type_of(self._models.values()), self.comm)
         self._wrapped = WrappedModules(list(self._models.values()))
         self._choose_path(compile)
         self._begin_update()
@@ -569,6 +570,7 @@ class StandardUpdater(Updater):
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
         """
         check_loss(loss)
+        loss = to_full(loss)
         state = self._state
         examples = state.examples
         if weight is None or (type(examples) is int and examples == 0):  # a repeated example never counts
