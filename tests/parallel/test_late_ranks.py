@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -105,6 +106,36 @@ def _make_group(group, rank, size, port, place):
     elif group == "TCPStore":
         store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    elif group == "a store of one's own":
+        global own_store  # torch forgets the Python of it with its last reference
+        own_store = OwnStore(f"{place}/store", size)
+        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=size)
+
+
+class OwnStore(dist.Store):
+    """A store in Python, which has what a process group needs and no more."""
+
+    def __init__(self, path, size):
+        super().__init__()
+        self.inner = dist.FileStore(path, size)
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def add(self, key, number):
+        return self.inner.add(key, number)
+
+    def check(self, keys):
+        return self.inner.check(keys)
+
+    def wait(self, keys, timeout=timedelta(minutes=1)):
+        self.inner.wait(keys, timeout)
+
+    def set_timeout(self, timeout):
+        self.inner.set_timeout(timeout)
 
 
 def _square(model, inputs, targets):
@@ -203,7 +234,7 @@ def test_a_rank_that_was_late_ends_by_itself_with_what_the_others_say(tmp_path):
     assert "rank 1 waited" in words[0]
 
 
-@pytest.mark.parametrize("group", ["file://", "tcp://", "env://", "FileStore", "TCPStore"])
+@pytest.mark.parametrize("group", ["file://", "tcp://", "env://", "FileStore", "TCPStore", "a store of one's own"])
 @pytest.mark.parametrize(("kind", "failing"), [("plain", 1), ("ddp", 0)])
 def test_an_error_reaches_all_ranks_of_a_group_that_the_script_has_made(tmp_path, group, kind, failing):
     with Ranks(tmp_path, 2, kind, Fault(failing, "raises"), group) as ranks:

@@ -198,7 +198,15 @@ class FailureBroadcast:
 
     def _publish(self, failure: _Failure) -> None:
         if self._first is None:
-            self._receive(self._store.compare_set(_FAILURE, "", json.dumps(failure)))
+            self._receive(self._set_once(_FAILURE, json.dumps(failure)))
+
+    def _set_once(self, key: str, text: str) -> bytes:
+        """Write an entry of the store unless there is one; return the one that there is then."""
+        with contextlib.suppress(RuntimeError):
+            return bytes(self._store.compare_set(key, "", text))
+        if self._store.add(f"{key}/claims", 1) == 1:  # a store of someone else that cannot compare
+            self._store.set(key, text)
+        return bytes(self._store.get(key))
 
     def _poll(self) -> None:
         if self._first is None and self._store.check([_FAILURE]):
@@ -237,7 +245,7 @@ class FailureBroadcast:
     def _ask(self) -> dict[int, Status]:
         """Ask all how far they have come and return what they answer; nothing if another rank has asked just now."""
         number = self._asked + 1
-        if self._store.compare_set(f"{_QUESTION}/{number}", "", str(self._rank)) != str(self._rank).encode():
+        if self._set_once(f"{_QUESTION}/{number}", str(self._rank)) != str(self._rank).encode():
             return {}
         until = time.monotonic() + _INQUIRY
         found: dict[int, Status] = {}
@@ -343,7 +351,7 @@ class FailureBroadcast:
             self._judge(self._near_statuses(), [self._rank]) if statuses is None else self._judge(statuses, list(statuses))
         )
         if failure is None:
-            self._ask_after = time.monotonic() + max(_PATIENCE, self._limit / 10)
+            self._ask_after = time.monotonic() + (_SILENCE if statuses is None else max(_PATIENCE, self._limit / 10))
             return
         self._on_store(lambda: self._publish(failure), _SILENCE)
         if self._first is None:
@@ -356,7 +364,8 @@ class FailureBroadcast:
             if process.is_near:
                 statuses[rank] = self._status_of(rank, self._find_state(rank))
         statuses[self._rank] = self._status()
-        if self._rank and not any(status.state for status in statuses.values()):
+        is_lost = time.monotonic() > self._store_at + _PATIENCE  # and not only slow
+        if self._rank and is_lost and not any(status.state for status in statuses.values()):
             statuses[
                 0
             ].state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."

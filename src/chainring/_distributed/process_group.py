@@ -128,11 +128,11 @@ def _start(place: Place, device: torch.device, timeout: float | None) -> Any:
 def _store_of_group() -> Any:
     """Return the store of a process group that the script, or a launcher such as Ray, has made; ``None`` without one."""
     global _groups_joined
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if find is None:
+    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
+    if store is None:
         return None
     _groups_joined += 1  # the same number on all ranks, for keys that no earlier communicator has used
-    return PrefixStore(f"chainring/joined/{_groups_joined}", find())
+    return PrefixStore(f"chainring/joined/{_groups_joined}", store)
 
 
 class ProcessGroupCommunicator(GroupCommunicator):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 OWN = "chainring"  # describes the groups whose waits are noted by the communicator itself
 BESIDE = "chainring beside"  # and those of its exchanges in another thread
 _LONGEST_STACK = 20_000  # characters
+_MOST_DESCRIBED = 4  # ranks
 _LATER = 10.0  # seconds for which a backend that ends the process lets this library say why before
 _positions: list[Callable[[], tuple[int, str | None]]] = []  # of the runs in this process, the inner ones last
 _notes: list[Callable[[int], None]] = []
@@ -130,6 +132,7 @@ def find_late(asking: Status, statuses: Mapping[int, Status], is_beside: bool) -
             else:
                 late.add(rank)
         reached |= waited_for
+    late = {rank for rank in late if statuses[rank].collectives is not None} or late  # surely, or possibly
     return sorted(late) or [rank for rank, status in statuses.items() if status.state]
 
 
@@ -179,7 +182,7 @@ def describe_late(late: list[int], statuses: Mapping[int, Status], seconds: floa
         return _describe_deadlock(statuses.values(), seconds, timeout)
     names, verb = _name_ranks(late), "has" if len(late) == 1 else "have"
     waiting = _name_ranks([rank for rank in statuses if rank not in late])
-    details = "\n".join(_describe(statuses[rank], seconds) for rank in late)
+    details = "\n".join(_describe(statuses[rank]) for rank in late[:_MOST_DESCRIBED])
     return (
         f"{names} {verb} not arrived in an exchange in which {waiting} waited for {seconds:.0f} s (timeout={timeout:g}).\n"
         f"{details}\n"
@@ -188,7 +191,7 @@ def describe_late(late: list[int], statuses: Mapping[int, Status], seconds: floa
     )
 
 
-def _describe(status: Status, seconds: float) -> str:
+def _describe(status: Status) -> str:
     who = f"rank {status.rank}"
     if status.pid:
         who += f", process {status.pid} on {status.host},"
@@ -204,7 +207,7 @@ def _describe(status: Status, seconds: float) -> str:
 
 
 def _describe_deadlock(statuses: Iterable[Status], seconds: float, timeout: float) -> str:
-    details = "\n".join(_describe(status, seconds) for status in statuses)
+    details = "\n".join(map(_describe, islice(statuses, _MOST_DESCRIBED)))
     return (
         f"all ranks wait for each other for {seconds:.0f} s (timeout={timeout:g}): they are in different exchanges, or the "
         f"network is lost.\n{details}\n"
