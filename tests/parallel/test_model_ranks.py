@@ -110,9 +110,9 @@ def a_mesh(shape, second):
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", second))
 
 
-def assert_follow_one_process(ranks):
-    """Losses within 1e-5 and parameters within 1e-5."""
-    losses, parameters = trained(Net())
+def assert_follow(net, ranks):
+    """Of each rank, losses and parameters within 1e-5 of those of one process."""
+    losses, parameters = trained(net)
     for rank in ranks:
         assert not isinstance(rank, str), rank
         assert rank[0] == pytest.approx(losses, abs=1e-5)
@@ -154,13 +154,9 @@ def by_sequence(world, is_lost_in_parts):
 @pytest.mark.parametrize("is_lost_in_parts", [False, True])
 def test_norms_on_parts_of_a_sequence_follow_one_process(is_lost_in_parts):
     """Callbacks get gradients placed as their parameters are, also where no other rank shares the data."""
-    losses, parameters = trained(Bigram())
-    for rank in on_ranks(2, by_sequence, is_lost_in_parts):
-        assert not isinstance(rank, str), rank
-        assert rank[0] == pytest.approx(losses, abs=1e-5)
-        for one, other in zip(rank[1], parameters, strict=True):
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=1e-5)
-        assert rank[2] == [[True] * 3] * UPDATES
+    ranks = on_ranks(2, by_sequence, is_lost_in_parts)
+    assert_follow(Bigram(), ranks)
+    assert [placed for _, _, placed in ranks] == [[[True] * 3] * UPDATES] * 2
 
 
 def in_parts(world, shape, is_sharded):
@@ -180,7 +176,7 @@ def in_parts(world, shape, is_sharded):
 
 @pytest.mark.parametrize(("shape", "is_sharded"), [((1, 2), False), ((2, 2), True)])
 def test_parts_of_a_sequence_follow_one_process_where_gradients_are_added_up(shape, is_sharded):
-    assert_follow_one_process(on_ranks(shape[0] * shape[1], in_parts, shape, is_sharded))
+    assert_follow(Net(), on_ranks(shape[0] * shape[1], in_parts, shape, is_sharded))
 
 
 def refusals(world):
@@ -295,3 +291,47 @@ def idle(world):
 def test_an_update_of_ones_own_may_pass_over_a_step():
     """Ranks have divided the parameters, and have not changed them."""
     assert on_ranks(2, idle) == [1, 1]
+
+
+def a_plan():
+    return {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "scores": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def tied_net():
+    net = Bigram()
+    net.scores.weight = net.embedding.weight
+    return net
+
+
+def tied(world, shape):
+    """The weight is tied again when the model has been made parallel."""
+    mesh, net = a_mesh(shape, "tp"), tied_net()
+    parallelize_module(net, mesh["tp"], a_plan())
+    net.scores.weight = net.embedding.weight
+    if shape[0] > 1:
+        fully_shard(net, mesh=mesh["dp"])
+    return trained(net, world, create_communicator(mesh=mesh["dp"]))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_weights_that_are_tied_on_a_mesh_follow_one_process(shape):
+    assert_follow(tied_net(), on_ranks(shape[0] * shape[1], tied, shape))
+
+
+def untied(world):
+    """What is said at the start of weights that were tied before the model was made parallel."""
+    mesh, net = a_mesh((1, 2), "tp"), tied_net()
+    parallelize_module(net, mesh["tp"], a_plan())
+    with pytest.warns(UserWarning, match="parallelize_module has untied them") as found:
+        an_updater(net, create_communicator(mesh=mesh["dp"])).start()
+    return [str(each.message) for each in found]
+
+
+def test_weights_that_have_been_untied_are_named():
+    for warned in on_ranks(2, untied):
+        assert len(warned) == 1
+        assert "'embedding.weight' and 'scores.weight' are equal and not one" in warned[0]

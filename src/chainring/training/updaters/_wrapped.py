@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,6 +106,30 @@ def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrappe
     parameters = [p for model in models for p in model.parameters() if id(p) not in wrapped.parameters]
     comm.world.broadcast([*(p for p in parameters if not is_sharded(p)), *list_buffers(models)])
     comm.broadcast([to_local(parameter) for parameter in parameters if is_sharded(parameter)])
+
+
+def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
+    """Warn of matrices that ranks have divided and that have the same elements, as `parallelize_module` leaves tied ones."""
+    divided: dict[str, Any] = {name: p for name, p in model.named_parameters() if is_sharded(p) and p.ndim > 1}
+    gathered = comm.world.gather_object({name: _sum_of_squares(parameter) for name, parameter in divided.items()})
+    alike: dict[Any, str] = {}
+    for name, parameter in divided.items():
+        total = sum(rank[name] for rank in gathered)
+        other = alike.setdefault((tuple(parameter.shape), f"{total:.9e}"), name)
+        if other != name and total:
+            warnings.warn(
+                f"parameters {other!r} and {name!r} are equal and not one: if they were tied, parallelize_module has untied "
+                "them, and each now trains by itself. Tie them again after it, before the optimizer is made: let the one "
+                "module have the weight of the other",
+                stacklevel=2,
+            )
+
+
+def _sum_of_squares(parameter: Any) -> float:
+    """Return that of the shard of this rank, over the number of ranks that hold the same one."""
+    placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    copies = math.prod(size for size, placement in placed if placement.is_replicate())
+    return to_local(parameter).detach().double().square().sum().item() / copies  # type: ignore[no-any-return]
 
 
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:

@@ -61,7 +61,13 @@ from chainring.training.updaters._gradients import (
 )
 from chainring.training.updaters._precision import Precision, device_type_of
 from chainring.training.updaters._virtual import NO_CLOSURES, Part, VirtualRanks, check_virtual_ranks
-from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, list_buffers
+from chainring.training.updaters._wrapped import (
+    WrappedModules,
+    broadcast_parameters,
+    check_sharding,
+    list_buffers,
+    warn_of_untied,
+)
 from chainring.training.updaters.base import Updater, hyperparameters
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
@@ -257,6 +263,8 @@ class StandardUpdater(Updater):
         super().start()
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
+        for model in self._models.values() if self._model_watch is not None and self.iteration == 0 else ():
+            warn_of_untied(self.comm, model)
         hooks = self._wrapped.hook_states
         if hooks is not None:
             hooks.warn()
