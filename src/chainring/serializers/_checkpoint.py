@@ -101,7 +101,9 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     scheduler and counts, as far as they are there. What was taken, and what was not, is printed.
 
     Args:
-        path: what `save` or a snapshot wrote, or what ``torch.save`` wrote of a state dict or of a dictionary of several.
+        path: what `save` or a snapshot wrote; or a checkpoint of Lightning; a directory of Hugging Face's ``Trainer``, of
+            ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; or a file of
+            ``torch.save`` with a state dict or several.
         obj: the object; its shapes must fit.
         path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; a module without one gets the only
             model of the snapshot, or the main one.

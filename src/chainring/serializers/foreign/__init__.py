@@ -1,20 +1,20 @@
 """Checkpoints of other libraries, each format read by a file of its own, and recognised by what is in it.
 
-Nothing is unpickled but by torch's reader of weights alone.
+Nothing is unpickled but by torch's reader of weights alone, and the metadata in `distributed` by a reader of its own.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from chainring.serializers.foreign import accelerate, hugging_face, lightning, pfn_extras, torch_save
+from chainring.serializers.foreign import accelerate, distributed, hugging_face, lightning, pfn_extras, torch_save
 from chainring.serializers.foreign.archive import is_torch_file, read_torch_file
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.loading import load_foreign
 
 __all__ = ["load_foreign", "read_foreign"]
 
-_OF_DIRECTORIES = (accelerate.read, hugging_face.read)
+_OF_DIRECTORIES = (distributed.read, accelerate.read, hugging_face.read)
 _OF_TORCH_FILES = (lightning.read, pfn_extras.read, torch_save.read)
 
 

@@ -1,0 +1,284 @@
+"""A directory of ``torch.distributed.checkpoint``: its metadata is a pickle, which is read without running anything in it.
+
+Beside the metadata, each tensor or value lies in one of the files as ``torch.save`` writes it, and is read as such.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from chainring.serializers.foreign.archive import read_torch_stream
+from chainring.serializers.foreign.content import ForeignCheckpoint
+from chainring.serializers.foreign.torch_save import from_dictionary
+from chainring.serializers.foreign.weights import find_inside
+
+_METADATA = ".metadata"
+_LARGEST_METADATA = 1_000_000_000  # bytes
+_MODULE = "torch.distributed.checkpoint"
+_CLASSES = {
+    *((f"{_MODULE}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((f"{_MODULE}.metadata", name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *(("torch.distributed._shard.sharded_tensor.metadata", name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_MODULE}.filesystem", "_StorageInfo"),
+}
+"""The classes of which torch's writer makes metadata. Of each only the attributes are kept, in a `_Record`."""
+_SIZE, _LAYOUT = ("torch", "Size"), ("torch.serialization", "_get_layout")
+_PATHS = {
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+}
+"""The class of the checkpoint's own path, which becomes text."""
+_DTYPES = {
+    ("torch", name): getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+}
+
+
+_Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
+_Place = tuple[str, int, int]
+_DEEPEST = 64
+
+
+class _Entry(NamedTuple):
+    """A value of the saved dictionary: a tensor of a size in chunks, each with its offsets and sizes, or any other."""
+
+    path: tuple[Any, ...]
+    dtype: Any = None
+    size: tuple[int, ...] = ()
+    chunks: _Chunks | None = None
+
+
+def read(directory: Path) -> ForeignCheckpoint | None:
+    """Return what such a directory holds; ``None`` if it is another.
+
+    Raises:
+        ValueError: a file is damaged, missing or elsewhere, or the metadata hold what torch's writer does not put there.
+    """
+    path = find_inside(directory, _METADATA)
+    if path is None:
+        return None
+    if path.stat().st_size > _LARGEST_METADATA:
+        raise ValueError(f"{path} has more than {_LARGEST_METADATA:,} bytes, which no metadata have: use another copy")
+    try:
+        entries, places = _parse(path)
+    except Exception as error:  # a damaged pickle raises whatever its parts raise
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.500}") from error
+    files = _Files(directory, places)
+    content: dict[Any, Any] = {}
+    for key, entry in entries.items():
+        _put(content, entry.path, files.read_value(key) if entry.chunks is None else files.read_tensor(key, entry))
+    found = from_dictionary(f"a directory of {_MODULE}", _restore_containers(content), str(directory))
+    if found is None:
+        has = ", ".join(map(str, list(content)[:9]))
+        raise ValueError(f"{directory} is of {_MODULE}, and has no state dict of a model: it has {has}")
+    return found
+
+
+class _Record:
+    """The attributes of an object in the metadata."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class _MetadataReader(pickle._Unpickler):
+    """An unpickler in Python, whose memory grows with what was read alone, and which makes records, sizes and dtypes."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return type(name, (_Record,), {})  # a class for this place alone: nothing in the file can change another
+        if (module, name) in _DTYPES:
+            return _DTYPES[module, name]
+        if (module, name) == _SIZE:
+            return lambda sizes=(): tuple(sizes)
+        if (module, name) == _LAYOUT or (module, name) in _PATHS:
+            return lambda *parts: "/".join(part for part in parts if isinstance(part, str))
+        raise ValueError(f"it names {module}.{name}, which torch's writer never does: use a copy from a place you trust")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise ValueError("it refers to another file, as torch's writer never does")
+
+    def load_setitem(self) -> None:
+        self._check_keys([self.stack[-2]])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()  # type: ignore[misc]
+
+    def _refuse(self) -> NoReturn:
+        raise ValueError("it has an instruction that torch's writer never uses")
+
+    @staticmethod
+    def _check_keys(keys: list[Any]) -> None:
+        """Refuse a key that could take for ever to hash, such as a tuple of tuples of tuples."""
+        if not all(isinstance(key, (str, int, _Record)) for key in keys):
+            raise ValueError("it has a key that is neither text nor a number")
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    for _code in (
+        *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+        *(pickle.DICT, pickle.FROZENSET, pickle.ADDITEMS, pickle.BYTEARRAY8),
+    ):
+        dispatch[_code[0]] = _refuse
+
+
+def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]]:
+    """Return the entries of the saved dictionary by key, and where each chunk lies: by key and offsets, file and span."""
+    with path.open("rb") as file:
+        metadata = _MetadataReader(file).load()
+    tensors, data, paths = (metadata.get(name) for name in ("state_dict_metadata", "storage_data", "planner_data"))
+    if not isinstance(tensors, dict) or not isinstance(data, dict):
+        raise ValueError("it is not that of a checkpoint")
+    entries = {}
+    for key, record in tensors.items():
+        keys = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
+        if not isinstance(keys, tuple) or len(keys) > _DEEPEST or not all(type(one) in (str, int) for one in keys):
+            raise ValueError("it has a key that is neither text nor a number")
+        entries[key] = _Entry(keys, *_tensor_of(record)) if record.get("chunks") is not None else _Entry(keys)
+    places = {}
+    for index, info in data.items():
+        name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if info.get("transform_descriptors"):
+            raise ValueError("its files are transformed, such as compressed, by an extension of the writer: save it without")
+        if not isinstance(name, str) or type(offset) is not int or type(length) is not int:
+            raise ValueError("it has an entry without a place")
+        offsets = index.get("offset")
+        places[index.get("fqn"), None if offsets is None else _sizes(offsets)] = name, offset, length
+    return entries, places
+
+
+def _tensor_of(record: _Record) -> tuple[Any, tuple[int, ...], _Chunks]:
+    properties = record.get("properties")
+    state = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+    chunks = [(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in record.get("chunks")]
+    return state, _sizes(record.get("size")), chunks
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**62 for size in value):
+        raise ValueError("it has a size that is none")
+    return value
+
+
+class _Files:
+    """The files beside the metadata. No part of them is read twice, so that the memory grows with their size alone."""
+
+    def __init__(self, directory: Path, places: Mapping[tuple[str, Any], _Place]) -> None:
+        self._directory = directory
+        self._places = places
+        names = {name for name, _, _ in places.values()}
+        self._paths = {name: find_inside(directory, name) for name in names}
+        self._left = sum(path.stat().st_size for path in self._paths.values() if path is not None)
+
+    def read_value(self, key: str) -> Any:
+        return self._read(key, (key, None))
+
+    def read_tensor(self, key: str, entry: _Entry) -> Tensor:
+        """Return a tensor that its chunks make up."""
+        assert entry.chunks is not None
+        covered = sum(math.prod(sizes) for _, sizes in entry.chunks)
+        if covered != math.prod(entry.size) or not all(_fits(chunk, entry.size) for chunk in entry.chunks):
+            raise ValueError(f"{self._directory} is damaged: the chunks of {key!r:.80} do not make one tensor of its size")
+        parts = []
+        for offsets, sizes in entry.chunks:
+            part = self._read(key, (key, offsets) if (key, offsets) in self._places else (key, None))
+            if not isinstance(part, Tensor) or tuple(part.shape) != sizes or part.dtype != entry.dtype:
+                raise ValueError(
+                    f"{self._directory} is damaged: a chunk of {key!r:.80} has another size or dtype than it says"
+                )
+            parts.append(part)
+        if len(parts) == 1:
+            return parts[0]
+        # NaN where chunks overlap, so that others are missing; zero in integers.
+        full = torch.full(entry.size, math.nan if entry.dtype.is_floating_point else 0, dtype=entry.dtype)
+        for part, (offsets, sizes) in zip(parts, entry.chunks, strict=True):
+            full[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
+        return full
+
+    def _read(self, key: str, place: tuple[str, Any]) -> Any:
+        if place not in self._places:
+            raise ValueError(f"{self._directory} is damaged: its metadata do not say where {key!r:.80} is")
+        name, offset, length = self._places[place]
+        path = self._paths[name]
+        if path is None:
+            raise ValueError(f"{self._directory} lacks {name!r:.80}, which its metadata name: copy it there")
+        self._left -= length
+        if offset < 0 or length < 0 or offset + length > os.path.getsize(path) or self._left < 0:
+            raise ValueError(f"{path} is damaged, or cut off: {key!r:.80} does not lie in it. Use another copy")
+        with path.open("rb") as file:
+            file.seek(offset)
+            return read_torch_stream(io.BytesIO(file.read(length)), f"{path}: {key!r:.80}")
+
+
+def _fits(chunk: tuple[tuple[int, ...], tuple[int, ...]], size: tuple[int, ...]) -> bool:
+    offsets, sizes = chunk
+    is_inside = all(start + length <= full for start, length, full in zip(offsets, sizes, size, strict=False))
+    return len(offsets) == len(sizes) == len(size) and is_inside
+
+
+def _put(content: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        content = content.setdefault(key, {})
+        if not isinstance(content, dict):
+            raise ValueError(f"the metadata are damaged: {key!r:.80} is a value, and has values below it")
+    content[path[-1]] = value
+
+
+def _restore_containers(value: Any) -> Any:
+    """Return a dictionary with the lists, the numbers and the empty states that the writer has flattened away."""
+    if not isinstance(value, dict):
+        return value
+    value = {key: _restore_containers(item) for key, item in value.items()}
+    if value and list(value) == list(range(len(value))):
+        return list(value.values())
+    if value and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value):
+        return _unflatten(value)
+    if "param_groups" in value:
+        state = value.get("state", {})
+        is_numbered = isinstance(state, dict) and all(isinstance(key, str) and key.isdecimal() for key in state)
+        value["state"] = {int(key): entries for key, entries in state.items()} if is_numbered else state
+    return value
+
+
+def _unflatten(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of an optimizer of which every entry and setting has the name of its parameter."""
+    state: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for key, item in value.items():
+        role, _, rest = key.partition(".")
+        name, _, entry = rest.rpartition(".")
+        (state if role == "state" else settings).setdefault(name, {})[entry] = item
+    groups: list[dict[str, Any]] = []
+    for name, of_name in settings.items():
+        same = next((group for group in groups if {**group, "params": None} == {**of_name, "params": None}), None)
+        if same is None:
+            groups.append(same := {**of_name, "params": []})
+        same["params"].append(name)
+    return {"state": state, "param_groups": groups}
