@@ -1,6 +1,7 @@
 """Ranks whose scripts differ are stopped before the first update, and told what differs."""
 
 import functools
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from chainring.iterators import LoaderIterator, SerialIterator
-from chainring.parallel import RankFailed, create_communicator
+from chainring.parallel import Communicator, RankFailed, create_communicator
 from chainring.training import Extension, StandardUpdater, Trainer, UpdateCallbacks, clip_grad_norm, extensions
 from rank_pair import on_two_ranks
 
@@ -59,6 +60,7 @@ CASES = {
     "cudnn.benchmark": ("False", "True"),
     "iteration": ("0", "7"),
     "saved run": ("is not loaded", "is continued"),
+    "timeout": ("1800", "900"),
 }
 """What differs, and what is said of rank 0 and of rank 1."""
 
@@ -188,7 +190,7 @@ def run_all(comm, out):
     for different in CASES:
         comm.barrier()
         began = time.monotonic()
-        own = create_communicator("cpu")
+        own = create_communicator("cpu", timeout=900 if different == "timeout" and comm.rank == 1 else None)
         ends[different] = run(own, different, [f"{out}/{list(CASES).index(different)}"] * 2), time.monotonic() - began
         own.close()
         change_process(comm, None)
@@ -282,6 +284,54 @@ def squared_of(held, model, x, t, net):
 def test_what_is_of_a_rank_by_its_nature_may_differ(tmp_path):
     """Shares of data, paths, addresses in texts, functions that print, names of one directory, what is shown."""
     assert on_two_ranks(apart, str(tmp_path)) == [2, 2]
+
+
+def without_comm(comm, out, alone_first):
+    """What is said where rank 1 is given no communicator, and begins first or last."""
+    began = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = a_trainer(comm, f"{out}/{comm.rank}", None)
+        if comm.rank == 1:
+            trainer.updater.comm = Communicator()
+        own = create_communicator("cpu")  # through which the other rank tells when it begins
+        if (comm.rank == 1) is alone_first:
+            threading.Timer(0.5, own.barrier).start()
+        else:
+            own.barrier()
+        try:
+            trainer.run()
+        except (ValueError, RankFailed) as error:
+            return str(error), time.monotonic() - began
+    return f"{trainer.updater.iteration} iterations", 0
+
+
+@pytest.mark.parametrize("alone_first", [True, False])
+def test_a_rank_without_a_communicator_is_named_where_others_wait_for_it(tmp_path, alone_first):
+    """On both, whichever begins first."""
+    for words, seconds in on_two_ranks(without_comm, str(tmp_path), alone_first):
+        assert "rank 1 runs its trainer without the communicator" in words
+        assert seconds < 10
+
+
+def each_alone(comm, out):
+    """Runs without a communicator, on all ranks, and then one with it."""
+    began = time.monotonic()
+    for number in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = a_trainer(Communicator(), f"{out}/{number}-{comm.rank}", None)
+            trainer.run()
+        assert any("every rank trains on all data by itself" in str(warning.message) for warning in caught)
+    comm.barrier()
+    return run(comm, None, [out] * 2), time.monotonic() - began
+
+
+def test_ranks_that_all_train_by_themselves_are_only_warned(tmp_path):
+    """And may train together afterwards."""
+    for iterations, seconds in on_two_ranks(each_alone, str(tmp_path)):
+        assert iterations == 2
+        assert seconds < 10
 
 
 def test_stages_of_a_pipeline_are_refused_as_such(ends):

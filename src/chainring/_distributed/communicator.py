@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chainring._distributed.attendance import begin_alone, end_alone
+
 
 class Communicator:
     """A world of one: this process is rank 0 of 1, and what it exchanges with the others it already has.
@@ -60,7 +62,11 @@ class Communicator:
         return (self.rank,)
 
     def begin(self) -> None:
-        """Start a run: a world of one warns if there are other processes that it does not know of."""
+        """Start a run: a world of one warns if there are other processes that it does not know of.
+
+        Raises:
+            ValueError: some ranks have a communicator of several, and some have not.
+        """
         started = dist.is_available() and dist.is_initialized()
         if self.world.size == 1 and started and dist.get_world_size() > 1:
             warnings.warn(
@@ -68,6 +74,12 @@ class Communicator:
                 "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
                 stacklevel=2,
             )
+            begin_alone(dist.get_rank(), dist.get_world_size())
+
+    def end(self) -> None:
+        """End a run."""
+        if self.world.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            end_alone()
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         """Replace each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""

@@ -128,6 +128,10 @@ class FailureBroadcast:
             lower_timeouts(self._limit + _MARGIN)
         self._processes = {rank: process for rank, process in enumerate(processes) if rank != self._rank}
 
+    def has_failed(self) -> bool:
+        """Return whether a failure has been received."""
+        return self._first is not None
+
     def publish(self, text: str) -> str:
         """Publish why this rank fails; return what was published first, which may be another rank's."""
         self._is_leaving = True

@@ -51,6 +51,9 @@ class MeshCommunicator(GroupCommunicator):
     def model_ranks(self) -> Sequence[int]:
         return [column[self.rank] for column in self._columns]
 
+    def begin(self) -> None:
+        self._world.begin()
+
     def gather_object(self, obj: Any) -> list[Any]:
         gathered = self._world.gather_object(obj)
         return [gathered[rank] for rank in self._first]

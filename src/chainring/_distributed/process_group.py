@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from chainring._checks import is_number
+from chainring._distributed.attendance import begin_together
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.failures import FailureBroadcast
 from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, new_group
@@ -153,9 +154,10 @@ class ProcessGroupCommunicator(GroupCommunicator):
         timeout: float | None = None,
     ) -> None:
         failures = None
+        self.timeout = TIMEOUT.total_seconds() if timeout is None else timeout
         if store is not None:
-            seconds = TIMEOUT.total_seconds() if timeout is None else timeout
-            failures = FailureBroadcast(store, dist.get_rank(), dist.get_world_size(), seconds, lowers=timeout is not None)
+            lowers = timeout is not None
+            failures = FailureBroadcast(store, dist.get_rank(), dist.get_world_size(), self.timeout, lowers=lowers)
         self._failures = failures
         description = OWN if failures is not None else BESIDE
         super().__init__(new_group(description=description), exchange if failures is None else failures.exchange)
@@ -164,9 +166,16 @@ class ProcessGroupCommunicator(GroupCommunicator):
         if failures is not None:
             failures.watch_processes(self.gather_object(failures.this_process()))
         self._is_open, self._ends_group = True, ends_group
+        self._store, self._runs = store, 0
         if self.rank != 0:
             mute()
         atexit.register(self.close)
+
+    def begin(self) -> None:
+        if self._failures is not None and self.size > 1:
+            self._runs += 1
+            with self.waiting():
+                begin_together(self._store, self._runs, self.rank, self.size, self._failures.has_failed)
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

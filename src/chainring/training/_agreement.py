@@ -79,6 +79,7 @@ def _settings(trainer: Trainer) -> dict[str, Mapping[str, Any]]:
     return {
         "the version of": versions(),
         "the process's": _of_process(),
+        "the communicator's": {"size": trainer.comm.size, "timeout": getattr(trainer.comm.world, "timeout", None)},
         "the updater's": _of_updater(updater),
         **{f"iterator {name!r}'s": _of_iterator(source) for name, source in updater.get_all_iterators().items()},
         **{f"model {name!r}'s": _of_model(model) for name, model in models.items()},

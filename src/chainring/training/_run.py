@@ -266,6 +266,8 @@ class Run:
         position = reporting_position(partial(_read_position, trainer)) if several else nullcontext()
         with Interruption(trainer.comm) as trainer.interruption, position:
             try:
+                if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
+                    trainer.comm.begin()  # ranks that compute a model together need no comm
                 if trainer.comm.is_main:  # the only rank that writes there
                     create_out(trainer.out)
                     self._directory = RunDirectory(trainer.out)
@@ -280,6 +282,7 @@ class Run:
                 reason.add_note(f"raised {_position(trainer)}")
                 failure = trainer.comm.failed(reason)
             failure = _end(trainer, initialized, failure)
+            trainer.comm.end()
             self.ended_at = time.monotonic()
             if self._directory is not None:
                 self._directory.release()
@@ -360,8 +363,6 @@ def prepare(trainer: Trainer) -> None:
     for name, model in updater.get_all_models().items():
         for path, module in named_submodules(name, model):
             trainer.reporter.add_observer(path, module)
-    if not any(map(is_tensor_parallel, updater.get_all_models().values())):  # whose ranks need no comm
-        comm.begin()
     for iterator in updater.get_all_iterators().values():
         share_among_ranks(iterator, comm, getattr(updater, "virtual_ranks", None))
     if hasattr(updater, "start"):
