@@ -1,7 +1,7 @@
 """Launchers: each starts tasks with variables of its own, and the same call finds the place of a task among them.
 
 Here stand-ins set the variables, as the launchers do: as they were read under Slurm 22.05, Open MPI 4.1, MPICH 4.0, and
-submitit 1.5. `tests/distributed/launched.py` runs the launchers themselves.
+submitit 1.5; those of MVAPICH and Flux are as others read them. `tests/distributed/launched.py` runs the launchers themselves.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -55,6 +55,18 @@ def submitit(rank, size):
     }  # fmt: skip
 
 
+def mvapich(rank, size):
+    """The variables of a task of MVAPICH's `mpirun_rsh`."""
+    names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    return {f"MV2_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+
+
+def flux(rank, size):
+    """The variables of a task of `flux run`."""
+    names = {"TASK_RANK": rank, "JOB_SIZE": size, "TASK_LOCAL_ID": rank, "JOB_NNODES": 1, "JOB_ID": "ƒ2"}
+    return {f"FLUX_{name}": str(value) for name, value in names.items()}
+
+
 def where(comm):
     """The place that a rank has found, and the sum over all ranks of 1 and of their numbers."""
     numbers = torch.tensor([1.0, comm.rank])
@@ -71,14 +83,16 @@ def where(comm):
         lambda rank: open_mpi(rank, 3),
         lambda rank: {**srun(0, 2, "a,b", 0), **open_mpi(rank, 3)},  # mpirun has started a process a machine by srun
         lambda rank: {**srun(0, 1), **mpich(rank, 3)},
+        lambda rank: mvapich(rank, 3),
+        lambda rank: flux(rank, 3),
         lambda rank: {**srun(0, 2, "a,b", 0), **submitit(rank, 3)},
         lambda rank: {**submitit(0, 1), **srun(rank, 3)},
     ],
-    ids=["srun", "pmi2", "job", "mpirun", "mpirun by srun", "mpiexec", "submitit", "srun by submitit"],
+    ids=["srun", "pmi2", "job", "mpirun", "mpirun by srun", "mpiexec", "mvapich", "flux", "submitit", "srun by submitit"],
 )
 def test_the_tasks_of_a_launcher_are_the_ranks_of_one_world(task):
-    """Each knows its place, and what they exchange is what all have. The port is derived, except here that of MPICH."""
-    port = {"MASTER_PORT": free_port()} if "MPI_LOCALNRANKS" in task(0) else {}
+    """Each knows its place, and what they exchange is what all have. The port is derived, except that of MPICH and MVAPICH."""
+    port = {"MASTER_PORT": free_port()} if {"MPI_LOCALNRANKS", "MV2_COMM_WORLD_SIZE"} & set(task(0)) else {}
     found = in_environments([{**task(rank), **port} for rank in range(3)], where)
     assert found == [(rank, 3, rank, [3.0, 3.0]) for rank in range(3)]
 
@@ -180,6 +194,20 @@ def test_tasks_that_cannot_meet_are_an_error_with_a_remedy(environment, reason):
     """And never as many runs of one."""
     with pytest.raises(RuntimeError, match=rf"(?s){reason}.*set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"):
         read_place(environment)
+
+
+def test_ranks_that_have_parted_may_meet_again():
+    """As often as they like, under any launcher: torchrun and a job keep what they have published."""
+    found = in_environments([srun(rank, 2) for rank in range(2)], again)
+    assert found == [(rank, 2, rank, [2.0, 1.0]) for rank in range(2)]
+
+
+def again(comm):
+    """The place of a rank in its third world."""
+    for _ in range(2):
+        comm.close()
+        comm = create_communicator("cpu")
+    return where(comm)
 
 
 def test_two_tasks_with_one_rank_are_an_error():

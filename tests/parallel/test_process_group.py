@@ -51,6 +51,20 @@ def test_a_missing_variable_is_named_with_what_to_do(monkeypatch, missing):
         create_communicator("cpu")
 
 
+@pytest.mark.parametrize(("count", "local_rank", "device"), [(1, "3", "cuda:0"), (8, "3", "cuda:3"), (8, "8", None)])
+def test_a_rank_takes_the_accelerator_of_its_number_or_the_only_one_that_it_sees(monkeypatch, count, local_rank, device):
+    """With ``srun --gpus-per-task=1`` each task sees its own as the first. Of several, there must be one for each rank."""
+    for name, value in (LAUNCHED | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": local_rank}).items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"is_available": True, "current_accelerator": torch.device("cuda"), "device_count": count}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    if device is not None:
+        assert create_communicator().device == torch.device(device)
+    else:
+        with pytest.raises(ValueError, match="local rank 8 has no accelerator of its own, there are 8"):
+            create_communicator()
+
+
 def test_a_device_that_is_none_is_refused():
     """By name, before anything is started."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match="nowhere"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -59,6 +61,8 @@ class _Launcher(NamedTuple):
     machines: tuple[str, ...] = ()
 
 
+_meetings: Counter[Place] = Counter()  # in this process
+
 _SLURM = _Launcher(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ("SLURM_STEP_NUM_NODES", "1"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -74,7 +78,14 @@ _LAUNCHERS = [  # a launcher comes before those that may have started it
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("PMIX_NAMESPACE",),
     ),
+    _Launcher(
+        "MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        ("MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
+    ),
     _MPICH,
+    _Launcher(
+        "flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ("FLUX_JOB_NNODES", "1"), ("FLUX_JOB_ID",)
+    ),
     _SLURM,
 ]  # fmt: skip
 
@@ -123,8 +134,9 @@ def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
         RuntimeError: some have not come, there are two of one rank, or the port is taken.
         ValueError: two processes use one accelerator; all raise it.
     """
-    # A launcher that restarts the ranks keeps its store, with what they have published in it.
-    store = PrefixStore(f"chainring/{place.start}", _open_store(place, timeout))
+    # The store has what was published in it before: by the ranks that a launcher has restarted, and by these.
+    _meetings[place] += 1
+    store = PrefixStore(f"chainring/{place.start}/{_meetings[place]}", _open_store(place, timeout))
     if store.add(f"arrived/{place.rank}", 1) > 1:
         raise RuntimeError(
             f"two processes say that they are rank {place.rank} of {place.size}: RANK has one value in several tasks, or "
@@ -262,6 +274,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
+@cache  # as long as this process lives, in which the ranks may meet again
 def _open_store(place: Place, timeout: timedelta) -> Any:
     """Return torchrun's store, or that of rank 0."""
     if not place.address:
