@@ -92,14 +92,15 @@ class Communicator:
         self.all_reduce([tensor], average=False)
         return lambda: tensor
 
-    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start to send row r of a matrix to rank r; what it returns waits for the others' and returns it, rank by rank.
 
         Args:
-            sent: one row for each rank.
+            sent: one row for each rank; in a list they may have different lengths.
             sizes: how many elements each rank sends here.
         """
-        received = [rows[self.rank].to(sent.device) for rows in self.gather_object(list(sent))]
+        device = sent[0].device
+        received = [rows[self.rank].to(device) for rows in self.gather_object(list(sent))]
         return lambda: received
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:

@@ -60,11 +60,12 @@ class GroupCommunicator(Communicator):
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self._when_done(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, tensor)
 
-    def start_all_to_all(self, sent: Tensor, sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        received = sent.new_empty(sum(sizes))
-        own = [sent.shape[1]] * self.size
-        work = dist.all_to_all_single(received, sent.reshape(-1), list(sizes), own, group=self._group, async_op=True)
-        return self._when_done(work, list(torch.split(received, list(sizes))), sent)
+    def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        own = [len(row) for row in sent]
+        flat = sent.reshape(-1) if isinstance(sent, Tensor) else torch.cat(list(sent))
+        received = flat.new_empty(sum(sizes))
+        work = dist.all_to_all_single(received, flat, list(sizes), own, group=self._group, async_op=True)
+        return self._when_done(work, list(torch.split(received, list(sizes))), flat)
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         gathered = tensor.new_empty(self.size, *tensor.shape)

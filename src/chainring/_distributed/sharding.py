@@ -344,6 +344,14 @@ def shard_like(value: Any, like: Any) -> Any:
     return module.distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+def empty_shard_like(like: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor sharded as ``like`` is, on the same device, of which each rank has made its shard."""
+    module = sys.modules["torch.distributed.tensor"]
+    local = torch.empty_like(to_local(like.detach()), dtype=dtype)
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return module.DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **whole)
+
+
 def as_summand(whole: Tensor, like: Any) -> Any:
     """Return a tensor of this rank as a part of a sum over the ranks that hold ``like``, a sharded tensor of that shape."""
     module, mesh = sys.modules["torch.distributed.tensor"], like.device_mesh

@@ -25,6 +25,7 @@ from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
+from chainring.serializers._parts import StoredTensors
 from chainring.serializers._store import MANIFEST, CorruptError, Store, WriteFile, Written, verify
 from chainring.serializers.base import (
     DictionaryDeserializer,
@@ -35,6 +36,7 @@ from chainring.serializers.base import (
     is_module,
     load_entries,
     own_states,
+    read_stored,
     restore_layouts,
     serialize_method,
     state_entries,
@@ -120,7 +122,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     if not is_own and _load_foreign(source, obj, path_in_snapshot, strict):
         return
     if source.is_dir():
-        _load_state(read_state(source), obj, path_in_snapshot, strict, source.resolve())
+        load_snapshot(source, obj, as_communicator(getattr(obj, "comm", Communicator())), path_in_snapshot, strict)
         return
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
@@ -157,6 +159,17 @@ def _load_foreign(source: Path, obj: Any, path: str, strict: bool) -> bool:
     if found is not None:
         load_foreign(source, found, obj, path, strict)
     return found is not None
+
+
+def load_snapshot(source: Path, obj: Any, comm: Communicator, path_in_snapshot: str = "", strict: bool = True) -> None:
+    """Load a snapshot into an object by all ranks of a communicator together, see `load`.
+
+    Each part is read and verified by one of them. Where there are several, what is damaged may show only when some of the
+    object has been filled.
+    """
+    with StoredTensors(source, STATE, comm.world) as stored:
+        state = _values.decode(stored.text, stored.tensors)
+        _load_state(state, obj, path_in_snapshot, strict, source.resolve(), stored)
 
 
 def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:
@@ -319,7 +332,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     return _values.decode((directory / STATE).read_bytes(), tensors)
 
 
-def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source: Path) -> None:
+def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source: Path, stored: StoredTensors) -> None:
     if path or is_module(obj):
         prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
         if is_module(obj) and prefix.startswith(_MODEL):
@@ -329,13 +342,13 @@ def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
     if is_module(obj) and state.keys() == {"state_dict"} and isinstance(state["state_dict"], Mapping):
         # Written so by earlier versions, of a model with a serialize of its own inside a wrapper.
-        entries = {name.replace("_orig_mod.", ""): value for name, value in state["state_dict"].items()}
+        entries = {name.replace("_orig_mod.", ""): value for name, value in read_stored(state["state_dict"]).items()}
         _load_entries(unwrap(obj), entries, strict)
         return
     if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
         raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
-    saved.directory = source.parent
+    saved.directory, saved.origin = source.parent, stored
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     saved.visit("", unwrap(obj))
 
@@ -346,7 +359,7 @@ def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None
     changed = state.get(f"updater/changed_buffers:{name}", {})
     recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
     if recorded:
-        restore_layouts(module, buffer_layouts(module), recorded, lambda path: state.get(prefix + path))
+        restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(state.get(prefix + path)))
 
 
 def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ _FORMAT_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
 _VIEWS = {  # dtypes that not every reader of the format knows: stored as
     torch.complex128: torch.float64, torch.float8_e8m0fnu: torch.uint8, torch.float4_e2m1fn_x2: torch.uint8,
 }  # fmt: skip
@@ -111,6 +112,50 @@ def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, ShardOffsets]:
     """
     with _open(path) as (_, metadata):
         return {name: (entry["offsets"], entry["shape"]) for name, entry in metadata.items() if "offsets" in entry}
+
+
+class Stored(NamedTuple):
+    """What the header of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: Sequence[int] | None  # where they are not those of row-major order
+    place: tuple[int, int]  # its first byte in the file, and the one after its last
+    part: int  # its number among the parts of the file, of which the header is the first
+    offsets: ShardOffsets | None  # of a shard
+    same_as: str | None  # the tensor that is stored in its place
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[int, dict[str, Stored]]:
+    """Return the CRC-32 of the header of a file, and what it says of each tensor.
+
+    Raises:
+        ValueError: the file is damaged, or not a safetensors file.
+    """
+    with _open(path) as (file, metadata), Path(path).open("rb") as content:
+        names = set(file.keys())
+        text = content.read(8)
+        text += content.read(int.from_bytes(text, "little"))
+        header = parse_strict(text[8:])
+        header.pop("__metadata__", None)
+        places = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+        order = {name: part for part, name in enumerate(sorted(names, key=places.__getitem__), 1)}
+        stored = {}
+        for name in names | metadata.keys():
+            entry = metadata.get(name, {})
+            source = entry.get("same_as", name)
+            if (name not in names) != ("same_as" in entry) or source not in names:
+                raise ValueError("its metadata and its tensors disagree")
+            described, held_as = metadata.get(source, {}), _DTYPES.get(header[source]["dtype"])
+            if held_as is None:
+                raise ValueError(f"it holds {header[source]['dtype']!r:.40}, which this version does not write")
+            dtype, shape = _described(held_as, header[source]["shape"], described)
+            place = (len(text) + places[source][0], len(text) + places[source][1])
+            offsets = (entry["offsets"], entry["shape"]) if "offsets" in entry else None
+            stored[name] = Stored(
+                dtype, shape, described.get("strides"), place, order[source], offsets, entry.get("same_as")
+            )
+    return zlib.crc32(text), stored
 
 
 @contextmanager
@@ -255,17 +300,25 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _restore(stored: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
     """Return a copy with the dtype and strides that ``entry`` names; ``stored`` lies in the file."""
+    dtype, shape = _described(stored.dtype, stored.shape, entry)
     if "dtype" in entry:
-        dtype = _VIEW_NAMES.get(entry["dtype"])
-        if dtype is None or _VIEWS[dtype] is not stored.dtype or (dtype.is_complex and stored.shape[-1:] != (2,)):
-            raise ValueError(f"{stored.dtype} of shape {list(stored.shape)} cannot be a view of {entry['dtype']!r:.40}")
         stored = stored.clone()  # a complex128 needs 16 bytes of alignment, in the file it has 8
         stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
     if "strides" not in entry:
         return stored.clone(memory_format=torch.contiguous_format)
-    if not _is_dense(stored.shape, entry["strides"]):
-        raise ValueError(f"strides {entry['strides']!r:.80} do not fit shape {list(stored.shape)}")
-    return torch.empty_strided(stored.shape, entry["strides"], dtype=stored.dtype).copy_(stored)
+    return torch.empty_strided(shape, entry["strides"], dtype=dtype).copy_(stored)
+
+
+def _described(stored: torch.dtype, shape: Sequence[int], entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape of a tensor that is stored with others, if the entry fits."""
+    dtype = _VIEW_NAMES.get(entry["dtype"]) if "dtype" in entry else stored
+    if "dtype" in entry:
+        if dtype is None or _VIEWS[dtype] is not stored or (dtype.is_complex and tuple(shape[-1:]) != (2,)):
+            raise ValueError(f"{stored} of shape {list(shape)} cannot be a view of {entry['dtype']!r:.40}")
+        shape = shape[:-1] if dtype.is_complex else shape
+    if "strides" in entry and not _is_dense(shape, entry["strides"]):
+        raise ValueError(f"strides {entry['strides']!r:.80} do not fit shape {list(shape)}")
+    return dtype or stored, tuple(shape)
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

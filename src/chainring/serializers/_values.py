@@ -29,6 +29,7 @@ from torch import Tensor
 
 from chainring._distributed.sharding import is_sharded
 from chainring._files import parse_strict
+from chainring.serializers.base import StoredTensor
 
 FORMAT = 1
 MAX_DEPTH = 100  # containers within containers; deeper than any state, far below what recursion can bear
@@ -62,7 +63,7 @@ def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tupl
     return {path: encoder.value(path, value, 0) for path, value in state.items()}, encoder.tensors
 
 
-def decode(text: bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def decode(text: bytes, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, Any]:
     """Return the state that `encode` was given. Tensors come out of ``tensors`` as they are, arrays are copies.
 
     Raises:
@@ -77,7 +78,7 @@ def decode(text: bytes, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def decode_values(
-    values: Mapping[str, Any], tensors: Mapping[str, Tensor], arrays: Mapping[str, Array] | None = None
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor | StoredTensor], arrays: Mapping[str, Array] | None = None
 ) -> dict[str, Any]:
     """Return the state that `encode_values` was given, with arrays out of ``arrays`` where they were handed over as such.
 
@@ -163,7 +164,7 @@ class _Encoder:
 class _Decoder:
     """Walks over JSON types that may come from anywhere, and restores values."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], arrays: Mapping[str, Array] | None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | StoredTensor], arrays: Mapping[str, Array] | None) -> None:
         self._tensors, self._arrays = tensors, arrays
 
     def value(self, path: str, value: Any, depth: int) -> Any:
@@ -206,23 +207,29 @@ class _Decoder:
             return complex(real, imaginary)
         return _SCALAR_TAGS[tag](content)
 
-    def _tensor(self, path: str, name: Any) -> Tensor:
+    def _tensor(self, path: str, name: Any) -> Any:
         if _expect(name, str) not in self._tensors:
             raise ValueError(f"{path}: its tensor {name!r} is missing; the snapshot's tensor files are not complete")
         return self._tensors[name]
 
-    def _array(self, path: str, dtype_text: Any, shape: Any, name: Any) -> Array:
+    def _array(self, path: str, dtype_text: Any, shape: Any, name: Any) -> Any:
         sizes = [_expect(size, int) for size in _expect(shape, list)]
+
+        def check(array: Array) -> Array:
+            if array.dtype.str != dtype_text or list(array.shape) != sizes:
+                raise ValueError(f"{path}: {name!r} is not an array of {dtype_text} and shape {shape}; the file is damaged")
+            return array
+
         if self._arrays is not None:
-            array = self._arrays[_expect(name, str)]
-        else:
-            dtype = _numpy_dtype(dtype_text)
-            array = self._tensor(path, name).cpu().numpy().copy(order="K")
-            if dtype not in _ARRAYS_AS_TENSORS:
-                array = array.view(dtype).reshape(sizes)
-        if array.dtype.str != dtype_text or list(array.shape) != sizes:
-            raise ValueError(f"{path}: {name!r} is not an array of {dtype_text} and shape {shape}; the file is damaged")
-        return array
+            return check(self._arrays[_expect(name, str)])
+        dtype = _numpy_dtype(dtype_text)
+
+        def convert(tensor: Tensor) -> Array:
+            array = tensor.cpu().numpy().copy(order="K")
+            return check(array if dtype in _ARRAYS_AS_TENSORS else array.view(dtype).reshape(sizes))
+
+        tensor: Any = self._tensor(path, name)
+        return tensor.converted(convert) if isinstance(tensor, StoredTensor) else convert(tensor)
 
 
 def _as_tensor(array: Array) -> Tensor:

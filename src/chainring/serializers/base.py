@@ -6,10 +6,10 @@ import copy
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import is_sharded, shard_like, to_full, to_local
+from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._messages import announce_change
 from chainring._naming import has_buffers, name_cleaner, submodules
 
@@ -185,8 +185,9 @@ class Deserializer(AbstractSerializer):
                 f"as {next(iter(names))!r}: it was saved by a version that saved only what serialize names. Load it with "
                 "strict=False to keep the parameters at hand"
             )
-        saved = {names.get(path, path.replace("/", ".")): self(path, None) for path in paths}
-        saved = {name: shard_like(value, entries.get(name)) for name, value in saved.items()}
+        entry_of = {path: names.get(path, path.replace("/", ".")) for path in paths}
+        found = self._read_entries({path: entries.get(name) for path, name in entry_of.items()})
+        saved = {name: shard_like(found[path], entries.get(name)) for path, name in entry_of.items()}
         kept = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
         kept += [name for key, name in names.items() if self._is_ignored(key)]
         try:
@@ -198,6 +199,10 @@ class Deserializer(AbstractSerializer):
                     f"A serialize of one's own, here of {classes}, asks for the keys that it saves when it loads too"
                 )
             raise
+
+    def _read_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was saved of the entries of a module, by path, beside which the entries at hand are given."""
+        return {path: self(path, None) for path in entries}
 
     def _visit_state(self, obj: Any) -> None:
         state = self("state_dict", None)
@@ -226,6 +231,22 @@ def visit_optional(serializer: AbstractSerializer, key: str, value: Any) -> Any:
         if isinstance(serializer, Serializer):
             raise
         return value
+
+
+def visit_like(serializer: AbstractSerializer, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
+    """Save or load a dict whose items belong to the tensors ``likes`` of their keys.
+
+    Tensors in an item that have the shape of a sharded one are read from a snapshot as shards, and never whole.
+    """
+    if isinstance(serializer, DictionaryDeserializer):
+        return serializer.read_like(key, value, likes)
+    return serializer(key, value)
+
+
+def conclude_reading(serializer: AbstractSerializer) -> None:
+    """End the loading of a snapshot by several ranks; each waits until none needs it any more to read for the others."""
+    if isinstance(serializer, DictionaryDeserializer) and serializer.origin is not None:
+        serializer.origin.conclude()
 
 
 def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
@@ -476,6 +497,97 @@ class StateCollector(DictionarySerializer):
         )
 
 
+class StoredTensor:
+    """A tensor in the files of a snapshot, which is read when it is asked for."""
+
+    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: Any, origin: TensorReader) -> None:
+        self.name, self.dtype, self.shape, self.strides = name, dtype, shape, strides
+        self.origin = origin
+        self.convert: Callable[[Tensor], Any] | None = None  # makes of it the value that was saved, such as an array
+
+    def __deepcopy__(self, memo: object) -> StoredTensor:
+        return self
+
+    def converted(self, convert: Callable[[Tensor], Any]) -> StoredTensor:
+        """Return a value that is made of this tensor."""
+        other = copy.copy(self)
+        other.convert = convert
+        return other
+
+    def fits(self, value: Any) -> bool:
+        """Return whether the tensor can be read into a value at hand, which then has the very same numbers."""
+        if not isinstance(value, Tensor) or self.convert is not None or is_lazy(value) or value.is_meta:
+            return False
+        if value.layout is not torch.strided or (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
+            return False
+        local = to_local(value)
+        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+        return not (is_expanded or local.is_inference() or is_summand(value) or type(local) not in (Tensor, nn.Parameter))
+
+    def empty(self, like: Any = None) -> Tensor:
+        """Return a tensor to read it into, sharded as one of the same shape."""
+        if is_sharded(like) and tuple(like.shape) == self.shape and self.convert is None and not is_summand(like):
+            return empty_shard_like(like, self.dtype)  # type: ignore[no-any-return]
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+
+class TensorReader(Protocol):
+    """Reads the tensors of a snapshot, perhaps together with other ranks."""
+
+    def read(self, targets: Sequence[tuple[StoredTensor, Tensor]]) -> None:
+        """Read each of these into a tensor of its shape and dtype, which may be sharded."""
+
+    def conclude(self) -> None:
+        """Read for the other ranks as long as one of them needs it."""
+
+
+def _read_into(targets: Sequence[tuple[StoredTensor, Tensor]]) -> None:
+    """Read tensors; what is the same memory twice, as tied parameters are, is read once."""
+    views = {(id(stored), _view_of(to_local(target))): (stored, target) for stored, target in targets}
+    if views:
+        targets[0][0].origin.read(list(views.values()))
+
+
+def read_stored(value: Any, target_of: Callable[[StoredTensor, tuple[Any, ...]], Tensor] | None = None) -> Any:
+    """Return a value with all tensors in it read, each into what ``target_of`` returns for it and the keys to it."""
+    targets: dict[int, tuple[StoredTensor, Tensor]] = {}
+
+    def place(stored: StoredTensor, keys: tuple[Any, ...]) -> StoredTensor:
+        if id(stored) not in targets:
+            targets[id(stored)] = stored, stored.empty() if target_of is None else target_of(stored, keys)
+        return stored
+
+    def take(stored: StoredTensor, keys: tuple[Any, ...]) -> Any:
+        tensor = targets[id(stored)][1]
+        return tensor if stored.convert is None else stored.convert(tensor)
+
+    _replace_stored(value, place, ())
+    if not targets:
+        return value
+    _read_into(list(targets.values()))
+    return _replace_stored(value, take, ())
+
+
+def _has_stored(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(map(_has_stored, value))
+    return any(map(_has_stored, value.values())) if isinstance(value, dict) else isinstance(value, StoredTensor)
+
+
+def _replace_stored(value: Any, function: Callable[[StoredTensor, tuple[Any, ...]], Any], keys: tuple[Any, ...]) -> Any:
+    if isinstance(value, StoredTensor):
+        return function(value, keys)
+    if type(value) in (list, tuple):
+        return type(value)(_replace_stored(item, function, (*keys, i)) for i, item in enumerate(value))
+    if isinstance(value, dict) and value:
+        replaced = copy.copy(value)
+        replaced.update({key: _replace_stored(item, function, (*keys, key)) for key, item in value.items()})
+        return replaced
+    return value
+
+
 class DictionaryDeserializer(_ByPath, Deserializer):
     """Loads from ``source``, a dictionary that a `DictionarySerializer` has filled; its values are copied.
 
@@ -496,6 +608,7 @@ class DictionaryDeserializer(_ByPath, Deserializer):
         super().__init__()
         self.source = source
         self.strict = strict
+        self.origin: TensorReader | None = None  # from which the tensors of the source are read
         self._asked: set[str] = set()
 
     def _enter(self, key: str, owner: _Owner) -> Self:
@@ -520,13 +633,43 @@ class DictionaryDeserializer(_ByPath, Deserializer):
     def _restore(self, path: str, value: Any) -> Any:
         """Return the saved value as the object declares it."""
         saved = self.source[path]
+        if isinstance(saved, StoredTensor) and saved.fits(value):
+            _read_into([(saved, value)])
+            return value
+        is_own = _has_stored(saved)
+        saved = read_stored(copy_value(saved)) if is_own else saved
         if isinstance(value, (Tensor, np.ndarray)) and fill(value, saved):
             return value
         if saved is None and isinstance(value, nn.Parameter):  # left out of the snapshot
             return value
         if isinstance(value, _SCALARS):
             return to_type_of(value, saved)
-        return _move(copy_value(saved), self._device if value is None else None)
+        return _move(saved if is_own else copy_value(saved), self._device if value is None else None)
+
+    def _read_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        stored = {path: saved for path in entries if isinstance(saved := self.source.get(self._path + path), StoredTensor)}
+        for path, saved in stored.items():
+            self._asked.add(self._path + path)
+            found[path] = entries[path] if saved.fits(entries[path]) else saved.empty(entries[path])
+        _read_into([(saved, found[path]) for path, saved in stored.items()])
+        return {path: found[path] if path in found else self(path, None) for path in entries}
+
+    def read_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
+        """Do as `visit_like`."""
+        path = self._path + key
+        saved = copy_value(self.source.get(path))
+        if not isinstance(saved, dict):
+            return self(key, value)
+        self._asked.add(path)
+
+        def target_of(stored: StoredTensor, keys: tuple[Any, ...]) -> Tensor:
+            at_hand = value
+            for each in keys:
+                at_hand = at_hand.get(each) if isinstance(at_hand, dict) else None
+            return at_hand if stored.fits(at_hand) else stored.empty(likes.get(keys[0]))
+
+        return read_stored(saved, target_of)
 
     def _was_asked(self, key: str) -> bool:
         return self._path + key in self._asked

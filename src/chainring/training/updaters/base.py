@@ -24,6 +24,7 @@ from chainring.serializers.base import (
     Stateful,
     buffer_layouts,
     serialize_layouts,
+    visit_like,
     visit_optional,
 )
 
@@ -320,7 +321,7 @@ class OptimizerState:
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
-        state = serializer("state", named)
+        state = visit_like(serializer, "state", named, dict(zip(self._names, _parameters(self._optimizer), strict=True)))
         saved_groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)
