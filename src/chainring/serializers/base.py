@@ -583,7 +583,8 @@ def _replace_stored(value: Any, function: Callable[[StoredTensor, tuple[Any, ...
         return type(value)(_replace_stored(item, function, (*keys, i)) for i, item in enumerate(value))
     if isinstance(value, dict) and value:
         replaced = copy.copy(value)
-        replaced.update({key: _replace_stored(item, function, (*keys, key)) for key, item in value.items()})
+        for key, item in value.items():  # by update, a Counter would add
+            replaced[key] = _replace_stored(item, function, (*keys, key))
         return replaced
     return value
 

@@ -19,7 +19,8 @@ from chainring._distributed.watchdog import reporting_position
 from chainring._messages import info, recording_changes
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
-from chainring.serializers.base import Deserializer, visit_if_stateful
+from chainring.serializers import CorruptError
+from chainring.serializers.base import Deserializer, conclude_reading, visit_if_stateful
 from chainring.training._agreement import check_agreement, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
@@ -109,6 +110,8 @@ class LoadedState:
                 "The state of those only there is dropped; those only here start from now",
                 stacklevel=2,
             )
+        if self._source is not None:
+            conclude_reading(self._source)
         self._source, self._saved, self._pairs = None, [], {}
 
 
@@ -295,11 +298,10 @@ class Run:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
         if (state := _newest_state(trainer, trainer.entries)) is None:
             raise reason
-        iteration, load = state
-        info(f"{reason}; the run goes back to iteration {iteration}")
+        info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
             optional_method(entry, "finalize")()
-        self._start(trainer, [], load)
+        self._start(trainer, [], lambda: _load_sound(trainer, trainer.entries, state))
 
     def initialize_trigger(self, trigger: Any, trainer: Trainer) -> None:
         """Initialize a trigger once a run, however many extensions and other triggers share it."""
@@ -379,7 +381,22 @@ def _load_newest(trainer: Trainer, loaded: LoadedState) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
     entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
     if (not trainer.is_resumed or loaded.gives_way) and (state := _newest_state(trainer, entries)) is not None:
-        state[1]()
+        _load_sound(trainer, entries, state)
+
+
+def _load_sound(trainer: Trainer, entries: list[Entry], state: tuple[int, Callable[[], None]]) -> None:
+    """Load a state; where it proves to be damaged, which its extension remembers, the newest of the others."""
+    tried: list[int] = []
+    while True:
+        iteration, load = state
+        try:
+            return load()
+        except CorruptError:
+            tried.append(iteration)
+            following = _newest_state(trainer, entries)
+            if following is None or tried.count(following[0]) > len(entries):
+                raise
+            state = following
 
 
 def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable[[], None]] | None:

@@ -7,6 +7,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,11 @@ from chainring.serializers._checkpoint import (
     StagingBuffers,
     capture,
     is_saved_as_file,
-    load,
+    load_snapshot,
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._store import Manifest, Store, find_newest, read_manifest
+from chainring.serializers._store import CorruptError, Manifest, Store, find_newest, read_manifest
 from chainring.serializers.base import StateCollector, has_state, is_module, serialize_method
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
@@ -115,6 +117,7 @@ class Snapshot(Extension):
         self._staging = StagingBuffers()
         self._background = BackgroundWriter()
         self._has_started = False
+        self._damaged: set[str] = set()  # snapshots that proved to be so when they were loaded
         self._comm: Communicator | None = None
         self.saved_iteration: int | None = None
         self._begun_iteration: int | None = None  # of the snapshot that was begun last
@@ -128,18 +131,31 @@ class Snapshot(Extension):
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._set_label(trainer)
         self._guard(self._background.wait)
-        store, name = Store(trainer.out), None
-        if trainer.comm.is_main:
-            names = [name for name, _ in self._series.listing(store)]
-            name = find_newest(store, names, lambda text: warnings.warn(text, stacklevel=4))
-        name = trainer.comm.broadcast_object(name)
-        if name is None:
-            return None
-        path = store.root / name
-        if self.target is not None:
-            load(path, self.target)
-            return None
-        return read_manifest(path).iteration, lambda: load(path, trainer)
+        store = Store(trainer.out)
+        while (
+            name := trainer.comm.broadcast_object(self._find_newest(store) if trainer.comm.is_main else None)
+        ) is not None:
+            path = store.root / name
+            if self.target is None:
+                return read_manifest(path).iteration, partial(self._load, path, trainer, trainer.comm)
+            with suppress(CorruptError):
+                self._load(path, self.target, trainer.comm)
+                break
+        return None
+
+    def _find_newest(self, store: Store) -> str | None:
+        names = [name for name, _ in self._series.listing(store)]
+        return find_newest(store, names, lambda text: warnings.warn(text, stacklevel=5), self._damaged)
+
+    def _load(self, path: Path, obj: Any, comm: Communicator) -> None:
+        """Load a snapshot, or note that it is damaged, on all ranks alike."""
+        try:
+            load_snapshot(path, obj, comm)
+        except CorruptError as error:
+            self._damaged.add(path.name)
+            if comm.is_main:
+                warnings.warn(f"snapshot {path.name!r} is passed over: {error}", stacklevel=2)
+            raise
 
     def initialize(self, trainer: Trainer) -> None:
         self._set_label(trainer)

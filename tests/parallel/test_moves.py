@@ -1,0 +1,217 @@
+"""A snapshot of a model in any layout is loaded in any other, with the same bits, and read once by all ranks together."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import EVERY, a_trainer, whole_state
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from chainring import serializers
+from chainring.cli import main
+from chainring.iterators import SerialIterator
+from chainring.parallel import RankFailed
+from chainring.serializers import CorruptError
+from chainring.serializers._checkpoint import read_state
+from chainring.training import StandardUpdater, Trainer
+from rank_pair import on_ranks
+
+WIDTH = 16384  # so that tensors are read in parts, and not at once as small ones are
+NAMES = [f"{module}/{name}" for module in (0, 2, 3, 4) for name in ("weight", "bias")]
+EARLIER = Path(__file__).parents[1] / "serializers" / "earlier" / "without_checksums_of_parts"
+
+
+def saved_state(snapshot, names=NAMES):
+    """The parameters and the optimizer's state of a snapshot, as a reader that knows of no ranks finds them."""
+    state = read_state(Path(snapshot))
+    moments = state["updater/optimizer:main/state"]
+    found = {}
+    for number, name in enumerate(names):
+        found[f"{number}/value"] = state[f"updater/model:main/{name}"]
+        found |= {f"{number}/{key}": value for key, value in moments[f"main/{name}"].items()}
+    return found
+
+
+def different(found, wanted):
+    return [name for name in wanted.keys() | found.keys() if name not in found or not torch.equal(found[name], wanted[name])]
+
+
+def bytes_read():
+    """How many bytes this process has read from files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def moved(world, directory):
+    """What differs in each layout after a snapshot of each was loaded, and how many bytes this rank has read for each."""
+    for layout in EVERY:
+        a_trainer(layout, f"{directory}/{layout}", WIDTH, lr=0.01).run()
+    wrong, read = {}, {}
+    for target in EVERY:
+        trainer = a_trainer(target, f"{directory}/other", WIDTH, seed=4)
+        for source in ("one", *EVERY):
+            snapshot = f"{directory}/{source}/snapshot_iter_1"
+            before = bytes_read()
+            serializers.load(snapshot, trainer)
+            read[f"{source} -> {target}"] = bytes_read() - before
+            if names := different(whole_state(trainer), saved_state(snapshot)):
+                wrong[f"{source} -> {target}"] = names
+    return wrong, read
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("moves")
+
+
+@pytest.fixture(scope="module")
+def ranks(directory):
+    a_trainer(None, directory / "one", WIDTH, lr=0.01).run()
+    return on_ranks(4, moved, str(directory))
+
+
+def test_a_snapshot_of_any_layout_is_loaded_in_any_other_bit_for_bit(ranks):
+    """Parameters and the optimizer's state, on every rank."""
+    assert [wrong for wrong, _ in ranks] == [{}] * 4
+
+
+def test_all_ranks_together_read_a_snapshot_once(ranks, directory):
+    """At most a tenth more than its files, in every layout, also where every rank needs everything."""
+    for move in list(ranks[0][1])[1:]:  # Python loads modules at the first
+        size = sum(path.stat().st_size for path in (directory / move.partition(" ->")[0] / "snapshot_iter_1").iterdir())
+        assert sum(read[move] for _, read in ranks) <= 1.1 * size, move
+
+
+@pytest.mark.parametrize("layout", EVERY)
+def test_one_process_loads_and_exports_a_snapshot_of_any_layout(ranks, directory, layout):
+    trainer = a_trainer(None, directory / "alone", WIDTH, seed=4)
+    snapshot = directory / layout / "snapshot_iter_1"
+    serializers.load(snapshot, trainer)
+    wanted = saved_state(snapshot)
+    assert different(whole_state(trainer), wanted) == []
+    assert main(["export", str(directory / layout), str(directory / f"{layout}.safetensors")]) == 0
+    again = a_trainer(None, directory / "alone", WIDTH, seed=5)
+    serializers.load(directory / f"{layout}.safetensors", again.updater.get_model("main"))
+    for parameter, name in zip(again.updater.get_model("main").parameters(), range(len(NAMES)), strict=True):
+        assert torch.equal(parameter, wanted[f"{name}/value"])
+
+
+HARMS = {
+    "a bit of a large tensor": lambda path: flip(path, path.stat().st_size // 2),
+    "a bit of the header": lambda path: flip(path, 100),
+    "the last byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "missing": Path.unlink,
+}
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def harmed(world, directory):
+    """What a load of a snapshot raises that is harmed, and where a run goes on of which it is the newest, by the harm."""
+    a_trainer("tp and fsdp", f"{directory}/first", WIDTH, lr=0.01, stop=2).run()
+    found = {}
+    for number, (name, harm) in enumerate(HARMS.items()):
+        out = Path(directory, str(number))
+        if world.rank == 0:
+            shutil.copytree(f"{directory}/first", out)
+            harm(out / "snapshot_iter_2" / "rank00002-of-00004.safetensors")
+        world.barrier()
+        words = None
+        try:
+            serializers.load(out / "snapshot_iter_2", a_trainer("fsdp", out, WIDTH))
+        except CorruptError as error:
+            words = str(error)
+        trainer = a_trainer("fsdp", out, WIDTH, autoload=True, seed=4)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run()
+        same = different(whole_state(trainer), saved_state(out / "snapshot_iter_1"))
+        told = [str(warning.message) for warning in caught if "passed over" in str(warning.message)]
+        found[name] = words, trainer.updater.iteration, same, told
+    return found
+
+
+def test_what_is_damaged_is_noticed_by_all_ranks_which_go_on_from_the_snapshot_before(tmp_path):
+    """A part that one rank reads, a header, and a file that is cut or missing; one rank says it, and none waits."""
+    ranks = on_ranks(4, harmed, str(tmp_path))
+    for name in HARMS:
+        raised = {rank[name][0] for rank in ranks}
+        assert len(raised) == 1, raised
+        assert "rank00002-of-00004.safetensors" in raised.pop(), name
+        for rank in ranks:
+            assert rank[name][1:3] == (1, []), name
+        told = [len(rank[name][3]) for rank in ranks]
+        assert told == [1, 0, 0, 0], name
+
+
+class OnRank0:
+    """An object of which rank 0 alone has large state, and on which rank 2 fails, if told."""
+
+    def __init__(self, comm, fails=False):
+        self.comm, self.fails = comm, fails
+        self.table = torch.full((100, 100), float(comm.rank + 1))
+
+    def serialize(self, serializer):
+        if self.comm.rank == 0:
+            serializer("table", self.table)
+        if self.fails and self.comm.rank == 2:
+            raise KeyError("no such key")
+        if not self.fails:
+            serializer("number", 3)
+
+
+def asked_apart(world, directory):
+    """What each rank has after a load for which rank 0 alone asks, and what it raises if rank 2 fails meanwhile."""
+    if world.rank == 0:
+        serializers.save(f"{directory}/saved", OnRank0(world))
+    world.barrier()
+    loaded = OnRank0(world)
+    loaded.table.zero_()
+    serializers.load(f"{directory}/saved", loaded)
+    try:
+        serializers.load(f"{directory}/saved", OnRank0(world, fails=True))
+    except (KeyError, RankFailed) as error:
+        return loaded.table.unique().item(), f"{type(error).__name__}: {error}"
+
+
+def test_what_one_rank_asks_for_it_gets_and_where_one_fails_all_do(tmp_path):
+    """Ranks that ask for nothing read for the others; none waits for one that has failed."""
+    found = on_ranks(4, asked_apart, str(tmp_path))
+    assert [rank[0] for rank in found] == [1.0, 0.0, 0.0, 0.0]
+    words = [rank[1] for rank in found]
+    assert words[2] == "KeyError: 'no such key'"
+    for other in (0, 1, 3):
+        assert words[other].startswith("RankFailed: "), words
+        assert "by rank 2: KeyError: 'no such key'" in words[other]
+
+
+def loaded_earlier(world, directory):
+    """What differs after a snapshot of an earlier version was loaded, and the words with which a damaged one is refused."""
+    net = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 1))
+    for module in (net[0], net[2], net):
+        fully_shard(module)
+    updater = StandardUpdater(SerialIterator([0.0] * 8, 8), torch.optim.AdamW(net.parameters(), 0.01), net, comm=world)
+    trainer = Trainer(updater, (1, "iteration"), out=directory)
+    serializers.load(EARLIER, trainer)
+    names = [f"{module}/{name}" for module in (0, 2) for name in ("weight", "bias")]
+    try:
+        serializers.load(f"{directory}/damaged", trainer)
+    except CorruptError as error:
+        return different(whole_state(trainer), saved_state(EARLIER, names)), str(error)
+
+
+def test_a_snapshot_without_checksums_of_parts_is_loaded_as_ever(tmp_path):
+    """As earlier versions wrote them: this one by two ranks with fully_shard; its files have one checksum each."""
+    assert "parts" not in json.loads((EARLIER / "manifest.json").read_bytes().rpartition(b"\n")[0])
+    shutil.copytree(EARLIER, tmp_path / "damaged")
+    flip(tmp_path / "damaged" / "rank00001-of-00002.safetensors", 20_000)
+    for wrong, words in on_ranks(4, loaded_earlier, str(tmp_path)):
+        assert wrong == []
+        assert "rank00001-of-00002.safetensors has other bytes than were written" in words
