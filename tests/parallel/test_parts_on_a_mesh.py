@@ -4,6 +4,8 @@ import contextlib
 import functools
 import io
 import math
+import os
+import signal
 import tempfile
 import traceback
 import warnings
@@ -11,13 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
+from chainring import report
 from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
 from chainring.training import StandardUpdater, Trainer, extensions, triggers
@@ -95,8 +105,8 @@ def parameters_of(net, name=""):
     return {name + path: (v.full_tensor() if isinstance(v, DTensor) else v).tolist() for path, v in values.items()}
 
 
-def an_evaluator(target, every, **settings):
-    evaluator = extensions.Evaluator(SerialIterator(DATA, 5, repeat=False, shuffle=False), target, **settings)
+def an_evaluator(target, every, batch=5, **settings):
+    evaluator = extensions.Evaluator(SerialIterator(DATA, batch, repeat=False, shuffle=False), target, **settings)
     evaluator.trigger = (every, "iteration")
     return evaluator
 
@@ -280,6 +290,59 @@ def what_one_rank_writes(place):
     return {"files": files, "only the main rank shows a bar": bool(shown.getvalue()) == place.comm.is_main}
 
 
+@feature
+def an_average_made_before_parallelize_module(place):
+    """Its modules would compute on whole parameters."""
+    net = a_net()
+    average = extensions.ExponentialMovingAverage(net, decay=0.8)
+    place.lay(net)
+    words = ""
+    try:
+        average.update()
+    except ValueError as error:
+        words = str(error)
+    return {"is refused": (place.layout is None) != ("make the average" in words)}
+
+
+@feature
+def a_metric_object(place):
+    """One that exchanges what it has counted over all ranks would count rows more than once, and is refused."""
+    found, words = [], ""
+    for group in (None, None if place.layout is None else place.mesh["dp"].get_group()):
+        net = place.lay(a_net())
+        net[0].metric = torchmetrics.SumMetric(process_group=group)
+
+        def loss_func(net, x, t):
+            net[0].metric.update(x[:, 0])
+            report({"sum": net[0].metric}, net)
+            return mse(net, x, t)
+
+        evaluator, optimizer = an_evaluator(net, 1, batch=8, loss_func=loss_func), torch.optim.AdamW(net.parameters())
+        updater = StandardUpdater(SerialIterator(DATA, 8), optimizer, net, loss_func=loss_func, comm=place.comm)
+        evaluator.initialize(Trainer(updater, (1, "iteration")))
+        try:
+            found.append(evaluator.evaluate()["main/sum"])
+        except ValueError as error:
+            words = str(error)
+    return {"sum": found[-1:], "is refused": (place.layout is None) != ("process_group=mesh" in words)}
+
+
+@feature
+def a_signal_to_one_rank(place):
+    """All ranks end after the same iteration."""
+
+    def send(trainer):
+        if trainer.updater.iteration == 3 and place.comm.world.rank == place.comm.world.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    seen = []
+    try:
+        train(place, send, lambda trainer: seen.append(trainer.updater.iteration), updates=20)
+    except SystemExit as error:
+        ended = place.comm.world.gather_object((error.code, seen))
+        return {"code": [error.code], "alike": all(each == ended[0] for each in ended), "early": seen[-1] < 8}
+
+
 # --- updates ---
 
 
@@ -354,6 +417,19 @@ def a_loss_that_is_sharded(place):
 
     keys = ["main/double", "validation/main/loss"]
     return train(place, an_evaluator(net, 3), net=net, loss_func=loss_func, keys=keys)
+
+
+@feature
+def a_loss_over_shards_of_the_classes(place):
+    """As `loss_parallel` computes it."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    plan = {"0": ColwiseParallel(output_layouts=Replicate()), "2": ColwiseParallel(use_local_output=False)}
+    net = place.lay(net, plan)
+    data = [(x, index % 4) for index, x in enumerate(X)]
+    loss_func = lambda net, x, t: nn.functional.cross_entropy(net(x), t)  # noqa: E731
+    with contextlib.nullcontext() if place.layout is None else loss_parallel():
+        return train(place, net=net, data=data, loss_func=loss_func)
 
 
 @feature

@@ -6,13 +6,14 @@ import copy
 import hashlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
@@ -370,6 +371,13 @@ def reshard(modules: Sequence[Any]) -> None:
         module.reshard()
 
 
+def shared_by_copies(modules: Iterable[Any]) -> dict[int, Any]:
+    """Return the meshes and process groups that modules hold, for the memo of a deep copy: it has the same ones."""
+    mesh_module, group_class = sys.modules.get("torch.distributed.device_mesh"), getattr(dist, "ProcessGroup", ())
+    classes = (group_class, () if mesh_module is None else mesh_module.DeviceMesh)
+    return {id(value): value for module in modules for value in vars(module).values() if isinstance(value, classes)}
+
+
 @torch.no_grad()
 def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of a model, sharded as it is. The whole model is not gathered.
@@ -377,10 +385,10 @@ def copy_model(model: nn.Module) -> nn.Module:
     Raises:
         NotImplementedError: `fully_shard` has placed the parameters in a way that is not known.
     """
+    memo = shared_by_copies(model.modules())
     if not fsdp_modules(model):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, memo)
     reshard(fsdp_modules(model))
-    memo: dict[int, Any] = {}
     for parameter in (parameter for state in _fsdp_states(model) for parameter, _ in _fsdp_parameters(state)):
         empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device_mesh.device_type)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)  # gets its shape when its module is sharded

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chainring._checks import is_number
@@ -65,6 +66,33 @@ def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
         values = [part[name] for part, _ in gathered if name in part]
         start[name] = _to(_device_of(changed.get(name)), _add(values, _to("cpu", start.get(name))))
     return total
+
+
+def check_exchange(metrics: Mapping[str, Any], comm: Communicator) -> None:
+    """Refuse metrics that exchange what they have counted over all ranks, where some of these see the same rows.
+
+    Raises:
+        ValueError: one does.
+    """
+    for key, metric in metrics.items() if comm.world.size > comm.size else ():
+        for part in parts_of(metric) if exchanges(metric) else ():
+            group = getattr(part, "process_group", None)
+            if hasattr(part, "process_group") and (group is None or not _is_over(group, comm)):
+                raise ValueError(
+                    f"the metric {key!r} ({type(part).__name__}) exchanges what it has counted over all "
+                    f"{comm.world.size} ranks, and on this mesh {comm.size} of them share the data, whose rows would count "
+                    'more than once: give it process_group=mesh["dp"].get_group() of the mesh in '
+                    'comm=create_communicator(mesh=mesh["dp"])'
+                )
+
+
+def parts_of(metric: Any) -> list[Any]:
+    """Return a metric, or those of a collection."""
+    return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+
+
+def _is_over(group: Any, comm: Communicator) -> bool:
+    return dist.get_process_group_ranks(group) == list(comm.data_ranks)
 
 
 def exchanges(metric: Any) -> bool:

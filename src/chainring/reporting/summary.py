@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import shared_by_copies
 from chainring.converters import to_device
 from chainring.reporting import _counts
 from chainring.reporting._exact import ExactSum, Moments
@@ -287,9 +288,16 @@ class DictMeans(Stateful):
         self._metrics = _counts.all_over_ranks(self._metrics, comm)
 
     def over_ranks(self, comm: Communicator) -> Self:
-        """Return the summary of what has been added on all ranks. Metrics are computed and reset."""
-        self._end_interval()
+        """Return the summary of what has been added on all ranks. Metrics are computed and reset.
+
+        Raises:
+            ValueError: a metric exchanges what it has counted over more ranks than those that share the data.
+        """
         is_alone = comm.size == 1 and (type(comm) is Communicator or comm.world.size == 1)
+        if not is_alone:
+            self._stack_rows()
+            _counts.check_exchange(self._metrics, comm)
+        self._end_interval()
         return self if is_alone else self._gather(comm)  # on a mesh, what one of the ranks that see the same rows has
 
     def __add__(self, other: Self) -> Self:
@@ -469,7 +477,8 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
     to that interval and then end it.
     """
     found = [attribute for model in models for attribute in _metric_attributes(model)]
-    memo: dict[int, Any] = {}  # one for all, so that a metric under two names is one copy
+    # One for all, so that a metric under two names is one copy.
+    memo = shared_by_copies(part for _, _, metric in found for part in _counts.parts_of(metric) if hasattr(part, "__dict__"))
     copies = [copy.deepcopy(metric, memo) for _, _, metric in found]
     try:
         for (attributes, name, _), fresh in zip(found, copies, strict=True):

@@ -246,6 +246,19 @@ def test_a_callback_can_be_added_and_removed_between_updates():
     assert events == ["first", 1, "last", "first", "last"]
 
 
+def test_a_callback_that_is_assigned_to_a_stage_is_called():
+    """``callbacks.update_on_start += (f,)`` is `add`; what cannot be called is refused there."""
+    updater, events = updater_of(), []
+    updater.update()
+    updater.callbacks.update_on_start += (lambda context: events.append(context.iteration),)
+    updater.update()
+    updater.callbacks.update_on_start = ()
+    updater.update()
+    assert events == [1]
+    with pytest.raises(TypeError, match="update_on_start is a callable"):
+        updater.callbacks.update_on_start = 3
+
+
 def test_updates_are_the_same_with_callbacks_and_without():
     """An updater that goes through stages for a while computes the same bits."""
     plain, heard, events = updater_of(), updater_of(), []
