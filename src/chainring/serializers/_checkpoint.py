@@ -104,8 +104,8 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
 
     Args:
         path: what `save` or a snapshot wrote; or a checkpoint of Lightning; a directory of Hugging Face's ``Trainer``, of
-            ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; or a file of
-            ``torch.save`` with a state dict or several.
+            ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a snapshot of
+            pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with a state dict or several.
         obj: the object; its shapes must fit.
         path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; a module without one gets the only
             model of the snapshot, or the main one.

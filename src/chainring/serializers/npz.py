@@ -56,9 +56,10 @@ _NONE = (
 )
 """What NumPy writes for ``numpy.array(None)``, which Chainer saves for ``None``: recognized by its bytes, not unpickled."""
 _LONGEST_NONE = 512
+_LARGEST, _LARGEST_RATIO = 2**28, 64  # bytes of an unpacked file in any case, and beyond that as many times its size
 _DAMAGED = (
     *(ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, RuntimeError),
-    *(zipfile.BadZipFile, zlib.error),
+    *(MemoryError, zipfile.BadZipFile, zlib.error),
 )
 
 
@@ -140,6 +141,30 @@ def load_npz(
         if strict and is_module(obj):
             _require_some(state, names, obj, prefix, label)
     _NpzDeserializer(state, untyped, ignored, strict).visit(start, obj)
+
+
+def read_arrays(path: Path, is_meant: Callable[[list[str]], bool]) -> dict[str, Array | None] | None:
+    """Return the arrays of an npz file by name, ``None`` where it has the ``None`` of Chainer.
+
+    Returns ``None`` for any other file, for one that `save_npz` has described, and where ``is_meant`` of the names is false.
+
+    Raises:
+        ValueError: it is damaged, would become much larger than it is, or has a pickled array.
+    """
+    label = repr(os.fspath(path))
+    with path.open("rb") as stream:
+        try:
+            archive = _archive(stream, label)
+        except ValueError:
+            return None
+        with archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            if _JSON in names or not is_meant(names):
+                return None
+            size = sum(member.file_size for member in archive.infolist())
+            if size > max(_LARGEST, _LARGEST_RATIO * path.stat().st_size):
+                raise ValueError(f"{label} would become {size:,} bytes, many times its size: use load_npz if you trust it")
+            return {name: _array(archive, name, label) for name in names}
 
 
 def _as_predicate(ignore_names: IgnoreNames) -> Callable[[str], bool]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chainring.serializers.foreign import accelerate, distributed, hugging_face, lightning, pfn_extras, torch_save
-from chainring.serializers.foreign.archive import is_torch_file, read_torch_file
+from chainring.serializers.foreign import accelerate, chainer, distributed, hugging_face, lightning, pfn_extras, torch_save
+from chainring.serializers.foreign.archive import is_regular_file, is_torch_file, read_torch_file
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.loading import load_foreign
 
@@ -27,6 +27,6 @@ def read_foreign(path: Path) -> ForeignCheckpoint | None:
     if path.is_dir():
         return next((found for read in _OF_DIRECTORIES if (found := read(path)) is not None), None)
     if not is_torch_file(path):
-        return None
+        return chainer.read(path) if is_regular_file(path) else None
     content = read_torch_file(path)
     return next((found for read in _OF_TORCH_FILES if (found := read(path, content)) is not None), None)

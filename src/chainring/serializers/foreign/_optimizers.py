@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ def plan_optimizer(
         return OptimizerPlan(None, {}, [], [f"not taken: the state of an optimizer. {remedy}"])
     step = "" if saved.step is None else f", {saved.step} updates"
     report = [f"optimizer {label!r}: the state of {len(state)} of {len(keys)} parameters{step}"]
+    if not saved.groups:
+        report.append(f"not there: the settings of optimizer {label!r}; those of the script hold")
+    if saved.required == "momentum":
+        report.append("converted: the momentum, by the learning rate of the script")
     return OptimizerPlan(optimizer, state, groups, report + _changes(label, optimizer, groups))
 
 
@@ -104,6 +108,7 @@ def _by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPla
         for name, parameter in plan.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), back.get(clean(name), clean(name)))
     keys = [names.get(id(parameter), "") for members in here for parameter in members]
+    own_groups = [index for index, members in enumerate(here) for _ in members]
     group_of = {key: index for index, members in enumerate(saved.members) for key in members}
     if missing := [key for key in keys if key not in group_of]:
         raise ValueError(f"has no parameter {missing[0]!r}: make an optimizer of the parameters that were trained")
@@ -111,19 +116,11 @@ def _by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPla
         raise ValueError(
             f"has {min(more)!r} too, which this one lacks: make an optimizer of the parameters that were trained"
         )
-    sizes = [[group_of[key] for key in keys[start : start + len(members)]] for start, members in _spans(here)]
-    if any(set(indices) != {index} for index, indices in enumerate(sizes) if indices) or len(here) != len(saved.members):
+    if saved.groups and [group_of[key] for key in keys] != own_groups:
         raise ValueError(
-            f"has {len(saved.members)} groups of other parameters than the {len(here)} here: make the same groups"
+            f"has {len(saved.groups)} groups of other parameters than the {len(here)} here: make the same groups"
         )
     return keys
-
-
-def _spans(groups: list[list[Any]]) -> Iterable[tuple[int, list[Any]]]:
-    start = 0
-    for members in groups:
-        yield start, members
-        start += len(members)
 
 
 def _check_order(here: list[list[Any]], models: list[ModelPlan]) -> None:
@@ -184,7 +181,23 @@ def _entries(optimizer: Any, saved: SavedOptimizer, keys: list[Any]) -> dict[int
             for name, value in entries.items():
                 _check_entry(f"of {key!r:.80}, {name!r:.40}", value, parameter)
             state[index] = {name: _placed(value, parameter) for name, value in entries.items()}
+            if saved.required == "momentum":  # which Chainer keeps multiplied by the learning rate
+                state[index]["momentum_buffer"] /= _learning_rate(optimizer, index)
     return state
+
+
+def _learning_rate(optimizer: Any, index: int) -> float:
+    """Return the learning rate of the parameter at a position.
+
+    Raises:
+        ValueError: it is zero.
+    """
+    rates = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
+    if not rates[index]:
+        raise ValueError(
+            "has a momentum that is multiplied by the learning rate, which is zero here: set it to the saved run's"
+        )
+    return rates[index]
 
 
 def _check_entry(what: str, value: Any, parameter: Tensor) -> None:
@@ -216,10 +229,14 @@ def _groups(optimizer: Any, saved: SavedOptimizer) -> list[dict[str, Any]]:
     Raises:
         ValueError: the settings are those of another optimizer.
     """
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise ValueError(f"has {len(saved.groups)} groups, and this one {len(optimizer.param_groups)}: make as many")
+    theirs: list[dict[str, Any]] = saved.groups or [{} for _ in optimizer.param_groups]
+    own_setting = optimizer.param_groups[0].get(saved.required)
+    if saved.required is not None and (own_setting is None or (saved.required == "momentum" and not own_setting)):
+        raise ValueError(f"is of another kind than {type(optimizer).__name__}, which has no {saved.required!r}")
+    if len(theirs) != len(optimizer.param_groups):
+        raise ValueError(f"has {len(theirs)} groups, and this one {len(optimizer.param_groups)}: make as many")
     groups, start = [], 0
-    for index, (group, settings) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if settings and (differ := (own.keys() ^ settings.keys()) - _ADDED - _OF_THE_SCRIPT):
             raise ValueError(

@@ -57,8 +57,10 @@ def _with_epoch(
     return dataclasses.replace(saved, epoch=epoch, batches=batches)
 
 
-def _batches(saved: ForeignCheckpoint, in_epoch: int | None) -> int:
+def _batches(saved: ForeignCheckpoint, in_epoch: int | None, batch_size: int | None = None) -> int:
     """Return how many batches of the next epoch were taken."""
+    if saved.examples is not None and batch_size:
+        return saved.examples // batch_size
     if saved.batches is not None or saved.fraction is None or in_epoch is None:
         return saved.batches or 0
     return round(saved.fraction * in_epoch)
@@ -66,7 +68,7 @@ def _batches(saved: ForeignCheckpoint, in_epoch: int | None) -> int:
 
 def _of_examples(path: Path, own: Mapping[str, Any], saved: ForeignCheckpoint) -> dict[str, Any]:
     size, batch_size = own["size"], own["batch_size"]
-    position = _batches(saved, math.ceil(size / batch_size)) * batch_size
+    position = _batches(saved, math.ceil(size / batch_size)) * batch_size if saved.examples is None else saved.examples
     if position and position >= size:
         raise ValueError(
             f"{path}: the saved run had taken {position} examples of an epoch, and the data have {size}: use the same data "
@@ -83,7 +85,7 @@ def _of_examples(path: Path, own: Mapping[str, Any], saved: ForeignCheckpoint) -
 
 def _of_batches(path: Path, own: Mapping[str, Any], saved: ForeignCheckpoint, report: list[str]) -> dict[str, Any]:
     length, epoch = own["batches"], saved.epoch or 0
-    taken = _batches(saved, length)
+    taken = _batches(saved, length, own.get("batch_size"))
     if length is not None and taken and taken >= length:
         raise ValueError(
             f"{path}: the saved run had taken {taken} batches of an epoch, and the loader has {length}: use the same data "

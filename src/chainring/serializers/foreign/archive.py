@@ -75,8 +75,11 @@ def _check_size(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_ZIP)) != _ZIP:
             return
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except Exception as error:
+        raise ValueError(f"{path} is damaged, or cut off: {error}. Use another copy") from error
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError(f"{path} is compressed, as torch.save writes no file: unpack and pack it without compression")
     if sum(member.file_size for member in members) > path.stat().st_size:

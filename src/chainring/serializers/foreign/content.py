@@ -20,11 +20,13 @@ class SavedOptimizer:
         state: by number or name of a parameter its entries.
         groups: the settings of each group.
         members: the numbers or names of the parameters in each group.
+        required: a setting by which an optimizer is known that can take the state, where there are no groups.
     """
 
     state: Mapping[Any, Mapping[str, Any]]
     groups: list[dict[str, Any]]
     members: list[list[Any]]
+    required: str | None = None
 
     @property
     def step(self) -> int | None:
@@ -47,7 +49,7 @@ class ForeignCheckpoint:
         iteration: updates done.
         epoch: epochs done.
         batches: batches of the next epoch that were taken.
-        fraction: the same as a part of an epoch, where the batches were not counted.
+        fraction, examples: the same as a part of an epoch, or in examples, where the batches were not counted.
         left: the names of all else that it holds, which is not taken.
         is_ordered: True if the entries of a model are in the order in which it has them.
     """
@@ -61,6 +63,7 @@ class ForeignCheckpoint:
     epoch: int | None = None
     batches: int | None = None
     fraction: float | None = None
+    examples: int | None = None
     left: list[str] = field(default_factory=list)
     is_ordered: bool = True
 
