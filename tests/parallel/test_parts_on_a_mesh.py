@@ -5,6 +5,7 @@ import functools
 import io
 import math
 import os
+import resource
 import signal
 import tempfile
 import traceback
@@ -237,6 +238,29 @@ def a_step_that_is_left_out_for_nan_in_one_shard(place):
     return train(place, extensions.FailOnNonNumber("skip"), callbacks=callbacks, updates=4)
 
 
+@feature_of_all_layouts
+def an_update_that_one_process_repeats(place):
+    """The bundle of a step that is left out has the whole model, and the rows of the rank whose loss is NaN."""
+    x = X.clone()
+    x[SerialIterator(range(16), 8, seed=1).__next__()[-1], 0] = math.nan
+    net = place.lay(a_net())
+    updater = StandardUpdater(
+        SerialIterator(list(zip(x, T, strict=True)), 8, seed=1), torch.optim.SGD(net.parameters(), 0.1), net, loss_func=mse,
+        comm=place.comm,
+    )  # fmt: skip
+    with place.out() as out:
+        trainer = Trainer(updater, (1, "iteration"), out=out)
+        trainer.extend(extensions.FailOnNonNumber("skip"))
+        trainer.run()
+        place.comm.world.barrier()
+        plain = a_net()
+        for parameter in plain.parameters():
+            nn.init.zeros_(parameter)
+        again = StandardUpdater(SerialIterator(DATA, 8), torch.optim.SGD(plain.parameters(), 0.1), plain, loss_func=mse)
+        extensions.FailOnNonNumber.replay(f"{out}/non_number_iter_1", again)
+    return parameters_of(plain) | {"is repeated": bool(plain[0].weight.grad.isnan().any())}
+
+
 @feature
 def a_run_that_goes_back_for_nan_in_one_shard(place):
     callbacks = UpdateCallbacks(update_on_start=poison(place, 2))
@@ -267,9 +291,12 @@ def extensions_of(name, trigger):
 
 @feature_of_all_layouts
 def counts_of_examples(place):
-    """Those of ranks that see the same rows count once."""
-    names = ["throughput/examples_per_second", "throughput/iterations_per_second"]
+    """Those of ranks that see the same rows count once, and the peak of memory is that of all ranks."""
+    names = ["throughput/examples_per_second", "throughput/iterations_per_second", "throughput/peak_memory_mib"]
+    peaks = place.comm.world.gather_object(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     found = train(place, extensions.Throughput((3, "iteration")), keys=names)
+    assert found.pop("throughput/peak_memory_mib")[-1] >= max(peaks) - 1e-3
+    del names[-1]
     return {"examples": [a and round(a / b, 6) for a, b in zip(*(found[name] for name in names), strict=True)]}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator
@@ -132,9 +133,7 @@ class FailOnNonNumber(Extension):
     def _check_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Check the loss and all gradients, before a step."""
         iteration = trainer.updater.iteration + 1
-        reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
-        losses = [value for value in reported if isinstance(value, Tensor) and value.is_floating_point()]
-        is_bad = _has_non_number([*(parameter.grad for parameter in _trained(optimizer)), *losses])
+        is_bad = _has_non_number([*(parameter.grad for parameter in _trained(optimizer)), *_losses(trainer)])
         is_bad = _on_any_rank(trainer.comm.world, is_bad)  # a loss is the rank's own, and all must decide alike
         if not self._is_checked_at_once(trainer):
             self._pending.append((iteration, *_copy_to_host(is_bad)))
@@ -144,11 +143,14 @@ class FailOnNonNumber(Extension):
     def _skip_step(self, trainer: Trainer, optimizer: Optimizer, iteration: int) -> None:
         parameters, names = _trained(optimizer), parameter_names(trainer.updater.get_all_models())
         own = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(to_local(p.grad)).all())]
-        bad = list(dict.fromkeys(chain.from_iterable(trainer.comm.world.gather_object(own))))  # of a shard on its rank alone
+        found = trainer.comm.world.gather_object((own, bool(_has_non_number(_losses(trainer)))))
+        bad = list(dict.fromkeys(chain.from_iterable(names for names, _ in found)))  # those of a shard are on its rank alone
+        rank = next((rank for rank, (_, has_bad_loss) in enumerate(found) if has_bad_loss), 0)
         origin = f"in the gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "in the loss"
+        origin += f", from the loss of rank {rank}" if rank else ""
         text = f"the update of iteration {iteration} has NaN or infinity {origin}"
         if self._before is not None:
-            path = self._save(trainer, iteration, dict(self._before))
+            path = self._save(trainer, iteration, rank)
             text += f"; FailOnNonNumber.replay({str(path)!r}, updater) repeats it"
         if self.policy == "stop":
             raise NonNumberError(text)
@@ -156,11 +158,16 @@ class FailOnNonNumber(Extension):
         for parameter in parameters:
             parameter.grad = None
 
-    def _save(self, trainer: Trainer, iteration: int, before: dict[str, Any]) -> Path:
-        """Save what is needed to repeat an update; ranks that hold shards of a model gather it, and one of all writes."""
-        state = StateCollector()
-        state("generators", before.pop("generators"))
-        state("batches", self._batches)
+    def _save(self, trainer: Trainer, iteration: int, rank: int) -> Path:
+        """Save what is needed to repeat the update of a rank; all gather a model of which each holds shards, one writes."""
+        world, state = trainer.comm.world, StateCollector()
+        seen: Any = self._before, self._batches
+        if rank:
+            sent = tree_map_only(Tensor, lambda tensor: to_full(tensor).cpu(), seen) if rank == world.rank else None
+            seen = world.gather_object(sent)[rank]
+        before, batches = seen
+        state("generators", before["generators"])
+        state("batches", batches)
         for name, model in trainer.updater.get_all_models().items():
             for path, value in unwrap(model).state_dict().items():
                 whole = to_full(before.get(_key(name, path), value))
@@ -269,6 +276,12 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, torch.Event | None]:
     event = torch.Event(value.device)
     event.record()
     return copy, event
+
+
+def _losses(trainer: Trainer) -> list[Tensor]:
+    """Return the losses that this rank has reported in this update."""
+    reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
+    return [value for value in reported if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _on_any_rank(world: Communicator, flag: Tensor) -> Tensor:
