@@ -7,12 +7,11 @@ import sys
 import bits
 import program
 from program import Fault, Options
-from worlds import Row, World, same
+from worlds import Row, World, drawn, same
 
 from tries import WrongEndError
 
 LIMIT = 150.0  # seconds: torch is imported by seven processes
-SIZE = 3
 
 
 class Agent:
@@ -47,15 +46,15 @@ class Agent:
 
 def replaced(bench, number, draw, place):
     """A rank is killed once under ``torchrun --max-restarts 2``, with its own rendezvous or c10d's."""
-    kind = ("ddp", "fsdp", "plain")[number % 3]
-    rendezvous = ["--standalone"] if number // 3 % 2 else ["--master-port", str(bench.free_port())]
+    kind, size = drawn(number, [("ddp", 3), ("fsdp", 3), ("plain", 3)])
+    rendezvous = ["--standalone"] if number // 4 % 2 else ["--master-port", str(bench.free_port())]
     # The snapshot of iteration 4 is there for sure when that of 8 is begun.
-    fault = Fault("kill", draw.randrange(SIZE), draw.randrange(9, 18), draw.uniform(0, 0.01))
-    agent = Agent(place / "output", ["--nproc-per-node", str(SIZE), *rendezvous], Options(kind=kind, fault=fault))
+    fault = Fault("kill", draw.randrange(size), draw.randrange(9, 18), draw.uniform(0, 0.01))
+    agent = Agent(place / "output", ["--nproc-per-node", str(size), *rendezvous], Options(kind=kind, fault=fault))
     agent.wait()
-    told = World(place, [0] * SIZE, []).outcomes()
+    told = World(place, [0] * size, []).outcomes()
     same("whether it has gone on from a snapshot", told[0]["started"] > 0, True)
-    bench.compare(told, bench.known(kind, SIZE)[1])
+    bench.compare(told, bench.known(kind, size)[1])
     return f"{kind} {rendezvous[0]}"
 
 
@@ -85,7 +84,7 @@ def alone(bench, number, draw, place):
 ROWS = [
     Row(
         "restarts", "SIGKILL of a rank under torchrun --max-restarts 2",
-        "it is replaced, and the run goes on from the newest snapshot to the same end, bit for bit", 1, 20, replaced,
+        "it is replaced, and the run goes on from the newest snapshot to the same end, bit for bit", 1, 28, replaced,
     ),
     Row(
         "alone", "virtual_ranks=8 under torchrun --nnodes 1:2, of which the second is lost with all its processes",

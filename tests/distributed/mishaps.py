@@ -5,17 +5,19 @@ import time
 from dataclasses import replace
 
 from program import CODE, Fault, Options
-from worlds import MESHES, Row, newest, same
+from worlds import MESHES, Row, drawn, newest, same
 
 from tries import WrongEndError
 
 TIMEOUT = 5.0  # seconds for which others wait for a rank that stalls
 WORLDS = [(kind, size) for size in (2, 3) for kind in ("plain", "ddp", "fsdp")]
+SHARDED = [("fsdp", 2), ("fsdp", 3)]
+SHARDED_MESHES = [("hsdp2x2", 4), ("dp1tp2", 2), ("fsdp2tp2", 4)]  # of which each rank writes a part
 
 
 def raises(bench, number, draw, place):
     """A rank raises in its dataset or its loss: all end with its traceback."""
-    kind, size = WORLDS[number % len(WORLDS)]
+    kind, size = drawn(number, WORLDS)
     fault = Fault(("example", "loss")[number // len(WORLDS) % 2], draw.randrange(size), draw.randrange(20))
     options = Options(kind=kind, fault=fault)
     world = bench.run(place, size, options)
@@ -35,10 +37,10 @@ def raises(bench, number, draw, place):
 
 def killed_in_write(bench, number, draw, place):
     """Of ranks that each write a part, one is killed before a flush: that snapshot is absent, those before are whole."""
-    size = (2, 3)[number % 2]
+    kind, size = drawn(number, SHARDED, SHARDED_MESHES)
     rank = draw.randrange(size)
     fault = Fault("write", rank, draw.randrange(4, 15), number=1 if rank else draw.randint(1, 4))
-    options = Options(kind="fsdp", fault=fault)
+    options = Options(kind=kind, fault=fault)
     world = bench.run(place, size, options)
     bench.ended_at_once(world, rank)
     bench.exact(place, size, options, newest(place / "out"))
@@ -47,19 +49,19 @@ def killed_in_write(bench, number, draw, place):
 
 def held_up(bench, number, draw, place):
     """Snapshots are written late, when the parameters are others already: each has the state of its own iteration."""
-    size = (2, 3)[number % 2]
-    options = Options(kind="fsdp", fault=Fault("hold", 0, 0, delay=draw.uniform(0.02, 0.1)))
-    bench.compare(bench.run(place, size, options).outcomes(), bench.known("fsdp", size)[1])
+    kind, size = drawn(number, SHARDED, SHARDED_MESHES)
+    options = Options(kind=kind, fault=Fault("hold", 0, 0, delay=draw.uniform(0.02, 0.1)))
+    bench.compare(bench.run(place, size, options).outcomes(), bench.known(kind, size)[1])
     start = draw.choice([4, 8, 12])
     for later in range(start + 4, 21, 4):
         shutil.rmtree(place / "out" / f"snapshot_iter_{later}")
     bench.exact(place, size, options, start)
-    return f"{size} ranks"
+    return f"{kind} {size}"
 
 
 def slow(bench, number, draw, place):
     """A rank is slow in every update: the others wait, and nothing else happens."""
-    kind, size = WORLDS[number % len(WORLDS)]
+    kind, size = drawn(number, WORLDS)
     fault = Fault("slow", draw.randrange(size), 0, delay=0.05)
     told = bench.run(place, size, Options(kind=kind, fault=fault)).outcomes()
     bench.compare(told, bench.known(kind, size)[1])
@@ -68,7 +70,7 @@ def slow(bench, number, draw, place):
 
 def terminated(bench, number, draw, place):
     """SIGTERM to one rank at a random moment: all end after the same iteration, with one snapshot of it."""
-    kind, size = WORLDS[number % len(WORLDS)]
+    kind, size = drawn(number, WORLDS)
     options = Options(kind=kind, period=7)
     while True:
         fault = Fault("term", draw.randrange(size), draw.randrange(options.iterations), draw.uniform(0, 0.02))
@@ -91,7 +93,7 @@ def terminated(bench, number, draw, place):
 def stalls(bench, number, draw, place):
     """A rank stalls at a random moment: the others name it, its last iteration and its stack, and all end; then exact."""
     kind, size = [*WORLDS, *MESHES][number // 3 % (len(WORLDS) + len(MESHES))]
-    options = Options(kind=kind, net="blocks" if (kind, size) in MESHES else "", timeout=TIMEOUT)
+    options = Options(kind=kind, timeout=TIMEOUT)
     stall = ("stop", "asleep", "deadlock")[number % 3]
     while True:
         delay = draw.uniform(0, 0.02) if stall == "stop" else 0.0
@@ -122,19 +124,20 @@ def stalls(bench, number, draw, place):
 
 
 ROWS = [
-    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 6, 60, raises),
+    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 8, 80, raises),
     Row(
-        "write", "SIGKILL of a rank in its write, FSDP2", "the others end at once; no unreadable snapshot; resume exact",
-        6, 60, killed_in_write,
+        "write", "SIGKILL of a rank in its write, of sharded models",
+        "the others end at once; no unreadable snapshot; resume exact",
+        8, 80, killed_in_write,
     ),
     Row(
-        "late", "writes that begin late, FSDP2", "each snapshot has the state of its iteration; resume exact",
-        2, 20, held_up,
+        "late", "writes that begin late, of sharded models", "each snapshot has the state of its iteration; resume exact",
+        4, 28, held_up,
     ),
-    Row("slow", "a slow rank", "nothing but that", 3, 12, slow),
+    Row("slow", "a slow rank", "nothing but that", 4, 28, slow),
     Row(
         "sigterm", "SIGTERM to one rank at a random moment",
-        "all end after the same iteration with one snapshot and exit 143; resume exact", 6, 200, terminated,
+        "all end after the same iteration with one snapshot and exit 143; resume exact", 8, 268, terminated,
     ),
     Row(
         "stalls", "SIGSTOP, a data set that sleeps, a deadlock in an extension",

@@ -59,7 +59,7 @@ class Options:
     Attributes:
         kind: how ranks exchange gradients: ``"plain"`` by the updater, ``"ddp"``, ``"fsdp"``, or a mesh of `layouts`.
         net: beside linear layers: ``""``, ``"dropout"``, ``"batchnorm"`` or ``"batchnorm dropout"``; with ``"blocks"`` the
-            net of `layouts`, which meshes need.
+            net of `layouts`, which meshes have anyway.
         batch: the batch size, of all ranks together.
         accumulate: parts of an update.
         examples: to train on.
@@ -261,7 +261,7 @@ class Counting(Classifier):
 def model_of(options, comm):
     layers = {"batchnorm": nn.BatchNorm1d(24), "dropout": nn.Dropout(0.3)}
     between = [layers[name] for name in options.net.split() if name in layers]
-    if "blocks" in options.net:
+    if "blocks" in options.net or options.kind in MESHES:
         net = Blocks(*between)
     else:
         net = nn.Sequential(nn.Linear(64, 24), *between, nn.ReLU(), nn.Linear(24, 10))

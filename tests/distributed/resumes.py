@@ -5,7 +5,7 @@ import io
 import shutil
 
 from program import Fault, Options, digest, model_of
-from worlds import KINDS, MESHES, Row, close_rows, close_values, consumed, newest, same
+from worlds import KINDS, MESHES, Row, close_rows, close_values, consumed, drawn, newest, same
 
 from chainring import cli, serializers
 from chainring.parallel import Communicator
@@ -14,6 +14,7 @@ from tries import WrongEndError
 LAYOUTS = [*MESHES, ("plain", 1), ("ddp", 2), ("fsdp", 2)]
 SAVED_AT = 9  # in the midst of the second epoch
 EXACT = [(kind, size, net) for size in (3, 2) for kind in ("plain", "ddp", "fsdp") for net in ("dropout", "batchnorm", "")]
+EXACT_MESHES = [(kind, size, net) for net in ("", "dropout") for kind, size in MESHES]
 
 
 def elsewhere(bench, number, draw, place):
@@ -58,7 +59,7 @@ def exported(place, file, net=""):
 
 def killed(bench, number, draw, place):
     """A rank is killed at a random moment, and the others end; the same world goes on from the newest snapshot."""
-    kind, size, net = EXACT[number % len(EXACT)]
+    kind, size, net = drawn(number, EXACT, EXACT_MESHES)
     options = Options(kind=kind, net=net)
     fault = Fault("kill", draw.randrange(size), draw.randrange(options.iterations - 1), draw.uniform(0, 0.01))
     world = bench.run(place, size, Options(kind=kind, net=net, fault=fault))
@@ -80,6 +81,6 @@ ROWS = [
     ),
     Row(
         "killed", "SIGKILL of a rank at a random moment", "the others end at once; continued, bit for bit the same",
-        9, 180, killed,
+        12, 240, killed,
     ),
 ]  # fmt: skip

@@ -61,6 +61,12 @@ class Row:
         return f"{counts.total()} tries" + (f" ({kinds})" if 1 < len(counts) < 8 else "")
 
 
+def drawn(number, worlds, meshes=MESHES):
+    """The world of a try: every fourth is on a mesh, the largest first."""
+    turn, rest = divmod(number, 4)
+    return meshes[-1 - turn % len(meshes)] if rest == 3 else worlds[(number - turn) % len(worlds)]
+
+
 def live(rank, size, port, place, options):
     """The life of a rank."""
     os.setsid()
@@ -173,10 +179,11 @@ class Bench:
 
     def known(self, kind, size, **settings):
         """The place of an uninterrupted run and what its ranks told; it is made once."""
-        key = (kind, size, *sorted(settings.items()))
+        options = program.Options(kind=kind, **settings)
+        key = size, program.as_json(options)
         if key not in self._known:
             place = self.place(f"known-{len(self._known)}")
-            self._known[key] = place, self.run(place, size, program.Options(kind=kind, **settings)).outcomes()
+            self._known[key] = place, self.run(place, size, options).outcomes()
         return self._known[key]
 
     def exact(self, place, size, options, start):
