@@ -6,8 +6,10 @@ import signal
 import socket
 
 import torch
+import torch.distributed as dist
 
 from chainring.parallel import create_communicator
+from rank_pair import on_two_ranks
 
 
 def test_a_rank_ends_when_another_was_killed_whose_child_holds_its_connections(tmp_path):
@@ -49,3 +51,20 @@ def _live(rank, port, place):
     os.dup2(os.open(place / "words", os.O_WRONLY | os.O_CREAT), 2)
     comm.barrier()
     comm.gather_object("this never ends")
+
+
+def test_a_rank_that_fails_does_not_wait_for_what_others_never_begin():
+    """It ends while a maximum is under way; the other, which waits for it elsewhere, then fails too."""
+    first, other = on_two_ranks(_ends_amid_exchanges)
+    assert "RuntimeError: Connection closed by peer" in first
+    assert "RuntimeError" in other
+
+
+def _ends_amid_exchanges(comm):
+    model, both = dist.new_group(), dist.new_group()  # such as those of a mesh
+    if comm.rank == 0:
+        comm.start_max(1)
+    dist.barrier(both)  # it is under way
+    if comm.rank == 1:
+        dist.all_reduce(torch.ones(1), group=model)
+    raise RuntimeError("Connection closed by peer")  # by a third one, which was killed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from chainring._distributed.watchdog import OWN
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
+_LEAVING = 1.0  # seconds for which a rank that has failed waits for the end of its groups
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 
 
@@ -42,8 +44,8 @@ class GroupCommunicator(Communicator):
         """Close this end of the exchange of tensors, for those that wait for this rank."""
         for part in self._parts:
             part.leave()
-        dist.destroy_process_group(self._group)
-        self._group = None  # a connection is closed with the last reference
+        groups, self._group = [self._group], None  # a connection is closed with the last reference
+        end_groups(groups)
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for flat in _flattened(tensors):
@@ -97,6 +99,22 @@ def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, de
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         group.set_timeout(TIMEOUT)
     return group
+
+
+def end_groups(groups: list[Any]) -> None:
+    """End process groups that the list alone holds, of a rank that has failed.
+
+    That waits for exchanges that were begun, and other ranks, which may wait for the end of this one, may never begin them.
+    Then they end with the process.
+    """
+
+    def end() -> None:
+        while groups:
+            dist.destroy_process_group(groups.pop())
+
+    ending = threading.Thread(target=end, name="chainring-leave", daemon=True)
+    ending.start()
+    ending.join(_LEAVING)
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from chainring._checks import is_number
 from chainring._distributed.attendance import begin_together
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.failures import FailureBroadcast
-from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, new_group
+from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, end_groups, new_group
 from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
 from chainring._distributed.mesh import MeshCommunicator, ranks_along
 from chainring._distributed.watchdog import BESIDE, OWN
@@ -224,15 +224,18 @@ class ProcessGroupCommunicator(GroupCommunicator):
         """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
         self._is_open = False
         self.leave()
-        dist.destroy_process_group(self._objects)
-        del self._objects
+        groups, self._objects = [self._objects], None
+        end_groups(groups)
 
     def close(self) -> None:
         atexit.unregister(self.close)
         if self._failures is not None:
             self._failures.close()
         if self._ends_group and dist.is_initialized():
-            dist.destroy_process_group()
+            if self._is_open:
+                dist.destroy_process_group()
+            else:
+                end_groups([dist.group.WORLD])
         self._failures, self._is_open, self._ends_group = None, False, False
 
 
