@@ -48,7 +48,7 @@ class Communicator:
 
     @property
     def world(self) -> Communicator:
-        """The communicator of all ranks of the run: this one, unless some of them share no data but compute together."""
+        """The communicator of all ranks of the run, this one unless some of them share no data but compute together."""
         return self
 
     @property
