@@ -1,15 +1,18 @@
 """Ranks whose scripts differ are stopped before the first update, and told what differs."""
 
 import functools
+import random
 import threading
 import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from chainring.iterators import LoaderIterator, SerialIterator
@@ -345,3 +348,38 @@ def test_an_out_that_is_not_shared_is_refused(tmp_path):
     for words in on_two_ranks(run, None, [str(tmp_path / "one"), str(tmp_path / "two")]):
         assert "out is one directory for all ranks" in words
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".chainring")]
+
+
+def on_mesh(comm, out, seeds):
+    """How a run ends whose ranks compute a model together and were seeded so; what they draw in it from each generator."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    mesh = torch.distributed.init_device_mesh("cpu", (1, comm.size), mesh_dim_names=("dp", "tp"))
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch.manual_seed(seeds[comm.rank])  # and Python's and NumPy's generators are what they are in each process
+    data = [(torch.ones(3), torch.ones(1))] * 8
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    updater = StandardUpdater(
+        SerialIterator(data, 4), optimizer, net, loss_func=squared, comm=create_communicator("cpu", mesh=mesh["dp"])
+    )
+    trainer, drawn = Trainer(updater, (1, "iteration"), out=out), []
+    trainer.extend(lambda trainer: drawn.extend([random.random(), np.random.rand(), torch.rand(1).item()]))
+    try:
+        trainer.run()
+    except (ValueError, RankFailed) as error:
+        return str(error)
+    return drawn
+
+
+def test_ranks_that_compute_a_model_together_draw_the_same_numbers(tmp_path):
+    """Of generators that the script has not seeded too."""
+    one, other = on_two_ranks(on_mesh, str(tmp_path), (3, 3))
+    assert len(one) == 3
+    assert one == other
+
+
+def test_ranks_that_compute_a_model_together_and_were_seeded_differently_are_refused(tmp_path):
+    """On both, with what to write."""
+    for words in on_two_ranks(on_mesh, str(tmp_path), (3, 4)):
+        assert "rank 1 (its seed is 4) than on rank 0 (3)" in words
+        assert "torch.manual_seed(seed)" in words

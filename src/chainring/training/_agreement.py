@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as _Replicated
 from torch.nn.parameter import is_lazy
 
+from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._environment import versions
@@ -69,6 +70,27 @@ def check_out(out: str, comm: Communicator) -> None:
             f"out is one directory for all ranks, from which each of them resumes, and {out!r} of rank {blind[0]} is not "
             "that of rank 0: give a path on storage that all machines share"
         )
+
+
+def check_generators(comm: Communicator) -> None:
+    """Let ranks that compute a model together begin with the same random numbers, which PyTorch's seed must have given them.
+
+    Those of Python and NumPy, which nobody may have seeded, and of the accelerator become those of the first of them.
+
+    Raises:
+        ValueError: PyTorch's generators differ; the same error on every rank.
+    """
+    states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state()))
+    first: dict[int, tuple[int, int, Any]] = {}  # by the number of the data rank
+    for number, (rank, seed, state) in enumerate(states):
+        other, other_seed, other_state = first.setdefault(rank, (number, seed, state))
+        if not torch.equal(state["torch"], other_state["torch"]):
+            raise ValueError(
+                f"ranks that compute a model together draw the same random numbers, and PyTorch's generator has others on "
+                f"rank {number} (its seed is {seed}) than on rank {other} ({other_seed}): call torch.manual_seed(seed) with "
+                "the same seed on all of them before the model is made, or again before trainer.run()"
+            )
+    _random.set_rng_state(first[comm.rank][2])
 
 
 def _settings(trainer: Trainer) -> dict[str, Mapping[str, Any]]:

@@ -21,7 +21,7 @@ from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers.base import Deserializer, conclude_reading, visit_if_stateful
-from chainring.training._agreement import check_agreement, check_out
+from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
 from chainring.training.extension import RollBack
@@ -277,6 +277,8 @@ class Run:
                 if several:
                     check_agreement(trainer)
                     check_out(trainer.out, trainer.comm)
+                if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
+                    check_generators(trainer.comm)
                 self._start(trainer, initialized, lambda: _load_newest(trainer, self.loaded_state))
                 yield
             except BaseException as error:
