@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+from chainring._distributed.communicator import RankFailed
 from chainring._distributed.processes import Board, Process, this_process
 from chainring._distributed.watchdog import (
     BESIDE,
@@ -110,11 +111,21 @@ class FailureBroadcast:
 
     @contextmanager
     def exchange(self, is_beside: bool = False) -> Iterator[None]:
-        """Return the context of an exchange, in which this thread waits for the other ranks."""
+        """Return the context of an exchange, in which this thread waits for the other ranks.
+
+        Raises:
+            RankFailed: some have not arrived.
+        """
         thread = threading.get_ident()
         self._waiting[thread] = time.monotonic(), is_beside
         try:
             yield
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                self.poll(is_timeout=True)
+            if self._first is None or not self._first.is_stall:
+                raise
+            raise RankFailed(self._first.text) from error
         finally:
             self._waiting.pop(thread, None)
 

@@ -204,7 +204,11 @@ class ProcessGroupCommunicator(GroupCommunicator):
 
     def failed(self, error: BaseException) -> BaseException:
         failures = self._failures
-        if failures is None or not self._is_open or isinstance(error, RankFailed):
+        if failures is None or not self._is_open:
+            return error
+        if isinstance(error, RankFailed):
+            self._leave()
+            failures.wait_for_others()
             return error
         text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
         is_timeout = "imed out" in str(error)
