@@ -244,7 +244,9 @@ def _groups(optimizer: Any, saved: SavedOptimizer) -> list[dict[str, Any]]:
             )
         for key, value in settings.items():
             if not _is_setting(value, own.get(key)):
-                raise ValueError(f"has {value!r:.40} as {key!r:.40} of group {index}, where {own.get(key)!r:.40} is here")
+                raise ValueError(
+                    f"has a {type(value).__name__} as {key!r:.40} of group {index}, where {own.get(key)!r:.40} is here"
+                )
         if own.get("decoupled_weight_decay", False) != settings.get(
             "decoupled_weight_decay", own.get("decoupled_weight_decay", False)
         ):
@@ -264,7 +266,7 @@ def _is_setting(value: Any, own: Any) -> bool:
         return isinstance(value, type(own)) or value is None
     is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     if own is None:
-        return is_number or isinstance(value, (str, tuple, list, type(None)))
+        return is_number or isinstance(value, (str, type(None)))
     return is_number or value is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,7 @@ import torch
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The beginning of a file of ``torch.save`` before 1.6: a number in a pickle."""
+_DEEPEST, _MOST = 100, 10_000_000  # levels of containers in one another, and values in all of them
 _PATHS = [
     f"{module}.{name}"
     for module in ("pathlib", "pathlib._local")
@@ -60,9 +62,28 @@ def read_torch_stream(source: Path | BinaryIO, where: str) -> Any:
     """Return what ``torch.save`` has written; see `read_torch_file`."""
     try:
         with torch.serialization.safe_globals([(_to_text, name) for name in _PATHS]):
-            return torch.load(source, map_location="cpu", weights_only=True)
+            content = torch.load(source, map_location="cpu", weights_only=True)
+        _check_tree(content)
     except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
         raise ValueError(f"{where} cannot be read: {_describe(error)}") from error
+    return content
+
+
+def _check_tree(content: Any) -> None:
+    """Refuse containers in containers without end, which nobody could walk through or copy."""
+    level, seen = [content], 0
+    for _ in range(_DEEPEST):
+        level = [item for value in level if isinstance(value, (dict, list, tuple, set)) for item in _items(value)]
+        seen += len(level)
+        if not level:
+            return
+        if seen > _MOST:
+            break
+    raise ValueError("it has lists in lists without end")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _to_text(*parts: Any) -> str:

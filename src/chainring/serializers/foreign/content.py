@@ -150,5 +150,6 @@ def count(value: Any, where: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53 or value != int(value):
-        raise ValueError(f"{where} is {value!r:.40}, and a count is a whole number that is not negative")
+        shown = value if isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
+        raise ValueError(f"{where} is {shown}, and a count is a whole number that is not negative")
     return int(value)
