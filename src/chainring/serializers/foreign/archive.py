@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pickletools
 import stat
 import zipfile
 from collections.abc import Iterable
@@ -14,6 +17,8 @@ import torch
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The beginning of a file of ``torch.save`` before 1.6: a number in a pickle."""
+_DEEPEST_TUPLE = 16
+_OF_LEGACY = 4  # pickles at the beginning of a file before 1.6
 _DEEPEST, _MOST = 100, 10_000_000  # levels of containers in one another, and values in all of them
 _PATHS = [
     f"{module}.{name}"
@@ -62,11 +67,59 @@ def read_torch_stream(source: Path | BinaryIO, where: str) -> Any:
     """Return what ``torch.save`` has written; see `read_torch_file`."""
     try:
         with torch.serialization.safe_globals([(_to_text, name) for name in _PATHS]):
+            _check_pickle(source)
             content = torch.load(source, map_location="cpu", weights_only=True)
         _check_tree(content)
     except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
         raise ValueError(f"{where} cannot be read: {_describe(error)}") from error
     return content
+
+
+def _check_pickle(source: Path | BinaryIO) -> None:
+    """Refuse tuples of tuples of tuples before torch reads them: as a key, they would take for ever to hash."""
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        if file.read(len(_ZIP)) == _ZIP:
+            with zipfile.ZipFile(file) as archive:
+                for name in archive.namelist():
+                    if name.endswith(".pkl"):
+                        _check_tuples(io.BytesIO(archive.read(name)))
+        else:
+            file.seek(0)
+            for _ in range(_OF_LEGACY):
+                _check_tuples(file)
+        file.seek(0)
+
+
+def _check_tuples(file: BinaryIO) -> None:
+    """Follow a pickle without making anything, but for each value the number of tuples in one another."""
+    depths: list[int] = []
+    marks: list[int] = []
+    memo: dict[Any, int] = {}
+    for code, argument, _ in pickletools.genops(file):
+        name = code.name
+        if name == "MARK":
+            marks.append(len(depths))
+        elif name.startswith("TUPLE"):
+            start = marks.pop() if name == "TUPLE" else len(depths) - int(name[-1])
+            depths[start:] = [1 + max(depths[start:], default=0)]
+            if depths[-1] > _DEEPEST_TUPLE:
+                raise ValueError("it has tuples in tuples without end")
+        elif name.endswith("PUT"):
+            memo[argument] = depths[-1]
+        elif name.endswith("GET"):
+            depths.append(memo[argument])
+        elif name in ("REDUCE", "NEWOBJ"):  # as of a torch.Size, which is a tuple too
+            depths[-2:] = depths[-1:]
+        elif name in ("BUILD", "APPEND"):
+            depths.pop()
+        elif name == "SETITEM":
+            del depths[-2:]
+        elif name in ("APPENDS", "SETITEMS"):
+            del depths[marks.pop() :]
+        elif name == "BINPERSID":
+            depths[-1] = 0
+        elif name not in ("PROTO", "STOP"):
+            depths.append(0)
 
 
 def _check_tree(content: Any) -> None:
