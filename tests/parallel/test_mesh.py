@@ -106,6 +106,10 @@ def test_ranks_count_along_the_mesh_and_one_of_the_world_writes():
     assert [rank[4] for rank in found] == [3] * 4
 
 
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
 def refusals(world):
     """The words with which each layout is refused that would train something else than one process does."""
     mesh = a_mesh((2, 2))
@@ -119,6 +123,7 @@ def refusals(world):
         "ddp over all": lambda: an_updater(ddp, data),
         "tp without mesh": lambda: an_updater(parallel, every),
         "fsdp over model ranks": lambda: an_updater(over_model, data),
+        "batch norm over all": lambda: an_updater(nn.SyncBatchNorm.convert_sync_batchnorm(with_batch_norm()), data),
         "virtual ranks": lambda: an_updater(a_net(), data, virtual_ranks=4),
     }
     words = {}
@@ -137,4 +142,5 @@ def test_a_layout_that_is_not_understood_is_refused_with_the_line_to_write():
         assert 'process_group=mesh["dp"].get_group()' in words["ddp over all"]
         assert 'comm=create_communicator(mesh=mesh["dp"])' in words["tp without mesh"]
         assert 'fully_shard mesh["dp"]' in words["fsdp over model ranks"]
+        assert "SyncBatchNorm counts the rows of all 4 ranks, of which 2 share the data" in words["batch norm over all"]
         assert "leave virtual_ranks out" in words["virtual ranks"]

@@ -168,16 +168,41 @@ def a_norm_of_nan_in_one_shard(place):
     return found
 
 
-@feature
-def gradients_that_are_parts_of_a_sum(place):
-    """Those of a layer norm over rows of which each rank of a model has some."""
+def partial_net(place):
+    """A layer norm over rows of which each rank of a model has some: of its gradients each has a part of a sum."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(0)), "3": SequenceParallel(sequence_dim=0)}
     plan["4"] = RowwiseParallel(input_layouts=Shard(0))
+    return place.lay(a_net(), plan)
+
+
+@feature
+def gradients_that_are_parts_of_a_sum(place):
     found = {}
     for norm_type in (2.0, math.inf):
         callbacks = UpdateCallbacks(update_on_start=[clip_grad_norm(0.2, norm_type), clip_grad_value(0.1)])
-        one = train(place, net=place.lay(a_net(), plan), callbacks=callbacks, keys=["grad_norm"], updates=3)
+        one = train(place, net=partial_net(place), callbacks=callbacks, keys=["grad_norm"], updates=3)
         found |= {f"{norm_type}: {key}": value for key, value in one.items()}
+    return found
+
+
+def tensor_parallel(function):
+    return feature(function, {"tp"})
+
+
+@tensor_parallel
+def clipping_where_ranks_of_one_model_have_no_communicator(place):
+    """The only ranks are those of one model, which see the same rows."""
+    found = {}
+    for norm_type in (2.0, math.inf):
+        net, callbacks = (
+            partial_net(place),
+            UpdateCallbacks(update_on_start=[clip_grad_norm(0.2, norm_type), clip_grad_value(0.1)]),
+        )
+        optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+        updater = StandardUpdater(SerialIterator(DATA, 8, seed=1), optimizer, net, loss_func=mse, callbacks=callbacks)
+        for _ in range(3):
+            updater.update()
+        found |= parameters_of(net, f"{norm_type}: ")
     return found
 
 

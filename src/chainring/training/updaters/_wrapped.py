@@ -99,6 +99,15 @@ def check_sharding(comm: Communicator, models: Mapping[str, nn.Module]) -> None:
                 f'{list(comm.data_ranks)}: give it process_group=mesh["dp"].get_group() of the mesh in '
                 'comm=create_communicator(mesh=mesh["dp"]), or leave the model plain, whose gradients the updater averages'
             )
+    modules = [module for model in models.values() for module in model.modules()] if comm.world.size > comm.size else []
+    for norm in (module for module in modules if isinstance(module, nn.SyncBatchNorm)):
+        group = norm.process_group
+        if group is None or dist.get_process_group_ranks(group) != list(comm.data_ranks):
+            raise ValueError(
+                f"SyncBatchNorm counts the rows of all {comm.world.size} ranks, of which {comm.size} share the data, so "
+                "that its running variance would be that of more rows than there are: give it "
+                'process_group=mesh["dp"].get_group()'
+            )
 
 
 def broadcast_parameters(comm: Communicator, models: Sequence[nn.Module], wrapped: WrappedModules) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring._checks import is_number
-from chainring._distributed.sharding import is_sharded, norm_in_order, total_norm
+from chainring._distributed.sharding import is_sharded, norm_in_order, placed_like, total_norm
 from chainring.reporting.reporter import report
 from chainring.training.updaters._gradients import list_parameters
 
@@ -222,10 +222,14 @@ def clip_grad_value(max_value: float) -> Callable[[UpdateContext], None]:
 
 
 def _by_layout(parameters: Iterable[Any]) -> list[list[Any]]:
-    """Return the parameters that have a gradient, plain ones and those of each mesh apart: PyTorch does not mix them."""
+    """Return the parameters that have a gradient, plain ones and those of each mesh apart: PyTorch does not mix them.
+
+    A gradient of which each rank has a part of the sum is placed as its parameter is.
+    """
     groups: dict[Any, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
+            parameter.grad = placed_like(parameter.grad, parameter)
             groups.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
     return list(groups.values())
 
