@@ -20,6 +20,7 @@ from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._wrapped import WrappedModules
 
 _EVERY = 1000  # updates
+_AT_ONCE = 1 << 22  # elements
 _TOLERANCE = 1e-2  # of a gradient, which kernels that add in any order round differently on each rank
 
 
@@ -117,14 +118,13 @@ class ModelRanksWatch:
             return
         stepping = set(map(id, list_parameters(optimizers)))
         names = {id(p): name for model in self._models.values() for name, p in model.named_parameters()}
-        gradients = {
-            names[id(p)]: to_local(p.grad).detach().flatten().double()
+        sums = {
+            names[id(p)]: _sums_of(to_local(p.grad))
             for model in self._models.values()
             for p in model.parameters()
             if id(p) in stepping and p.grad is not None and p.grad.layout is torch.strided and is_local_to(p, self._comm)
         }
-        sums = [(float(gradient.norm()), float(gradient @ _signs_like(gradient))) for gradient in gradients.values()]
-        own = (self._comm.rank, float(to_full(loss).detach()), dict(zip(gradients, sums, strict=True)))
+        own = (self._comm.rank, float(to_full(loss).detach()), sums)
         first_of: dict[int, Any] = {}
         for rank, (data_rank, loss, found) in enumerate(self._comm.world.gather_object(own)):
             first, expected_loss, expected = first_of.setdefault(data_rank, (rank, loss, found))
@@ -139,10 +139,16 @@ class ModelRanksWatch:
                 )
 
 
-def _signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return numbers of 1 and -1 in an order without a short period."""
-    places = torch.arange(values.numel(), device=values.device)
-    return 1.0 - 2.0 * ((places * places * 7 + places * 3) % 11 % 2).double()
+def _sums_of(gradient: torch.Tensor) -> tuple[float, float]:
+    """Return the norm of a gradient, and the sum of its elements with signs in an order without a short period."""
+    places = torch.arange(min(gradient.numel(), _AT_ONCE), device=gradient.device)
+    signs = 1.0 - 2.0 * ((places * places * 7 + places * 3) % 11 % 2).double()
+    sums = torch.zeros(2, dtype=torch.float64, device=gradient.device)
+    for part in torch.split(gradient.detach().flatten(), _AT_ONCE):
+        values = part.double()
+        sums += torch.stack([values @ values, values @ signs[: values.numel()]])
+    squares, total = sums.tolist()
+    return math.sqrt(squares), total
 
 
 def _find_difference(

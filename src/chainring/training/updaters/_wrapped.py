@@ -137,8 +137,10 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
 def _sum_of_squares(parameter: Any) -> float:
     """Return that of the shard of this rank, over the number of ranks that hold the same one."""
     placed = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    copies = math.prod(size for size, placement in placed if placement.is_replicate())
-    return to_local(parameter).detach().double().square().sum().item() / copies  # type: ignore[no-any-return]
+    copies: int = math.prod(size for size, placement in placed if placement.is_replicate())
+    parts = torch.split(to_local(parameter).detach().flatten(), 1 << 22)
+    squares: list[float] = [part.double().square().sum().item() for part in parts]
+    return sum(squares) / copies
 
 
 def list_buffers(models: Sequence[nn.Module]) -> list[Tensor]:
