@@ -129,7 +129,7 @@ def test_the_script_for_several_processes_differs_in_five_lines():
     assert len([line for line in changes if line[0] == "-"]) <= 5
 
 
-def test_the_language_model_mentions_several_processes_in_five_lines():
+def test_the_language_model_mentions_several_processes_in_seven_lines():
     """Of its code."""
     found = [line for line in code_of(LANGUAGE_MODEL) if any(word in line for word in ("comm", "distribute", "parallel"))]
-    assert len(found) <= 5
+    assert len(found) <= 7

@@ -121,7 +121,8 @@ class LanguageModel(nn.Module):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Let the ranks of a mesh compute the model together: each has some of the heads, and some units of a dense layer.
 
-        Between these layers each has a part of the sequence, on which the norms work.
+        Between these layers each has a part of the sequence, on which the norms work. The scores stay divided by words, so
+        the loss and its backward need ``loss_parallel()``.
         """
         ranks, shared = mesh.size(), self.blocks[0].attention.keys.out_features // self.blocks[0].attention.features
         if shared % ranks or LENGTHS % ranks:
@@ -141,5 +142,5 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             parallelize_module(block, mesh, plan)
         embedding = RowwiseParallel(input_layouts=whole, output_layouts=part)
-        scores = ColwiseParallel(input_layouts=part, output_layouts=whole)
+        scores = ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(self, mesh, {"embedding": embedding, "norm": SequenceParallel(), "scores": scores})

@@ -18,6 +18,7 @@ import torch
 from distribute import distribute
 from grammar import PADDING, VOCABULARY, make_sentences
 from language_model import SIZES, LanguageModel
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import chainring
@@ -76,7 +77,8 @@ def main() -> None:
     columns = ["epoch", "main/loss", "validation/main/loss", "perplexity", "lowest", "grad_norm"]
     trainer.extend(extensions.PrintReport([*columns, "throughput/tokens_per_second", "elapsed_time"]))
     trainer.extend(extensions.snapshot(autoload=True, n_retains=2))
-    trainer.run()
+    with loss_parallel():  # of scores that are divided among ranks; no others change
+        trainer.run()
 
 
 if __name__ == "__main__":
