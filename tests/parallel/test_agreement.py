@@ -61,6 +61,7 @@ CASES = {
     "deterministic": ("False", "True"),
     "float32_matmul_precision": ("highest", "high"),
     "cudnn.benchmark": ("False", "True"),
+    "tf32 by its newer name": ("'highest'", "'set by fp32_precision'"),
     "iteration": ("0", "7"),
     "saved run": ("is not loaded", "is continued"),
     "timeout": ("1800", "900"),
@@ -171,6 +172,7 @@ def change_process(comm, different):
         torch.set_default_dtype(torch.float64 if different == "default_dtype" else torch.float32)
         torch.use_deterministic_algorithms(different == "deterministic")
         torch.set_float32_matmul_precision("high" if different == "float32_matmul_precision" else "highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if different == "tf32 by its newer name" else "none"
         torch.backends.cudnn.benchmark = different == "cudnn.benchmark"
 
 
@@ -214,6 +216,7 @@ def test_a_setting_that_differs_is_named_on_both_ranks_before_the_first_update(e
         "bias is frozen": "bias",
         "one extension more": "extensions",
         "no Evaluator": "extensions",
+        "tf32 by its newer name": "get_float32_matmul_precision",
     }
     for of_rank in ends:
         assert isinstance(of_rank, dict), of_rank

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, to_local
 
-_PIECE = 8 << 20  # bytes that are sent at once
+_PIECE = 1 << 20  # bytes that are sent at once
 _END = -1  # in place of the number of a tensor
 
 Load = Callable[[Tensor], Tensor]
@@ -25,7 +25,7 @@ def write_on_one_rank(tensors: Mapping[str, Any], write: Write, place: str) -> N
 
     A stand-in has the shape and the dtype of a sharded tensor, and no memory; ``load`` returns the whole tensor, for which
     the ranks that hold parts of it send them. The rank that writes needs memory for one tensor at a time, the others for a
-    piece of 8 MB. Tensors that share memory have one stand-in. Plain tensors are given to ``write`` as they are.
+    piece of 1 MB. Tensors that share memory have one stand-in. Plain tensors are given to ``write`` as they are.
 
     Args:
         tensors: by name, the same on all ranks.
@@ -181,7 +181,7 @@ def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield views of at most 8 MB, which are the tensor; of the same shapes for the same shape."""
+    """Yield views of at most 1 MB, which are the tensor; of the same shapes for the same shape."""
     size = tensor.numel() * tensor.itemsize
     if size <= _PIECE:
         yield tensor

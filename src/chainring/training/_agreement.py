@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
+_OF_TORCH = (
+    "get_default_dtype",
+    "are_deterministic_algorithms_enabled",
+    "get_float32_matmul_precision",
+    "backends.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.allow_tf32",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.benchmark",
+)
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 _OWN = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefetch", "dataset_timeout"}
 """Arguments that may differ: what a rank shows, and how it fetches data, whose length is compared."""
@@ -118,16 +131,18 @@ def _settings(trainer: Trainer) -> dict[str, Mapping[str, Any]]:
 
 
 def _of_process() -> dict[str, Any]:
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        "torch.backends.cuda.matmul.allow_tf32": matmul.allow_tf32,
-        "torch.backends.cudnn.allow_tf32": cudnn.allow_tf32,
-        "torch.backends.cudnn.deterministic": cudnn.deterministic,
-        "torch.backends.cudnn.benchmark": cudnn.benchmark,
-    }
+    return {f"torch.{path}": _read_setting(path) for path in _OF_TORCH}
+
+
+def _read_setting(path: str) -> Any:
+    """Return a setting of PyTorch; ``None`` where its version has none."""
+    try:
+        value = attrgetter(path)(torch)
+        return value() if callable(value) else value
+    except AttributeError:
+        return None
+    except RuntimeError:  # by a name that cannot be read together with this one
+        return "set by fp32_precision"
 
 
 def _of_updater(updater: Any) -> dict[str, Any]:
