@@ -15,7 +15,7 @@ SETTINGS = [
     {"examples": 101, "repeat": False, "accumulate": 2},
 ]
 ON_MESHES = [
-    {"clip": 0.1, "batch": 25, "accumulate": 2},
+    {"clip": 0.1, "batch": 24, "accumulate": 2, "extended": True},
     {},
     {"batch": 31, "held_out": 2, "optimizer": "SGD"},
     # Adam would enlarge the rounding of the gradients in few steps where they are no larger than its eps.
@@ -83,7 +83,7 @@ ROWS = [
     ),
     Row(
         "meshes",
-        "meshes of 2x1, 1x2, 2x2: tensor parallel with and without FSDP2, HSDP; with clipping, accumulation, uneven batches",
+        "meshes of 2x1, 1x2, 2x2: tensor parallel with and without FSDP2, HSDP; clipping, accumulation, averages, tails",
         "gradients of one process to 1e-6, its examples in its order; after 20 updates parameters and losses to 1e-5",
         4, 4 * len(MESHES), on_a_mesh,
     ),

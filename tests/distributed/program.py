@@ -363,12 +363,20 @@ def build(options, comm, place):
     return trainer, consumed.parts, first
 
 
+def averaged(trainer):
+    """The averages of the parameters and buffers, where an extension keeps them."""
+    try:
+        return list(trainer.get_extension("ExponentialMovingAverage").model.state_dict().values())
+    except KeyError:
+        return []
+
+
 def digests(trainer):
-    """Of the whole parameters and buffers, and of the whole state of the optimizer; every rank calls it."""
+    """Of the whole parameters and buffers, and of the whole state of optimizer and averages; every rank calls it."""
     updater = trainer.updater
     states = [optimizer.state_dict()["state"] for optimizer in updater.get_all_optimizers().values()]
     kept = [state[number][name] for state in states for number in sorted(state) for name in sorted(state[number])]
-    return digest(updater.get_model("main").state_dict().values()), digest(kept)
+    return digest(updater.get_model("main").state_dict().values()), digest([*kept, *averaged(trainer)])
 
 
 def digest(tensors):
@@ -387,7 +395,10 @@ def outcome(trainer, parts, first):
         "at load": [loaded.parameters, loaded.optimizer],
         "iteration": trainer.updater.iteration,
         "parameters": parameters,
-        "values": [to_full(value).tolist() for value in trainer.updater.get_model("main").state_dict().values()],
+        "values": [
+            to_full(value).tolist()
+            for value in [*trainer.updater.get_model("main").state_dict().values(), *averaged(trainer)]
+        ],
         "optimizer": optimizer,
         "gradients": first,
         "log": [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows],

@@ -182,7 +182,7 @@ class Bench:
         options = program.Options(kind=kind, **settings)
         key = size, program.as_json(options)
         if key not in self._known:
-            place = self.place(f"known-{len(self._known)}")
+            place = Path(tempfile.mkdtemp(prefix="known-", dir=self.root))
             self._known[key] = place, self.run(place, size, options).outcomes()
         return self._known[key]
 
@@ -190,7 +190,7 @@ class Bench:
         """Goes on in a place without a fault, from an iteration, to the end of the run to which nothing happens."""
         told = self.run(place, size, replace(options, fault=None)).outcomes()
         same("the iteration from which it went on", told[0]["started"], start)
-        known = {name: value for name, value in asdict(options).items() if name in ("net", "period")}
+        known = {name: value for name, value in asdict(options).items() if name in ("net", "period", "extended")}
         self.compare(told, self.known(options.kind, size, **known)[1])
 
     def compare(self, told, expected):
