@@ -44,6 +44,7 @@ def _services_keep_to_themselves(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
+@pytest.mark.filterwarnings("ignore:::(lightning|transformers|accelerate)\\.")  # on loaders, and on what they import
 @pytest.mark.usefixtures("_services_keep_to_themselves")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_python_of_a_page_runs_as_it_stands(page, tmp_path, monkeypatch):
@@ -101,6 +102,17 @@ def test_each_part_of_ones_own_is_written_in_15_lines_and_proved(part):
     del lines[docstring.lineno - 1 : docstring.end_lineno]
     assert len([line for line in lines if line.strip()]) <= 15
     assert re.search(r"\bcheck_\w+\(|\bassert ", proof)
+
+
+@pytest.mark.parametrize("section", ["From Lightning", "From Hugging Face's Trainer", "From a loop of Accelerate"])
+def test_a_run_of_another_library_is_continued_after_at_most_ten_changed_lines(section):
+    """The second block of its section, imports included, in place of the line that has begun the run."""
+    page = DOCS / "bring-your-run.md"
+    begin = page.read_text().split(f"## {section}\n")[0].count("\n")
+    _, (_, continued) = [block for block in blocks_of(page) if block[0] > begin][:2]
+    assert len([line for line in continued.splitlines() if line.strip()]) <= 10
+    assert "serializers.load(" in continued
+    assert "trainer.run()" in continued
 
 
 @pytest.fixture(scope="module")
