@@ -3,6 +3,7 @@
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from foreign_runs import Net, assert_close, assert_same, make, moments, train, trainer_of
@@ -248,6 +249,24 @@ def test_a_path_in_the_file_becomes_text_and_an_object_of_a_class_is_refused_by_
     serializers.load(tmp_path / "file", Net())
     torch.save({"model": model.state_dict(), "args": Fraction(1, 2)}, tmp_path / "file")
     with pytest.raises(ValueError, match=r"it holds fractions.Fraction, which only unpickling could make"):
+        serializers.load(tmp_path / "file", Net())
+
+
+def test_numbers_of_numpy_become_pythons_and_arrays_are_left_out(tmp_path, capsys):
+    """As scripts put them beside the model; those of other dtypes are refused."""
+    model, optimizer, _ = make()
+    optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": np.int64(3), "best": np.float64(0.5)}
+    torch.save({**state, "curve": np.arange(3.0)}, tmp_path / "file")
+    own = make(1)
+    trainer = trainer_of(*own, tmp_path / "out")
+    serializers.load(tmp_path / "file", trainer)
+    assert type(own[1].param_groups[0]["lr"]) is float
+    assert own[1].param_groups[0]["lr"] == 0.25
+    assert trainer.updater.epoch == 3
+    assert "not taken: best, curve" in capsys.readouterr().out
+    torch.save({**state, "time": np.datetime64("2020-01-01")}, tmp_path / "file")
+    with pytest.raises(ValueError, match="value of NumPy that is no number"):
         serializers.load(tmp_path / "file", Net())
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 _ZIP = b"PK\x03\x04"
@@ -66,13 +67,48 @@ def read_torch_file(path: Path) -> Any:
 def read_torch_stream(source: Path | BinaryIO, where: str) -> Any:
     """Return what ``torch.save`` has written; see `read_torch_file`."""
     try:
-        with torch.serialization.safe_globals([(_to_text, name) for name in _PATHS]):
+        with torch.serialization.safe_globals(_STAND_INS):
             _check_pickle(source)
             content = torch.load(source, map_location="cpu", weights_only=True)
         _check_tree(content)
     except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
         raise ValueError(f"{where} cannot be read: {_describe(error)}") from error
     return content
+
+
+class _Dtype:
+    """What stands for a dtype of NumPy."""
+
+    def __init__(self, code: Any = "", *_: Any) -> None:
+        self.code = code
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">"):
+            self.code = f"{state[1]}{self.code}"
+
+
+class NumPyArray:
+    """What stands for an array of NumPy, which nothing is taken from."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _to_number(dtype: Any, content: Any) -> Any:
+    """Return a number of NumPy as one of Python."""
+    if not isinstance(dtype, _Dtype) or dtype.code not in _NUMBERS or not isinstance(content, bytes):
+        raise ValueError("it has a value of NumPy that is no number")
+    return np.frombuffer(content, dtype.code, 1).item()
+
+
+_NUMBERS = {
+    order + code
+    for order in ("", "<", ">")
+    for code in ("b1", *(f"{kind}{size}" for kind in "iuf" for size in (1, 2, 4, 8)))
+}
 
 
 def _check_pickle(source: Path | BinaryIO) -> None:
@@ -172,3 +208,13 @@ def _describe(error: Exception) -> str:
     return (
         f"it is damaged, or not of plain tensors and values ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
     )
+
+
+_STAND_INS: list[Any] = [
+    *((_to_text, name) for name in _PATHS),
+    *((_to_number, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *((NumPyArray, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    (NumPyArray, "numpy.ndarray"),
+    (_Dtype, "numpy.dtype"),
+]
+"""What torch's reader makes in place of paths and of values of NumPy: text, numbers of Python, and nothing of arrays."""
