@@ -216,6 +216,29 @@ def test_numbers_are_refused_where_the_saved_model_had_its_modules_in_another_or
         serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
 
 
+def test_several_optimizers_with_names_are_found_by_them(tmp_path):
+    """Of a snapshot of pytorch-pfn-extras; other names are refused, because nothing else tells them apart."""
+    model = pair()
+    optimizers = {"a": torch.optim.Adam(model[0].parameters()), "b": torch.optim.Adam(model[1].parameters())}
+    for parameter in model.parameters():
+        parameter.grad = torch.rand(parameter.shape)
+    for optimizer in optimizers.values():
+        optimizer.step()
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    torch.save({"_start_iteration": 1, "models": {"main": model.state_dict()}, "optimizers": states}, tmp_path / "file")
+
+    def load(one, other):
+        own = pair()
+        made = {one: torch.optim.Adam(own[1].parameters()), other: torch.optim.Adam(own[0].parameters())}
+        updater = training.StandardUpdater(SerialIterator([0, 1], 2), made, own)
+        serializers.load(tmp_path / "file", training.Trainer(updater, out=tmp_path / "out"))
+        return made
+
+    assert_same(moments(load("b", "a")["a"]), moments(optimizers["a"]))
+    with pytest.raises(ValueError, match="with the names a, b, and the updater has 2, c, d"):
+        load("c", "d")
+
+
 def test_settings_that_the_script_has_made_otherwise_are_printed(saved, tmp_path, capsys):
     """Those of the checkpoint hold, as in the other library."""
     model, _, _ = own = make(1)

@@ -126,11 +126,13 @@ def _plan_optimizers(
         report.append("not there: the state of an optimizer, which begins anew")
         return []
     names = own.keys() if own.keys() == theirs.keys() else theirs.keys()
-    if len(own) != len(theirs):
+    is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
+    if len(own) != len(theirs) or (is_named and own.keys() != theirs.keys()):
         if strict:
+            named = f", with the names {', '.join(theirs)}" if is_named else ""
             raise ValueError(
-                f"{path} has the state of {len(theirs)} optimizers, and the updater has {len(own)}: make as many in the "
-                "same order, or leave them out by strict=False"
+                f"{path} has the state of {len(theirs)} optimizers{named}, and the updater has {len(own)}, {', '.join(own)}"
+                ": make as many with the same names, or in the same order, or leave them out by strict=False"
             )
         report.append(_nothing_of("optimizer", theirs) or "")
         return []
