@@ -568,7 +568,7 @@ def of_one_process():
 @functools.cache
 def of_ranks(size):
     layouts = [layout for layout, shape in LAYOUTS.items() if math.prod(shape) == size]
-    return on_ranks(size, all_cases, layouts, seconds=240)
+    return on_ranks(size, all_cases, layouts, seconds=400)
 
 
 @pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[0] is not None])
