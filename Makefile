@@ -71,6 +71,7 @@ bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start,
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/virtual_ranks.py
+	$(BIN)/python benchmarks/sharded_load.py
 	$(BIN)/python benchmarks/accelerator.py
 
 clean:  ## remove what the commands here have made

@@ -31,7 +31,7 @@ Needs = Mapping[str, list[tuple[int, Region]]]
 """By the name of a tensor the ranks that need it, with the regions that they need."""
 
 _SMALL = 1 << 13  # bytes of a tensor that every rank gets at once
-_BLOCK = 8 << 20  # bytes that a rank reads, sends, or receives at once
+_BLOCK = 4 << 20  # bytes that a rank reads, sends, or receives at once
 _ROUND = 64  # tensors for which a rank asks at once
 
 
@@ -336,7 +336,7 @@ class _Stream:
     def _exchange(self, blocks: Sequence[Sequence[_Block]]) -> None:
         """Send the blocks of this rank to those that need them, and take those of the others, rank by rank."""
         own, device = self._comm.rank, self._comm.device
-        sent: list[list[Tensor]] = [[torch.empty(0, dtype=torch.uint8)] for _ in blocks]
+        sent: list[list[Tensor]] = [[] for _ in blocks]
         for block in blocks[own]:
             content = self._read(block)
             self._place(block, content)
@@ -345,8 +345,8 @@ class _Stream:
                     sent[rank].append(_bytes(content[_within(block.region, overlap)]))
         coming = [[block for block in of_rank if rank != own] for rank, of_rank in enumerate(blocks)]
         sizes = [sum(self._sizes_wanted(block) for block in of_rank) for of_rank in coming]
-        wait = self._comm.start_all_to_all([torch.cat(pieces).to(device) for pieces in sent], sizes)
-        del sent
+        wait = self._comm.start_all_to_all([_joined(pieces).to(device) for pieces in sent], sizes)
+        sent.clear()
         for content, of_rank in zip(wait(), coming, strict=True):
             self._take(content.cpu(), of_rank)
 
@@ -457,6 +457,12 @@ def _view(content: Tensor) -> memoryview:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
 def _overlap(one: Region, other: Region) -> Region | None:
