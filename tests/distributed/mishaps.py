@@ -124,11 +124,11 @@ def stalls(bench, number, draw, place):
 
 
 ROWS = [
-    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 8, 80, raises),
+    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 6, 80, raises),
     Row(
         "write", "SIGKILL of a rank in its write, of sharded models",
         "the others end at once; no unreadable snapshot; resume exact",
-        8, 80, killed_in_write,
+        6, 80, killed_in_write,
     ),
     Row(
         "late", "writes that begin late, of sharded models", "each snapshot has the state of its iteration; resume exact",
@@ -137,7 +137,7 @@ ROWS = [
     Row("slow", "a slow rank", "nothing but that", 4, 28, slow),
     Row(
         "sigterm", "SIGTERM to one rank at a random moment",
-        "all end after the same iteration with one snapshot and exit 143; resume exact", 8, 268, terminated,
+        "all end after the same iteration with one snapshot and exit 143; resume exact", 6, 268, terminated,
     ),
     Row(
         "stalls", "SIGSTOP, a data set that sleeps, a deadlock in an extension",

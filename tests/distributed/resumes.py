@@ -78,10 +78,10 @@ ROWS = [
     Row(
         "relayouts", "saved by 1, DDP, FSDP2, TP, DP x TP, FSDP2 x TP, HSDP of 2 or 4 ranks, and continued in each",
         "all and the averages equal at load, then the same examples, losses to 1e-5; export gives the plain model",
-        7, len(LAYOUTS) ** 2, relaid,
+        5, len(LAYOUTS) ** 2, relaid,
     ),
     Row(
         "killed", "SIGKILL of a rank at a random moment", "the others end at once; continued, bit for bit the same",
-        12, 240, killed,
+        9, 240, killed,
     ),
 ]  # fmt: skip
