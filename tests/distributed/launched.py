@@ -5,7 +5,6 @@ Stand-ins for those that are not installed are in ``tests/parallel/test_launcher
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,16 +41,21 @@ def commands():
     }
     name = {"Open MPI": "mpirun", "HYDRA": "mpiexec"}
     for command in ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra"):
-        if shutil.which(command):
-            version = subprocess.run(
-                [command, "--version"], capture_output=True, text=True, check=False, env=os.environ | ALLOW_ROOT
-            )
-            said = [launcher for word, launcher in name.items() if word in version.stdout]
-            oversubscribe = ["--oversubscribe"] if said == ["mpirun"] else []
-            found |= {launcher: [command, *oversubscribe, "-n", str(SIZE), python] for launcher in said}
-    if shutil.which("sinfo") and subprocess.run(["sinfo", "-h"], capture_output=True, timeout=10, check=False).stdout:
+        said = [launcher for word, launcher in name.items() if word in answer(command, "--version")]
+        oversubscribe = ["--oversubscribe"] if said == ["mpirun"] else []
+        found |= {launcher: [command, *oversubscribe, "-n", str(SIZE), python] for launcher in said}
+    if answer("sinfo", "--noheader"):
         found["srun"] = ["srun", "--ntasks", str(SIZE), "--kill-on-bad-exit", python]
     return found
+
+
+def answer(*command):
+    """What a command prints; nothing if it is not installed, or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False, env=os.environ | ALLOW_ROOT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def launched(bench, number, draw, place):
