@@ -150,7 +150,8 @@ class Befalling(training.Extension):
     def __call__(self, trainer):
         self.iteration = trainer.updater.iteration
         if self.fault is not None and self.fault.kind == "stop":
-            self.mark.with_name("iteration").write_text(str(self.iteration))
+            self.mark.with_name("iteration-next").write_text(str(self.iteration))
+            self.mark.with_name("iteration-next").replace(self.mark.with_name("iteration"))
         if self.is_now("kill", "term", "stop"):
             number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}[self.fault.kind]
             timer = threading.Timer(self.fault.delay, os.kill, (os.getpid(), number))

@@ -122,7 +122,7 @@ class FailureBroadcast:
             yield
         except RuntimeError as error:
             if "imed out" in str(error):
-                self.poll(is_timeout=True)
+                self._inquire()
             if self._first is None or not self._first.is_stall:
                 raise
             raise RankFailed(self._first.text) from error
@@ -158,12 +158,17 @@ class FailureBroadcast:
         self._is_leaving = True
         if self._first is None:
             self._on_store(self._poll, _RECEIVE_TIMEOUT if self._store_answers() else _SILENCE)
-        if self._first is None and is_timeout:
-            until = time.monotonic() + _INQUIRY + _GRACE
-            self._must_ask = True  # the other thread asks
-            while self._first is None and time.monotonic() < until and self._threads[1].is_alive():
-                time.sleep(_POLL_PERIOD / 10)
+        if is_timeout:
+            self._inquire()
         return None if self._first is None else self._first.text
+
+    def _inquire(self) -> None:
+        """Let the other thread find out now who has not arrived, for some seconds at most."""
+        until = time.monotonic() + _INQUIRY + _GRACE
+        self._must_ask = True
+        while self._first is None and time.monotonic() < until and self._threads[1].is_alive():
+            time.sleep(_POLL_PERIOD / 10)
+        self._must_ask = False
 
     def wait_for_others(self) -> None:
         """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
@@ -194,7 +199,7 @@ class FailureBroadcast:
                 result.set_exception(error)
 
         self._tasks.put(task)
-        with contextlib.suppress(RuntimeError, TimeoutError):
+        with contextlib.suppress(Exception):
             return result.result(patience)
         return None
 
@@ -207,7 +212,7 @@ class FailureBroadcast:
             self._store_at = time.monotonic()
             with contextlib.suppress(queue.Empty):
                 self._tasks.get(timeout=_POLL_PERIOD)()
-            with contextlib.suppress(RuntimeError):  # the store is gone
+            with contextlib.suppress(Exception):  # the store is gone, or one of someone else fails
                 self._poll()
                 self._answer_questions()
 
@@ -381,9 +386,8 @@ class FailureBroadcast:
         statuses[self._rank] = self._status()
         is_lost = time.monotonic() > self._store_at + _PATIENCE  # and not only slow
         if self._rank and is_lost and not any(status.state for status in statuses.values()):
-            statuses[
-                0
-            ].state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
+            state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
+            statuses[0] = Status(0, state=state)
         return statuses
 
     def _judge(self, statuses: dict[int, Status], asking: list[int]) -> _Failure | None:
@@ -412,14 +416,13 @@ class FailureBroadcast:
         if self._rank in failure.late:
             is_stuck = known_for > _GRACE
         else:
-            began = min([self._progress_at, *(since for since, _ in list(self._waiting.values()))])
-            waits = bool(self._waiting) or not failure.collectives or is_ahead(count_collectives(), failure.collectives)
-            limit = (
-                min(_MARGIN + _GRACE, began + self._limit + _MARGIN + _GRACE - self._known_at)
-                if failure.is_stall
-                else _PATIENCE
-            )
-            is_stuck = waits and began < self._known_at + _GRACE and known_for > max(limit, _GRACE)
+            waiting = [since for since, is_beside in list(self._waiting.values()) if not is_beside]
+            began = min([self._progress_at, *waiting])
+            waits = waiting or not failure.collectives or is_ahead(count_collectives(), failure.collectives)
+            limit = _PATIENCE
+            if failure.is_stall:  # until its exchange should have ended
+                limit = min(_MARGIN + _GRACE, began + self._limit + _MARGIN + _GRACE - self._known_at)
+            is_stuck = bool(waits) and began < self._known_at + _GRACE and known_for > max(limit, _GRACE)
         if is_stuck:
             what = "had not arrived" if self._rank in failure.late else "went on waiting"
             self._stop(f"{failure.text}\nrank {self._rank} stops, because it {what}.")
