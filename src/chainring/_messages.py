@@ -1,18 +1,14 @@
-"""Messages of a run to its user: printed lines, changed settings, and warnings that are given once."""
+"""Messages of a run to its user: printed lines, and warnings that are given once."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from chainring.serializers.base import AbstractSerializer
 
 _is_muted = False
-_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
 
 
 def mute() -> None:
@@ -25,24 +21,6 @@ def info(text: str) -> None:
     """Print a line for the user, unless this process is muted."""
     if not _is_muted:
         print(text, flush=True)
-
-
-def announce_change(name: str, saved: Any, given: Any, consequence: str = "the new value holds") -> None:
-    """Print that a setting of a resumed run differs from that of the run which it continues, and which one holds."""
-    changes = _recorded.get()
-    if changes is not None:
-        changes[name.removesuffix(",")] = [saved, given]
-    info(f"resumed with {name} {given!r}, where the saved run had {saved!r}: {consequence}")
-
-
-@contextmanager
-def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
-    token = _recorded.set(changes)
-    try:
-        yield
-    finally:
-        _recorded.reset(token)
 
 
 class OneTimeWarning:

@@ -7,11 +7,10 @@ from collections.abc import Iterator as PythonIterator
 from typing import Any
 
 from chainring._checks import find_call_error, is_integer
-from chainring._messages import announce_change
 from chainring._random import preserve_rng, seed_all, stable_hash
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import make_batch
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.base import AbstractSerializer, Serializer, announce_change
 
 
 class FunctionIterator(Iterator):

@@ -11,11 +11,10 @@ from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
 from chainring._checks import find_call_error, is_integer
-from chainring._messages import announce_change
 from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import Batch, make_gather
 from chainring.iterators.base import Iterator, not_the_end
-from chainring.serializers.base import AbstractSerializer, Serializer, visit_setting
+from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""

@@ -7,6 +7,8 @@ import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Protocol, Self
@@ -19,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
-from chainring._messages import announce_change
+from chainring._messages import info
 from chainring._naming import has_buffers, name_cleaner, submodules
 
 
@@ -208,6 +210,27 @@ class Deserializer(AbstractSerializer):
         state = self("state_dict", None)
         if state is not None:
             obj.load_state_dict(state)
+
+
+_recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
+
+
+def announce_change(name: str, saved: Any, given: Any, consequence: str = "the new value holds") -> None:
+    """Print that a setting of a resumed run differs from that of the run which it continues, and which one holds."""
+    changes = _recorded.get()
+    if changes is not None:
+        changes[name.removesuffix(",")] = [saved, given]
+    info(f"resumed with {name} {given!r}, where the saved run had {saved!r}: {consequence}")
+
+
+@contextmanager
+def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
+    """Inside, add each announced change to ``changes``: its name, with the saved and the given value."""
+    token = _recorded.set(changes)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:

@@ -16,11 +16,11 @@ import torch
 from chainring import _random
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._distributed.watchdog import reporting_position
-from chainring._messages import info, recording_changes
+from chainring._messages import info
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
-from chainring.serializers.base import Deserializer, conclude_reading, visit_if_stateful
+from chainring.serializers.base import Deserializer, conclude_reading, recording_changes, visit_if_stateful
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption

@@ -31,9 +31,10 @@ from chainring._files import (
     temporary_path,
     to_json,
 )
-from chainring._messages import announce_change, info
+from chainring._messages import info
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store
+from chainring.serializers.base import announce_change
 from chainring.training.triggers.base import describe
 
 if TYPE_CHECKING:

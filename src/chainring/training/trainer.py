@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._messages import announce_change, info, recording_changes
+from chainring._messages import info
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
@@ -18,6 +18,8 @@ from chainring.serializers.base import (
     AbstractSerializer,
     Deserializer,
     Stateful,
+    announce_change,
+    recording_changes,
     visit_if_stateful,
     visit_optional,
     visit_setting,

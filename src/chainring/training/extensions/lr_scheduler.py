@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chainring._messages import OneTimeWarning, announce_change
+from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer, Serializer, copy_value, has_state
+from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, copy_value, has_state
 from chainring.training.extension import Extension
 from chainring.training.extensions._param_groups import (
     are_equal,

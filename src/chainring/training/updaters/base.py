@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, shard_like
-from chainring._messages import announce_change
 from chainring._naming import name_cleaner, submodules, unwrap
 from chainring._progress import find_main_iterator, raise_unless_end
 from chainring.serializers.base import (
@@ -22,6 +21,7 @@ from chainring.serializers.base import (
     Layouts,
     Serializer,
     Stateful,
+    announce_change,
     buffer_layouts,
     serialize_layouts,
     visit_like,
