@@ -680,7 +680,7 @@ class DictionaryDeserializer(_ByPath, Deserializer):
         return {path: found[path] if path in found else self(path, None) for path in entries}
 
     def read_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
-        """Do as `visit_like`."""
+        """Load a dict whose items belong to the tensors ``likes`` of their keys, as shards where those are sharded."""
         path = self._path + key
         saved = copy_value(self.source.get(path))
         if not isinstance(saved, dict):
