@@ -20,11 +20,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## train 100 epochs on handwritten digits and print the table; results in result/
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
+# Tests that start hundreds of processes, in the time of which a contributor would run all others.
+MANY_RANKS := tests/test_distributed_examples.py \
+	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py)
+
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(MANY_RANKS))
 
 check: lint wheel docs browser migration  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, faults, ranks, speed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples $(MANY_RANKS)
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
 	$(BIN)/python benchmarks/gate.py
