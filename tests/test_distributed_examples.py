@@ -45,7 +45,8 @@ def two(command, environment):
 
 def on_ranks(number, command, environment):
     """As many processes as are asked for run it."""
-    return [rank.result() for rank in started(number, lambda rank: forked.run(command, env={**environment, **rank}))]
+    ranks = started(number, lambda rank: forked.run(command, env={**environment, **rank}, timeout=120))
+    return [rank.result() for rank in ranks]
 
 
 def started(number, start):
