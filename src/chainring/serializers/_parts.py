@@ -31,7 +31,7 @@ Needs = Mapping[str, list[tuple[int, Region]]]
 """By the name of a tensor the ranks that need it, with the regions that they need."""
 
 _SMALL = 1 << 13  # bytes of a tensor that every rank gets at once
-_BLOCK = 4 << 20  # bytes that a rank reads, sends, or receives at once
+_BLOCK = 1 << 20  # bytes that a rank reads, sends, or receives at once
 _ROUND = 64  # tensors for which a rank asks at once
 
 
@@ -306,7 +306,7 @@ class _Stream:
 
     def run(self) -> None:
         """Fill what is wanted here, and what the other ranks want of the parts here."""
-        limit = max(_BLOCK // self._comm.size, 1 << 19)
+        limit = max(_BLOCK // self._comm.size, 1 << 18)
         plans = [list(self._steps(rank, limit, is_shared=True)) for rank in range(self._comm.size)]
         for number in range(max(map(len, plans))):
             self._exchange([plan[number] if number < len(plan) else [] for plan in plans])
