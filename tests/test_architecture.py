@@ -18,7 +18,7 @@ ROWS = [
     "training.updaters training.triggers parallel nn",
     "reporting iterators",
     "serializers",
-    "_distributed datasets writers _environment",
+    "_distributed _remote datasets writers _environment",
     "_random _files _media _naming _messages _progress _version _checks converters",
 ]
 LONGEST_FUNCTION = 40
