@@ -1,0 +1,326 @@
+"""The ledger of a run: the file that `extensions.Recorder` writes, and `Ledger`, which reads it.
+
+A file begins with 16 bytes: ``MAGIC``, the version as an unsigned 32-bit integer, and the CRC-32 of these 12 bytes. Blocks
+follow it without gaps; all numbers are little-endian. A block is a head of 28 bytes and a payload:
+
+====================  =====================================================================================================
+bytes of the head     meaning
+====================  =====================================================================================================
+4                     length of the payload
+4                     number of the block, from 0
+8                     iteration of its first row
+4                     number of its rows, at most 32; row i is of iteration first + i
+4                     CRC-32 of the payload
+4                     CRC-32 of the 24 bytes before
+====================  =====================================================================================================
+
+The payload is, in this order:
+
+- the names of the losses in this block: a 16-bit length, and a JSON array of strings in UTF-8;
+- the rows, each: the 64-bit digest of the batch's indices (0: not known), the 64-bit digest of the generators, for each name
+  the 64 bits of the loss (those of a shorter type are the lowest), and for each name one byte, the type: an index into
+  `LOSS_TYPES`, of which 0 says that this loss was not reported;
+- the digests of tensors, for each iteration of the block in which they were taken: the iteration (64 bits), the number of
+  tensors (32 bits), the length of a JSON array of their names (32 bits; 0 where they are those of the digests before), the
+  array, and 64 bits for each tensor.
+
+A block has the rows of the iterations 32k + 1 to 32k + 32, so that equal runs have equal files, whatever snapshots and kills
+there were. The last one may be short: as a run goes on, it is written again at the same place with more rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chainring._files import open_regular, parse_strict
+
+MAGIC = b"\x89ledger\n"
+VERSION = 1
+HEAD = MAGIC + struct.pack("<I", VERSION) + struct.pack("<I", zlib.crc32(MAGIC + struct.pack("<I", VERSION)))
+"""What a ledger begins with."""
+ROWS = 32
+"""The most rows of a block, whose number of the last is a multiple of it."""
+LOSS_TYPES = ("", "float64", "float32", "float16", "bfloat16", "int64")
+
+_BLOCK = struct.Struct("<IIQII")
+_CRC = struct.Struct("<I")
+_NAMES = struct.Struct("<H")
+_DIGESTS = struct.Struct("<QII")
+_BLOCK_SIZE = _BLOCK.size + _CRC.size
+_LARGEST = 1 << 28  # bytes of a payload
+_MOST_LOSSES = 255
+
+Bits = tuple[int, int]
+"""A loss: its bits, and its type as an index into `LOSS_TYPES`."""
+
+
+class LedgerError(ValueError):
+    """A ledger is not as it was written; the text says which file and which block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of an iteration.
+
+    Attributes:
+        iteration: its number; the first of a run is 1.
+        batch: the digest of the indices of the batch's examples; ``None`` where they are not known.
+        generators: the digest of the random generators at the end of the iteration.
+        losses: by name, such as ``"main/loss"``, the bits and the type of what was reported.
+    """
+
+    iteration: int
+    batch: int | None
+    generators: int
+    losses: Mapping[str, Bits]
+
+    def value(self, name: str) -> float:
+        """Return a loss as a number.
+
+        Raises:
+            KeyError: it was not reported in this iteration.
+        """
+        return loss_value(*self.losses[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The content of a ledger, in arrays of one element, or row, for each recorded iteration.
+
+    Attributes:
+        path: the file.
+        iterations: the iterations, which increase, by 1 unless the recorder was left out of a part of the run.
+        batches: the digests of the batches' indices, 0 where they are not known.
+        generators: the digests of the random generators at the end of each iteration.
+        names: the names of the losses, the columns of the next two.
+        bits: the bits of the losses.
+        types: their types as indices into `LOSS_TYPES`, 0 where one was not reported. Two losses are the same if bits and
+            type are.
+        digests: by iteration the digest of every tensor by its path in a snapshot: ``updater/model:main/l1/weight``,
+            ``updater/optimizer:main/state/main/l1/weight/exp_avg``.
+        note: why the last block was left out, if it was: it is incomplete, as that of a killed run may be.
+    """
+
+    path: Path
+    iterations: NDArray[np.int64]
+    batches: NDArray[np.uint64]
+    generators: NDArray[np.uint64]
+    names: tuple[str, ...]
+    bits: NDArray[np.uint64]
+    types: NDArray[np.uint8]
+    digests: Mapping[int, Mapping[str, int]]
+    note: str | None = None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Ledger:
+        """Read a ledger, which another process may be writing.
+
+        The last block is left out where it is incomplete or not as it was written, and `note` says so.
+
+        Raises:
+            LedgerError: another part is damaged, or it is no ledger, or one of a newer version.
+            OSError: it cannot be read.
+        """
+        path = Path(os.path.realpath(path))
+        with open(open_regular(path), "rb") as file:
+            content = file.read()
+        collected = _Collected()
+        note = None
+        for block in _blocks(path, content):
+            if isinstance(block, str):
+                note = block
+            else:
+                collected.add(path, block)
+        return collected.ledger(path, note)
+
+    def row(self, iteration: int) -> Row | None:
+        """Return what is known of an iteration, ``None`` if it was not recorded."""
+        index = int(np.searchsorted(self.iterations, iteration))
+        if index == len(self.iterations) or self.iterations[index] != iteration:
+            return None
+        reported = [column for column in range(len(self.names)) if self.types[index, column]]
+        losses = {self.names[column]: (int(self.bits[index, column]), int(self.types[index, column])) for column in reported}
+        return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]), losses)
+
+
+def loss_value(bits: int, kind: int) -> float:
+    """Return the number that a loss of these bits and this type is."""
+    if LOSS_TYPES[kind] == "bfloat16":
+        bits, kind = bits << 16, LOSS_TYPES.index("float32")
+    if not kind:
+        return math.nan
+    dtype = np.dtype(LOSS_TYPES[kind])
+    return float(np.frombuffer(bits.to_bytes(8, "little"), dtype, 1)[0])
+
+
+@dataclass(slots=True)
+class Block:
+    """The rows of up to 32 iterations that follow one another, and the digests taken in them.
+
+    Attributes:
+        number: of the block in its file, from 0.
+        first: the iteration of the first row.
+        rows: for each iteration the digest of the batch, that of the generators, and the losses by name.
+        digests: by iteration the names of the tensors, and their digests.
+    """
+
+    number: int
+    first: int
+    rows: list[tuple[int, int, Mapping[str, Bits]]] = field(default_factory=list)
+    digests: dict[int, tuple[Sequence[str], NDArray[np.uint64]]] = field(default_factory=dict)
+
+    def encode(self, known: Sequence[str]) -> bytes:
+        """Return the block as it lies in the file, after digests of tensors with these names."""
+        names = list(dict.fromkeys(name for _, _, losses in self.rows for name in losses))
+        array = np.zeros(len(self.rows), _row_type(len(names)))
+        for index, (batch, generators, losses) in enumerate(self.rows):
+            row = [losses.get(name, (0, 0)) for name in names]
+            array[index] = (batch, generators, [bits for bits, _ in row], [kind for _, kind in row])
+        text = _json(names)
+        parts = [_NAMES.pack(len(text)), text, array.tobytes()]
+        for iteration, (tensors, values) in self.digests.items():
+            text = b"" if list(tensors) == list(known) else _json(tensors)
+            known = tensors
+            parts += [_DIGESTS.pack(iteration, len(values), len(text)), text, values.astype("<u8").tobytes()]
+        payload = b"".join(parts)
+        head = _BLOCK.pack(len(payload), self.number, self.first, len(self.rows), zlib.crc32(payload))
+        return head + _CRC.pack(zlib.crc32(head)) + payload
+
+
+def _json(names: Sequence[str]) -> bytes:
+    return json.dumps(list(names), separators=(",", ":")).encode()
+
+
+def _row_type(losses: int) -> np.dtype[Any]:
+    return np.dtype([("batch", "<u8"), ("generators", "<u8"), ("bits", "<u8", (losses,)), ("types", "u1", (losses,))])
+
+
+@dataclass(frozen=True, slots=True)
+class _RawBlock:
+    number: int
+    first: int
+    rows: int
+    payload: memoryview
+
+
+def _blocks(path: Path, content: bytes) -> Iterator[_RawBlock | str]:
+    """Yield the blocks of a file, or in place of the last why it is left out."""
+    _check_head(path, content)
+    position, number = len(HEAD), 0
+    while position < len(content):
+        head = content[position : position + _BLOCK_SIZE]
+        where = f"{path}: block {number}, at byte {position},"
+        if len(head) < _BLOCK_SIZE or not (any(head) or any(content[position:])):
+            yield f"{where} is incomplete"
+            return
+        length, own, first, rows, crc = _BLOCK.unpack_from(head)
+        if _CRC.unpack_from(head, _BLOCK.size)[0] != zlib.crc32(head[: _BLOCK.size]):
+            raise LedgerError(f"{where} has a damaged head, so that what follows it cannot be found; {_REMEDY}")
+        where += f" with the iterations {first} to {first + rows - 1},"
+        payload = memoryview(content)[position + _BLOCK_SIZE : position + _BLOCK_SIZE + length]
+        position += _BLOCK_SIZE + length
+        if len(payload) < length:
+            yield f"{where} is incomplete"
+            return
+        if zlib.crc32(payload) != crc:
+            if position == len(content):
+                yield f"{where} is incomplete or damaged: its checksum is another one"
+                return
+            raise LedgerError(f"{where} is damaged: its checksum is another one; {_REMEDY}")
+        if own != number or not 1 <= rows <= ROWS or length > _LARGEST or first < 1 or first + rows > 2**62:
+            raise LedgerError(f"{where} says that it is block {own}: blocks are missing or were moved; {_REMEDY}")
+        yield _RawBlock(number, first, rows, payload)
+        number += 1
+
+
+_REMEDY = "take the file from a copy, or let the run go on from a snapshot before, which writes it again from there"
+
+
+def _check_head(path: Path, content: bytes) -> None:
+    if content[: len(MAGIC)] != MAGIC[: len(content)] or not content:
+        raise LedgerError(f"{path} is not a ledger, which extensions.Recorder writes")
+    if len(content) < len(HEAD):
+        raise LedgerError(f"{path} has {len(content)} bytes, and a ledger {len(HEAD)} at least: it was cut off")
+    version, crc = struct.unpack_from("<II", content, len(MAGIC))
+    if crc != zlib.crc32(content[: len(MAGIC) + 4]):
+        raise LedgerError(f"{path}: the first {len(HEAD)} bytes are damaged; {_REMEDY}")
+    if version > VERSION:
+        raise LedgerError(f"{path} is of version {version}, and this Chainring reads up to {VERSION}: install a newer one")
+
+
+class _Collected:
+    """The rows and the digests of the blocks that have been read."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, list[str], NDArray[Any]]] = []
+        self._digests: dict[int, dict[str, int]] = {}
+        self._tensors: list[str] = []
+        self._last = 0
+
+    def add(self, path: Path, block: _RawBlock) -> None:
+        try:
+            self._add(block)
+        except (ValueError, struct.error) as error:
+            raise LedgerError(f"{path}: block {block.number} is damaged: {error}; {_REMEDY}") from error
+
+    def _add(self, block: _RawBlock) -> None:
+        payload = block.payload
+        if block.first <= self._last:
+            raise ValueError(f"it begins with iteration {block.first}, after one that ends with {self._last}")
+        self._last = block.first + block.rows - 1
+        start = _NAMES.size + _NAMES.unpack_from(payload)[0]
+        names = _parse_names(payload[_NAMES.size : start])
+        if len(names) > _MOST_LOSSES:
+            raise ValueError(f"it has {len(names)} losses")
+        dtype = _row_type(len(names))
+        rows = np.frombuffer(payload[start:], dtype, block.rows)
+        if rows["types"].size and rows["types"].max() >= len(LOSS_TYPES):
+            raise ValueError("a loss has an unknown type")
+        self._rows.append((block.first, names, rows))
+        self._add_digests(block, payload[start + dtype.itemsize * block.rows :])
+
+    def _add_digests(self, block: _RawBlock, rest: memoryview) -> None:
+        while rest:
+            iteration, count, length = _DIGESTS.unpack_from(rest)
+            start = _DIGESTS.size + length
+            if length:
+                self._tensors = _parse_names(rest[_DIGESTS.size : start])
+            if count != len(self._tensors) or not block.first <= iteration <= self._last or iteration in self._digests:
+                raise ValueError(f"the digests of iteration {iteration} are not those of its tensors")
+            values = np.frombuffer(rest[start:], "<u8", count)
+            self._digests[iteration] = dict(zip(self._tensors, values.tolist(), strict=True))
+            rest = rest[start + 8 * count :]
+
+    def ledger(self, path: Path, note: str | None) -> Ledger:
+        names = list(dict.fromkeys(name for _, columns, _ in self._rows for name in columns))
+        count = sum(len(rows) for _, _, rows in self._rows)
+        iterations, batches, generators = np.zeros(count, np.int64), np.zeros(count, np.uint64), np.zeros(count, np.uint64)
+        bits, types = np.zeros((count, len(names)), np.uint64), np.zeros((count, len(names)), np.uint8)
+        at = 0
+        for first, columns, rows in self._rows:
+            here = slice(at, at + len(rows))
+            at = here.stop
+            iterations[here] = np.arange(first, first + len(rows))
+            batches[here], generators[here] = rows["batch"], rows["generators"]
+            for column, name in enumerate(columns):
+                bits[here, names.index(name)] = rows["bits"][:, column]
+                types[here, names.index(name)] = rows["types"][:, column]
+        return Ledger(path, iterations, batches, generators, tuple(names), bits, types, self._digests, note)
+
+
+def _parse_names(text: memoryview) -> list[str]:
+    names = parse_strict(bytes(text))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise ValueError("its names are not different strings")
+    return names
