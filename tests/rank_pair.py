@@ -33,7 +33,6 @@ def free_port():
 def in_environments(environments, function, *arguments, seconds=60):
     """What ``function(comm, *arguments)`` returns in a process with each of the variables, or its error, as text."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor.parallel", "chainring.parallel"])  # once, and not in each rank
     size = len(environments)
     results, found = context.Queue(), {}
     ranks = [
