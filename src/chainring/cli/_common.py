@@ -52,8 +52,8 @@ def describe_foreign_file(path: Path) -> str | None:
         return "neither a regular file nor a directory"
     if is_pickle(path):
         return (
-            "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python: "
-            "load it with torch.load(path, weights_only=True), and save the model with chainring.serializers.save"
+            "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python, "
+            "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them anew"
         )
     with path.open("rb") as file:
         start = file.read(8)

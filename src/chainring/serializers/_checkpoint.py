@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from chainring import _random
-from chainring._distributed.communicator import Communicator, as_communicator
+from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
 from chainring._distributed.gathering import Load, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import atomic_write, flush, write_bytes
+from chainring._messages import info
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._parts import StoredTensors
@@ -41,6 +42,9 @@ from chainring.serializers.base import (
     serialize_method,
     state_entries,
 )
+
+if TYPE_CHECKING:
+    from chainring.serializers.foreign import ForeignPlan
 
 STATE = "state.json"
 _MODEL = "updater/model:"
@@ -116,21 +120,18 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         CorruptError: a file is not what was written.
         ValueError, TypeError: a model was given where a trainer is wanted, or the snapshot has no such part.
         KeyError, RuntimeError: entries are missing, unexpected, or of another shape.
+        RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
-    source = Path(path)
-    is_own = (source / MANIFEST).exists() if source.is_dir() else not (source.is_file() and _safetensors.is_pickle(source))
-    if not is_own and _load_foreign(source, obj, path_in_snapshot, strict):
+    source, comm = Path(path), as_communicator(getattr(obj, "comm", Communicator()))
+    plan = _plan_together(comm.world, source, obj, path_in_snapshot, strict)
+    if plan is not None:
+        report = plan.apply()
+        if comm.is_main if comm.world.size > 1 else _rank() == 0:
+            info(report)
         return
     if source.is_dir():
-        load_snapshot(source, obj, as_communicator(getattr(obj, "comm", Communicator())), path_in_snapshot, strict)
+        load_snapshot(source, obj, comm, path_in_snapshot, strict)
         return
-    if not source.exists():
-        raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
-    if source.is_file() and _safetensors.is_pickle(source):
-        raise ValueError(
-            f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
-            "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
-        )
     _safetensors.verify_checksum(source)
     tensors = _safetensors.read(source)
     if not is_module(obj):
@@ -151,14 +152,45 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         )
 
 
-def _load_foreign(source: Path, obj: Any, path: str, strict: bool) -> bool:
-    """Load a checkpoint of another library; return False if it is not recognised."""
-    from chainring.serializers.foreign import load_foreign, read_foreign  # which builds on this file
+def _plan_together(comm: Communicator, source: Path, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them.
+
+    Raises:
+        RankFailed: another rank cannot load it.
+        ValueError: rank 0 has read something else.
+    """
+    plan, failure, content = None, None, None
+    try:
+        plan = _plan_foreign(source, obj, path, strict)
+        content = None if plan is None or comm.size == 1 else plan.fingerprint()
+    except Exception as error:
+        failure = error
+    answers = comm.gather_object((failure and f"{type(failure).__name__}: {failure}", content))
+    if failure is not None:
+        raise failure
+    for rank, (reason, found) in enumerate(answers):
+        if reason is not None:
+            raise RankFailed(f"{source} could not be loaded by rank {rank}: {reason}")
+        if found != answers[0][1]:
+            raise ValueError(f"{source} is not the same on rank {rank} as on rank 0: give all ranks the same checkpoint")
+    return plan
+
+
+def _plan_foreign(source: Path, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how a checkpoint of another library is loaded; ``None`` for what `save` wrote."""
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
+    if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(source)):
+        return None
+    from chainring.serializers.foreign import ForeignPlan, read_foreign  # which builds on this file
 
     found = read_foreign(source)
-    if found is not None:
-        load_foreign(source, found, obj, path, strict)
-    return found is not None
+    if found is None and source.is_file():
+        raise ValueError(
+            f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
+            "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
+        )
+    return None if found is None else ForeignPlan(source, found, obj, path, strict)
 
 
 def load_snapshot(source: Path, obj: Any, comm: Communicator, path_in_snapshot: str = "", strict: bool = True) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from chainring.serializers.foreign import accelerate, chainer, distributed, hugging_face, lightning, pfn_extras, torch_save
 from chainring.serializers.foreign.archive import is_regular_file, is_torch_file, read_torch_file
 from chainring.serializers.foreign.content import ForeignCheckpoint
-from chainring.serializers.foreign.loading import load_foreign
+from chainring.serializers.foreign.loading import ForeignPlan
 
-__all__ = ["load_foreign", "read_foreign"]
+__all__ = ["ForeignPlan", "read_foreign"]
 
 _OF_DIRECTORIES = (distributed.read, accelerate.read, hugging_face.read)
 _OF_TORCH_FILES = (lightning.read, pfn_extras.read, torch_save.read)

@@ -53,7 +53,7 @@ def plan_model(
     """
     own, clean = state_entries(model), name_cleaner(model)
     live = {clean(name): name for name in own}
-    tied = _tied(own, clean)
+    tied = _tied(model, own, clean)
     if prefix:
         below = {name: name.removeprefix(f"{prefix}.") for name in saved if name.startswith(f"{prefix}.")}
         if not below:
@@ -85,14 +85,20 @@ def plan_model(
     return ModelPlan(label, model, entries, strict and not missing, names, order, report)
 
 
-def _tied(own: Mapping[str, Any], clean: Any) -> dict[str, list[str]]:
-    """Return for each entry that is one tensor under several names the other names."""
+def _tied(model: nn.Module, own: Mapping[str, Any], clean: Any) -> dict[str, list[str]]:
+    """Return for each entry that is one tensor under several names the other names.
+
+    Of a sharded one this rank may have no element, by whose place it would be known: there the parameter is the same.
+    """
     plain = {
         clean(n): v for n, v in own.items() if isinstance(v, Tensor) and not is_lazy(v) and not is_sharded(v) and v.numel()
     }
-    groups: dict[str, list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for name, first in find_aliases(plain).items():
         groups.setdefault(first, []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_sharded(parameter) and name in own:
+            groups.setdefault(id(parameter), []).append(clean(name))
     return {
         name: [other for other in group if other != name] for group in groups.values() for name in group if len(group) > 1
     }

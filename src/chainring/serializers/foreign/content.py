@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Entries = dict[str, Any]
@@ -66,6 +68,21 @@ class ForeignCheckpoint:
     examples: int | None = None
     left: list[str] = field(default_factory=list)
     is_ordered: bool = True
+
+
+def checksum(value: Any, crc: int = 0) -> int:
+    """Return a checksum of a value of a checkpoint, by which ranks see that they have read the same."""
+    if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized and str(value.layout) == "torch.strided":
+        plain = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), crc)
+        return zlib.crc32(plain.view(torch.uint8).numpy().data, crc)
+    if isinstance(value, SavedOptimizer):
+        return checksum(vars(value), crc)
+    if isinstance(value, (Mapping, list, tuple)):
+        for item in value.items() if isinstance(value, Mapping) else value:
+            crc = checksum(item, crc)
+        return crc
+    return zlib.crc32(repr(value if isinstance(value, (bool, int, float, str, type(None))) else type(value)).encode(), crc)
 
 
 def is_entries(value: Any) -> bool:

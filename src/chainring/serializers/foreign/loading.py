@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import capture
 from chainring.serializers.base import DictionaryDeserializer, has_state, is_module
@@ -16,7 +15,7 @@ from chainring.serializers.foreign._models import ModelPlan, plan_model
 from chainring.serializers.foreign._optimizers import OptimizerPlan, plan_optimizer
 from chainring.serializers.foreign._positions import set_position
 from chainring.serializers.foreign._schedulers import plan_scheduler
-from chainring.serializers.foreign.content import ForeignCheckpoint
+from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
 
 _SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
 
@@ -27,8 +26,10 @@ class _StateOfForeign(DictionaryDeserializer):
     gives_way = True
 
 
-def load_foreign(path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:
-    """Load what a checkpoint of another library has into a model or a trainer, and print what was taken and what was not.
+class ForeignPlan:
+    """What will be loaded of a checkpoint of another library into a model or a trainer, which fits.
+
+    Nothing is changed, and no other rank asked, until `apply`, which all ranks call, or none.
 
     Args:
         path: where it was read.
@@ -39,27 +40,62 @@ def load_foreign(path: Path, saved: ForeignCheckpoint, obj: Any, part: str, stri
 
     Raises:
         TypeError: ``obj`` is neither a model nor a trainer.
-        ValueError, RuntimeError: something does not fit; nothing is changed then.
+        ValueError, RuntimeError: something does not fit.
     """
-    prefix = part.strip("/").replace("/", ".")
-    if is_module(obj):
-        models = {"main": unwrap(obj)}
-    elif is_trainer(obj):
-        models = {name: unwrap(model) for name, model in obj.updater.get_all_models().items()}
-    else:
-        raise TypeError(
-            f"{path} is {saved.kind}, which is loaded into a model or a trainer, not into a {type(obj).__name__}"
+
+    def __init__(self, path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:
+        self._saved, self._obj = saved, obj
+        if is_module(obj):
+            models = {"main": unwrap(obj)}
+        elif is_trainer(obj):
+            models = {name: unwrap(model) for name, model in obj.updater.get_all_models().items()}
+        else:
+            raise TypeError(
+                f"{path} is {saved.kind}, which is loaded into a model or a trainer, not into a {type(obj).__name__}"
+            )
+        self._parts: list[Any] = []
+        self._changes: dict[str, Any] = {}
+        plans = _plan_models(path, saved, models, part.strip("/").replace("/", "."), strict)
+        self._parts += plans
+        self._report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
+        if is_module(obj):
+            self._report.append(_nothing_of("optimizer", saved.optimizers) or "")
+        else:
+            self._plan_trainer(path, plans, strict)
+        if saved.left:
+            self._report.append(f"not taken: {_listed(saved.left)}")
+
+    def _plan_trainer(self, path: Path, models: list[ModelPlan], strict: bool) -> None:
+        saved, trainer, report = self._saved, self._obj, self._report
+        self._parts += _plan_optimizers(path, saved, trainer.updater, models, strict, report)
+        self._parts += _plan_schedulers(path, saved, trainer, strict, report)
+        state = capture(trainer).target  # for the counts, which are the same on all ranks
+        iteration = saved.iteration
+        if iteration is None and len(steps := {one.step for one in saved.optimizers.values()} - {None}) == 1:
+            (iteration,) = steps
+            report.append(f"counts: the iteration is {iteration}, as the optimizer counts its updates")
+        self._changes = set_position(path, state, saved, iteration, report)
+        scaler = "updater/precision/scaler"
+        if saved.scaler is not None and state.get(scaler) is not None:
+            self._changes[scaler] = saved.scaler
+            report.append("loss scaler: taken")
+        report.append(
+            "not there: random generators, the order of the data, the state of extensions; these begin as the script says"
         )
-    plans = _plan_models(path, saved, models, prefix, strict)
-    report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
-    if is_module(obj):
-        _apply(plans)
-        report.append(_nothing_of("optimizer", saved.optimizers) or "")
-    else:
-        _load_trainer(path, saved, obj, plans, strict, report)
-    if saved.left:
-        report.append(f"not taken: {_listed(saved.left)}")
-    info("\n  ".join(filter(None, report)))
+
+    def fingerprint(self) -> int:
+        """Return a checksum of all that is taken of the checkpoint."""
+        return checksum({**vars(self._saved), "left": None})
+
+    def apply(self) -> str:
+        """Load it; return in words what was taken and what was not."""
+        for part in self._parts:
+            part.apply()
+        if not is_module(self._obj):
+            loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
+            loaded.comm = self._obj.comm
+            loaded.visit("", self._obj)
+        return "\n  ".join(filter(None, self._report))
 
 
 def is_trainer(obj: Any) -> bool:
@@ -87,35 +123,6 @@ def _plan_models(
         if missing or len(saved.models) != 1:
             raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
     return [plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
-
-
-def _apply(plans: list[Any]) -> None:
-    for plan in plans:
-        plan.apply()
-
-
-def _load_trainer(
-    path: Path, saved: ForeignCheckpoint, trainer: Any, models: list[ModelPlan], strict: bool, report: list[str]
-) -> None:
-    optimizers = _plan_optimizers(path, saved, trainer.updater, models, strict, report)
-    schedulers = _plan_schedulers(path, saved, trainer, strict, report)
-    state = dict(capture(trainer).target)  # of now, for the counts; it is taken again when all else is loaded
-    iteration = saved.iteration
-    if iteration is None and len(steps := {one.step for one in saved.optimizers.values()} - {None}) == 1:
-        (iteration,) = steps
-        report.append(f"counts: the iteration is {iteration}, as the optimizer counts its updates")
-    changes = set_position(path, state, saved, iteration, report)
-    scaler = "updater/precision/scaler"
-    if saved.scaler is not None and state.get(scaler) is not None:
-        changes[scaler] = saved.scaler
-        report.append("loss scaler: taken")
-    _apply([*models, *optimizers, *schedulers])
-    loaded = _StateOfForeign({**capture(trainer).target, **changes})
-    loaded.comm = trainer.comm
-    loaded.visit("", trainer)
-    report.append(
-        "not there: random generators, the order of the data, the state of extensions; these begin as the script says"
-    )
 
 
 def _plan_optimizers(
