@@ -221,8 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
         for start in range(0, len(part), PIECE):
             piece = part[start : start + PIECE]
             self._wait_for(piece)
-            self.wfile.write(piece)
             self.request_seen.sent += len(piece)
+            self.wfile.write(piece)
         if fault == "cut response":
             raise _CutError
         if fault == "stall response":

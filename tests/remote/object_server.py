@@ -34,7 +34,7 @@ def make_bucket(server, name):
 
 def environment_for(server):
     """The variables by which a process finds a server, or a proxy of it, at an address."""
-    return ENVIRONMENT | {"AWS_ENDPOINT_URL": server}
+    return ENVIRONMENT | {"AWS_ENDPOINT_URL": server, "NO_PROXY": "127.0.0.1"}
 
 
 def one_at_a_time(application):
@@ -53,7 +53,7 @@ def serve():
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    logging.getLogger("werkzeug").setLevel("ERROR")
+    logging.getLogger("werkzeug").setLevel("CRITICAL")
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
     application = one_at_a_time(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True)

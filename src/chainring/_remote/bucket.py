@@ -7,22 +7,43 @@ conditional one has succeeded although its answer was lost is found out by readi
 
 from __future__ import annotations
 
-import functools
 import os
 import re
+import secrets
 import urllib.parse
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import PurePath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
+
+from chainring._remote.connection import PATIENCE, Connection, Patience, obstore
+from chainring._remote.errors import ChangedError, RemoteError
+from chainring._remote.reader import RangeReader
+from chainring._remote.unfinished import abort_unfinished
+from chainring._remote.upload import PART, Upload
+
+__all__ = [
+    "MISSING",
+    "PART",
+    "PATIENCE",
+    "SCHEMES",
+    "Bucket",
+    "ChangedError",
+    "Entry",
+    "Found",
+    "Patience",
+    "RemoteError",
+    "Tag",
+    "is_url",
+]
 
 SCHEMES = ("s3", "gs", "az", "memory")
-PART = 8 << 20  # bytes of a part of an upload
 
-_PARTS_AT_ONCE = 4
-_SECONDS = 60  # for which a failing request is tried again
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_SMALL = 64 << 10  # bytes, which any network that works sends in `Patience.answer`
+_CONDITIONS = (
+    "writes on a condition (If-None-Match and If-Match), without which two runs could destroy one another's snapshots"
+)
 
 
 class Tag(NamedTuple):
@@ -53,14 +74,6 @@ class Entry(NamedTuple):
     modified: datetime  # by the clock of the store
 
 
-class RemoteError(OSError):
-    """The store does not answer, or refuses."""
-
-
-class ChangedError(RemoteError):
-    """An object is not in the state in which it was to be written: somebody else has written it."""
-
-
 def is_url(place: object) -> bool:
     """Return whether a place is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
 
@@ -74,12 +87,17 @@ def is_url(place: object) -> bool:
     if not colon or scheme not in SCHEMES:
         return False
     if isinstance(place, PurePath):
-        raise ValueError(f"an address is given as text, because a Path joins its slashes: {scheme}://{rest.lstrip('/')!s}")
+        shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
+        raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
     return rest.startswith("/")
 
 
 class Bucket:
     """The objects whose keys begin with an address, such as ``s3://bucket/run``.
+
+    Args:
+        url: the address.
+        patience: for how long requests are tried again, and when one has failed.
 
     Raises:
         ImportError: obstore is not installed.
@@ -90,18 +108,21 @@ class Bucket:
         url: the address, without a slash at its end.
     """
 
-    def __init__(self, url: str) -> None:
-        scheme, name, prefix = _parse(url)
-        self._store = _open_store(scheme, name)
+    def __init__(self, url: str, patience: Patience = PATIENCE) -> None:
+        scheme, self._name, prefix = _parse(url)
+        obstore()
+        self._connection = Connection(scheme, self._name, patience)
         self._prefix = f"{prefix}/" if prefix else ""
-        self.url = f"{scheme}://{name}/{prefix}".rstrip("/")
+        self.url = f"{scheme}://{self._name}/{prefix}".rstrip("/")
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
 
     def below(self, path: str) -> Bucket:
-        """Return the bucket of the objects whose keys begin with a path."""
-        return Bucket(f"{self.url}/{path}")
+        """Return the bucket of the objects whose keys begin with a path; it shares the connections of this one."""
+        bucket = Bucket(f"{self.url}/{path}")
+        bucket._connection = self._connection
+        return bucket
 
     def get(self, key: str) -> Found:
         """Return an object.
@@ -110,23 +131,62 @@ class Bucket:
             FileNotFoundError: it is not there.
             RemoteError: it cannot be read.
         """
-        with self._translated("read", key):
-            result = _obstore().get(self._store, self._prefix + key)
+        path = self._path(key)
+
+        def request() -> Found:
+            result = obstore().get(self._connection.asking, path)
             return Found(bytes(result.bytes()), _tag(result.meta), result.meta["last_modified"])
+
+        return self._connection.call("read", f"{self.url}/{key}", request)
 
     def head(self, key: str) -> Entry:
         """Return what a listing says of an object; raise as `get` does."""
-        with self._translated("read", key):
-            return self._entry(_obstore().head(self._store, self._prefix + key))
+        path, place = self._path(key), f"{self.url}/{key}"
+        try:
+            return self._entry(self._connection.call("read", place, lambda: obstore().head(self._connection.asking, path)))
+        except FileNotFoundError:
+            pass  # this answer has no body that would say whether it is the bucket that is not there
+        return self._entry(self._connection.call("read", place, lambda: obstore().get(self._connection.asking, path).meta))
 
     def read(self, key: str, start: int, size: int) -> memoryview:
         """Return bytes of an object; raise as `get` does, also if it has fewer."""
         if not size:
             return memoryview(b"")
-        with self._translated("read", key):
-            content = memoryview(_obstore().get_range(self._store, self._prefix + key, start=start, length=size))
-        if len(content) != size:
-            raise RemoteError(f"{self.url}/{key} ends {size - len(content)} bytes too early")
+        return self._range(key, start, start + size, None)
+
+    def open(self, key: str, size: int | None = None) -> RangeReader:
+        """Return a reader of an object, which reads ahead.
+
+        Args:
+            key: its key.
+            size: its bytes, where it is known what they must be.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            ChangedError: it has not that size.
+            RemoteError: it cannot be read.
+        """
+        entry = self.head(key)
+        place = f"{self.url}/{key}"
+        if size not in (None, entry.size):
+            raise ChangedError(f"{place} has {entry.size} bytes in place of {size}: it is damaged, or was replaced")
+        return RangeReader(lambda start, stop: self._range(key, start, stop, entry.tag.e_tag), place, entry.size)
+
+    def _range(self, key: str, start: int, stop: int, e_tag: str | None) -> memoryview:
+        path, place = self._path(key), f"{self.url}/{key}"
+        options: dict[str, Any] = {"range": (start, stop)} | ({"if_match": e_tag} if e_tag else {})
+
+        def request() -> memoryview:
+            return memoryview(obstore().get(self._connection.asking, path, options=options).bytes())
+
+        try:
+            content = self._connection.call("read", place, request)
+        except ChangedError:
+            content = None
+        if content is None:
+            raise ChangedError(f"{place} was replaced while it was read; read it again from its beginning")
+        if len(content) != stop - start:
+            raise RemoteError(f"{place} ends {stop - start - len(content)} bytes too early")
         return content
 
     def put(self, key: str, content: bytes, expected: Tag | None = None) -> Tag:
@@ -139,21 +199,27 @@ class Bucket:
         mode: Any = "overwrite"
         if expected is not None:
             mode = "create" if expected == MISSING else {name: value for name, value in expected._asdict().items() if value}
+        path, place = self._path(key), f"{self.url}/{key}"
+
+        def request() -> Tag:
+            store = self._connection.asking if len(content) <= _SMALL else self._connection.putting
+            return _tag(obstore().put(store, path, content, mode=mode, use_multipart=False))
+
         try:
-            with self._translated("written", key):
-                return _tag(_obstore().put(self._store, self._prefix + key, content, mode=mode, use_multipart=False))
-        except ChangedError:
-            # An earlier try may have succeeded, and only its answer was lost.
-            try:
+            return self._connection.call("written", place, request)
+        except ChangedError as error:
+            changed = error
+        except FileNotFoundError:  # what S3 says of an update of what is not there
+            changed = ChangedError(f"{place} was removed by somebody else")
+        if not changed.is_certain:  # an earlier try may have succeeded, and only its answer was lost
+            with suppress(FileNotFoundError):
                 found = self.get(key)
-            except FileNotFoundError:
-                found = None
-            if found is not None and found.content == content:
-                return found.tag
-            raise
+                if found.content == content:
+                    return found.tag
+        raise changed
 
     @contextmanager
-    def upload(self, key: str) -> Iterator[BinaryIO]:
+    def upload(self, key: str) -> Iterator[Upload]:
         """Open a new object, which is there when the block ends; it is sent in parts while it is written.
 
         When anything fails it is not there. No more than `PART` bytes for each of a few connections are held.
@@ -161,22 +227,14 @@ class Bucket:
         Raises:
             RemoteError: it cannot be written.
         """
-        with self._translated("written", key):
-            file = _obstore().open_writer(self._store, self._prefix + key, buffer_size=PART, max_concurrency=_PARTS_AT_ONCE)
-            yield cast(BinaryIO, file)
-            file.close()
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        """Return the objects whose keys begin with ``prefix``, by key.
-
-        Raises:
-            RemoteError: the store does not answer.
-        """
-        folder = prefix.rpartition("/")[0]
-        with self._translated("listed", prefix):
-            chunks = _obstore().list(self._store, self._prefix + folder or None)
-            entries = [self._entry(meta) for chunk in chunks for meta in chunk]
-        return sorted(entry for entry in entries if entry.key.startswith(prefix))
+        path = self._path(key)
+        upload = Upload(self._connection, path, f"{self.url}/{key}", lambda content: self.put(key, content))
+        try:
+            yield upload
+        except BaseException:
+            upload.abort()
+            raise
+        upload.finish()
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are not there are no error.
@@ -184,27 +242,87 @@ class Bucket:
         Raises:
             RemoteError: the store does not answer.
         """
-        paths = [self._prefix + key for key in keys]
-        with self._translated("deleted", ""):
-            for start in range(0, len(paths), 1000):
-                _obstore().delete(self._store, paths[start : start + 1000])
+        paths = [self._path(key) for key in keys]
+        for start in range(0, len(paths), 1000):
+            self._delete(paths[start : start + 1000])
+
+    def _delete(self, paths: list[str]) -> None:
+        try:
+            self._connection.call("cleared", self.url, lambda: obstore().delete(self._connection.asking, paths))
+        except FileNotFoundError:
+            if len(paths) > 1:
+                for path in paths:
+                    self._delete([path])
+
+    def check_conditions(self) -> datetime:
+        """Find out whether the store knows conditions, with an object that is removed again; return what time it is there.
+
+        Raises:
+            ValueError: it does not.
+            RemoteError: it does not answer.
+        """
+        key = f".probe-{secrets.token_hex(8)}"
+        rule = f"a run needs a store that knows {_CONDITIONS}; {self.url} is in one that"
+        remedy = "choose another store, or a later version of this one"
+        try:
+            first = self._probe(key, MISSING)
+            if first is None or self._probe(key, MISSING) is not None:
+                raise ValueError(f"{rule} lets an object be created twice; {remedy}")
+            second = self._probe(key, first)
+            if second is None or self._probe(key, first) is not None:
+                raise ValueError(f"{rule} lets an object be replaced that has changed meanwhile; {remedy}")
+            return self.head(key).modified
+        finally:
+            self.delete([key])
+
+    def _probe(self, key: str, expected: Tag) -> Tag | None:
+        """Return the state of an object that was written, or None if it was not in the expected one."""
+        try:
+            return self.put(key, secrets.token_bytes(16), expected)
+        except ChangedError:
+            return None
+
+    def abort_uploads(self, older: timedelta) -> list[str]:
+        """Abort uploads that nobody has finished, whose parts cost money although no listing shows them.
+
+        On S3, where boto3 is installed; elsewhere nothing happens.
+
+        Args:
+            older: those that were begun so long ago, by the clock of the store.
+
+        Returns:
+            The keys of the objects that would have been there.
+
+        Raises:
+            RemoteError: the store does not answer, or does not allow it.
+        """
+        if not self.url.startswith("s3:"):
+            return []
+        paths = abort_unfinished(self._name, self._prefix, older, f"uploads below {self.url}")
+        return [path.removeprefix(self._prefix) for path in paths]
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """Return the objects whose keys begin with ``prefix``, by key.
+
+        Raises:
+            RemoteError: the store does not answer.
+        """
+        folder = self._prefix + prefix.rpartition("/")[0]
+
+        def request() -> list[Entry]:
+            chunks = obstore().list(self._connection.asking, folder or None)
+            return [self._entry(meta) for chunk in chunks for meta in chunk]
+
+        entries = self._connection.call("listed", f"{self.url}/{prefix}".rstrip("/"), request)
+        return sorted(entry for entry in entries if entry.key.startswith(prefix))
+
+    def _path(self, key: str) -> str:
+        if not all(key.split("/")) or {".", ".."} & set(key.split("/")) or not key.isprintable():
+            raise ValueError(f"a key is names with slashes between them, as of a file; got {key!r}")
+        return self._prefix + key
 
     def _entry(self, meta: Any) -> Entry:
         return Entry(meta["path"].removeprefix(self._prefix), meta["size"], _tag(meta), meta["last_modified"])
-
-    @contextmanager
-    def _translated(self, deed: str, key: str) -> Iterator[None]:
-        """Turn the errors of obstore into those of Chainring, with the address, and without what a request carried."""
-        exceptions = _obstore().exceptions
-        place = f"{self.url}/{key}".rstrip("/")
-        try:
-            yield
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no {place}") from None
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            raise ChangedError(f"{place} was written by somebody else") from None
-        except exceptions.BaseError as error:
-            raise RemoteError(f"{place} cannot be {deed}: {_reason(error)}") from None
 
 
 def _parse(url: str) -> tuple[str, str, str]:
@@ -213,48 +331,17 @@ def _parse(url: str) -> tuple[str, str, str]:
     rule = 'an address in an object store is written "s3://bucket/run", also with gs, az or memory'
     if parts.scheme not in SCHEMES:
         raise ValueError(f"{rule}; got {parts.scheme!r}")
-    if "@" in parts.netloc or parts.query or parts.fragment:
+    if "@" in url or ":" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(f"{rule}, without credentials or settings, which the environment has; got one with them")
     if not parts.netloc and parts.scheme != "memory":
         raise ValueError(f"{rule}; got no bucket in {url!r}")
+    if parts.netloc and not re.fullmatch(r"[\w.-]+", parts.netloc):
+        raise ValueError(f"{rule}; got the bucket {parts.netloc!r}")
     names = [name for name in parts.path.split("/") if name]
-    if any(name in (".", "..") for name in names):
-        raise ValueError(f"{rule}; got {url!r}, with a dot for a name")
+    if {".", ".."} & set(names) or not parts.path.isprintable():
+        raise ValueError(f"{rule}; got {url!r}")
     return parts.scheme, parts.netloc, "/".join(names)
-
-
-@functools.cache
-def _open_store(scheme: str, name: str) -> Any:
-    """Return the obstore store of a bucket, one in a process: that of memory exists nowhere else."""
-    from datetime import timedelta as seconds
-
-    stores = _obstore().store
-    if scheme == "memory":
-        return stores.MemoryStore()
-    retries = {
-        "max_retries": 30,
-        "retry_timeout": seconds(seconds=_SECONDS),
-        "backoff": {"max_backoff": timedelta(seconds=8)},
-    }
-    is_plain = any(os.environ.get(variable, "").startswith("http://") for variable in _ENDPOINTS)
-    options: dict[str, Any] = {"allow_http": True} if is_plain else {}
-    return stores.from_url(f"{scheme}://{name}", client_options=options, retry_config=retries)
-
-
-def _obstore() -> Any:
-    try:
-        import obstore
-        import obstore.exceptions
-        import obstore.store
-    except ImportError as error:
-        raise ImportError("object stores need obstore: pip install 'chainring[remote]'") from error
-    return obstore
 
 
 def _tag(meta: Any) -> Tag:
     return Tag(meta.get("e_tag"), meta.get("version"))
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first line of what obstore says; the others repeat the request."""
-    return re.sub(r"https?://\S+", "the store", str(error).partition("\n")[0])

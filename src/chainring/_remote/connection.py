@@ -1,0 +1,216 @@
+"""Requests to a store through obstore: tried again while that may help, with credentials from where each store has them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from chainring._remote.errors import ChangedError, RemoteError, Trouble, is_missing, trouble_of
+
+Result = TypeVar("Result")
+
+_FIRST_PAUSE = 0.1  # seconds
+_LONGEST_PAUSE = 8.0
+_PART_TRIES = 24  # of a part after the first, so that their pauses are `Patience.retry` together
+_OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+             "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")  # fmt: skip
+_PROFILES = ("AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+_REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_KEYS_LAST = timedelta(minutes=5)  # after which credentials are asked for again
+
+_chance = random.Random()  # not the program's, whose state is that of its run
+_user: int | None = None  # the process in which obstore's threads run
+
+
+class Patience(NamedTuple):
+    """How many seconds a store is waited for."""
+
+    retry: float = 60.0
+    """A request that fails is tried again for so long."""
+    start: float = 5.0
+    """The same, while nothing has answered at all since the bucket was opened."""
+    answer: float = 15.0
+    """A request has failed when nothing has come for so long."""
+    part: float = 180.0
+    """A part of an upload has failed when it has taken so long."""
+
+
+PATIENCE = Patience()
+
+
+class Connection:
+    """A way to one bucket.
+
+    Args:
+        scheme: ``s3``, ``gs``, ``az`` or ``memory``.
+        name: the name of the bucket.
+        patience: how long it waits.
+    """
+
+    def __init__(self, scheme: str, name: str, patience: Patience) -> None:
+        self._scheme, self._name, self._patience = scheme, name, patience
+        self._answer, self._part = timedelta(seconds=patience.answer), timedelta(seconds=patience.part)
+        self._has_answered = scheme == "memory"
+
+    @functools.cached_property
+    def asking(self) -> Any:
+        """The obstore store for what is small: a try ends when nothing comes for a while, and `call` makes the next."""
+        return self._open({"read_timeout": self._answer, "timeout": timedelta(days=1)}, {"max_retries": 0})
+
+    @functools.cached_property
+    def putting(self) -> Any:
+        """The one for what takes a while to send, during which nothing comes back."""
+        return self._open({"timeout": self._part}, {"max_retries": 0})
+
+    @functools.cached_property
+    def sending(self) -> Any:
+        """The one for the parts of uploads, which obstore sends, and tries again."""
+        retry = timedelta(seconds=self._patience.retry)
+        pauses = {"init_backoff": retry / 60, "max_backoff": retry / 15}
+        retries = {"max_retries": _PART_TRIES, "retry_timeout": self._part + retry, "backoff": pauses}
+        return self._open({"timeout": self._part}, retries)
+
+    def _open(self, limits: dict[str, Any], retries: dict[str, Any]) -> Any:
+        if self._scheme == "memory":
+            return _memory(self._name)
+        options = limits | {"connect_timeout": self._answer / 3, "allow_http": True}  # if the address of the store says so
+        config, provider = _credentials() if self._scheme == "s3" else ({}, None)
+        try:
+            return obstore().store.from_url(
+                f"{self._scheme}://{self._name}",
+                config=config,
+                client_options=options,
+                retry_config=retries,
+                credential_provider=provider,
+            )
+        except (obstore().exceptions.BaseError, ValueError, OSError):
+            pass  # it may repeat a setting
+        settings = "the variables AWS_..., GOOGLE_... or AZURE_..."
+        raise RemoteError(f"the settings for {self._scheme}://{self._name} cannot be used: check {settings}")
+
+    def call(self, deed: str, place: str, request: Callable[[], Result], *, tries_again: bool = True) -> Result:
+        """Return what a request returns; it is tried again while that may help.
+
+        Args:
+            deed: what is done to the place, such as "read", for messages.
+            place: the address.
+            request: calls obstore, and nothing else.
+            tries_again: False if the request tries again itself, or cannot be repeated.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            ChangedError: a condition does not hold.
+            RemoteError: anything else.
+        """
+        _refuse_fork()
+        begun, pause, was_sent = time.monotonic(), _FIRST_PAUSE, False
+        while True:
+            result, failure = self._attempt(place, request)
+            if failure is None:
+                return result  # type: ignore[return-value]
+            if not isinstance(failure, Trouble):
+                if isinstance(failure, ChangedError):
+                    failure.is_certain = not was_sent
+                raise failure
+            was_sent = was_sent or not failure.is_silent
+            waits = self._has_answered or not failure.is_silent
+            patience = self._patience.retry if waits else min(self._patience.start, self._patience.retry)
+            seconds = time.monotonic() - begun
+            if not (tries_again and failure.heals) or seconds + pause > patience:
+                after = f" after {seconds:.0f} s" if seconds >= 1 else ""
+                raise RemoteError(f"{place} cannot be {deed}{after}: {failure}")
+            time.sleep(pause * _chance.uniform(0.5, 1))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _attempt(self, place: str, request: Callable[[], Result]) -> tuple[Result | None, Trouble | OSError | None]:
+        """Return what a request returns, or what it came to: errors of obstore go no further, as they have all of it."""
+        exceptions = obstore().exceptions
+        try:
+            result = request()
+        except (exceptions.BaseError, OSError) as error:
+            trouble = trouble_of(error)
+            self._has_answered = self._has_answered or not trouble.is_silent
+            if is_missing(error):
+                return None, FileNotFoundError(f"there is no {place}")
+            is_condition = isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError))
+            if is_condition and not trouble.heals:
+                return None, ChangedError(f"{place} was written by somebody else")
+            return None, trouble
+        self._has_answered = True
+        return result, None
+
+
+def obstore() -> Any:
+    """Return the package, which is only imported when a store is used."""
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise ImportError("object stores need obstore: pip install 'chainring[remote]'") from error
+    return obstore
+
+
+@functools.cache
+def _memory(name: str) -> Any:
+    """Return the one of a name in this process, which exists nowhere else."""
+    return obstore().store.MemoryStore()
+
+
+def _refuse_fork() -> None:
+    """Raise in a process that was forked from one that has used a store: obstore would wait for ever for its threads."""
+    global _user
+    if _user not in (None, os.getpid()):
+        raise RemoteError(
+            f"process {os.getpid()} was forked from one that has used an object store, and has not the threads which that "
+            'takes; start processes by "spawn" or "forkserver"'
+        )
+    _user = os.getpid()
+
+
+def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
+    """Return settings, and what asks for the keys of a profile: obstore finds all others itself."""
+    if any(os.environ.get(name) for name in _OWN_KEYS):
+        return {}, None
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        profile = next(filter(os.environ.get, _PROFILES), None)
+        if profile:
+            raise ImportError(f"{profile} is set, and profiles need boto3: pip install 'chainring[remote]'") from None
+        return {}, None
+    failure = ""
+    try:
+        session = botocore.session.Session()
+        settings = {
+            "region": session.get_config_variable("region"),
+            "endpoint": session.get_scoped_config().get("endpoint_url"),
+        }
+        given = {"region": _REGIONS, "endpoint": _ENDPOINTS}
+        config = {key: value for key, value in settings.items() if value and not any(map(os.environ.get, given[key]))}
+        keys = session.get_credentials()
+        if keys is None:
+            return config, None
+        _frozen(keys)  # asks whoever gives them for the first time
+        return config, functools.partial(_frozen, keys)
+    except (botocore.exceptions.BotoCoreError, OSError) as error:
+        failure = type(error).__name__
+    raise RemoteError(f"credentials cannot be had from the profiles of AWS ({failure}); check AWS_PROFILE and ~/.aws")
+
+
+def _frozen(keys: Any) -> dict[str, Any]:
+    """Return keys as obstore takes them; it asks again when they may have expired."""
+    found = keys.get_frozen_credentials()
+    return {
+        "access_key_id": found.access_key,
+        "secret_access_key": found.secret_key,
+        "token": found.token,
+        "expires_at": datetime.now(UTC) + _KEYS_LAST,
+    }
