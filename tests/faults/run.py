@@ -16,10 +16,13 @@ import clock
 import damage
 import data
 import kills
+import remote_races
 import signals
 from bench import Bench
 
 import tries
 
 if __name__ == "__main__":
-    sys.exit(tries.main(__doc__, [*kills.ROWS, *signals.ROWS, *damage.ROWS, *data.ROWS, *clock.ROWS], Bench))
+    sys.exit(
+        tries.main(__doc__, [*kills.ROWS, *signals.ROWS, *damage.ROWS, *data.ROWS, *clock.ROWS, *remote_races.ROWS], Bench)
+    )

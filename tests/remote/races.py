@@ -26,8 +26,8 @@ for line in sys.stdin:
 class Racer(Forked):
     """A process that takes the lease of a place when it is told to."""
 
-    def __init__(self):
-        super().__init__(["-c", PROGRAM])
+    def __init__(self, environment=None):
+        super().__init__(["-c", PROGRAM], env=environment)
 
     def tell(self, url):
         """Lets it release what it has, and take another lease if there is one to take."""

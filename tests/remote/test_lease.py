@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +16,9 @@ import pytest
 from races import Racer, race
 from stepped import Stepper, TimedBucket, World, orders
 
-from chainring._remote.bucket import MISSING, ChangedError, RemoteError
+from chainring._remote.bucket import MISSING, Bucket, ChangedError, RemoteError
 from chainring._remote.lease import Fence, Lease, LeaseLostError, read_fence
+from forked import Forked
 
 URLS = (f"memory:///lease-{number}" for number in itertools.count())
 
@@ -115,6 +117,22 @@ def test_a_look_makes_no_request_while_the_lease_is_fresh(world, bucket):
     lease.check()
     assert world.requests == []
     world.seconds = 29
+    lease.check()
+    assert world.requests == ["put .lease"]
+
+
+def test_a_renewal_counts_from_its_beginning(world, bucket):
+    """The store may have carried it out then, however late its answer comes."""
+
+    def pass_seconds():
+        world.seconds += 15
+
+    slow = TimedBucket(bucket.url, world, pass_seconds)
+    lease = take(slow)
+    world.seconds = 100
+    lease.renew()
+    world.seconds = 129
+    world.requests.clear()
     lease.check()
     assert world.requests == ["put .lease"]
 
@@ -372,6 +390,7 @@ class Writer:
     def __init__(self, name, bucket, events):
         self.name, self.bucket, self.events = name, bucket, events
         self.lease, self.saved, self.seen = None, None, None
+        self.there = {}
         self.refusals = 0
 
     def snapshots(self):
@@ -384,7 +403,8 @@ class Writer:
         return found
 
     def valid(self, fence):
-        return {folder for stamp, folder, _ in self.snapshots().values() if fence.admits(stamp, folder)}
+        self.there = self.snapshots()
+        return {folder for stamp, folder, _ in self.there.values() if fence.admits(stamp, folder)}
 
     def take(self):
         try:
@@ -398,18 +418,20 @@ class Writer:
     def save(self):
         """Replaces what is not valid and in the way."""
         key, folder = "snapshot/manifest.json", f"{self.name}-folder"
-        there = self.snapshots().get(key)
-        if there is not None and self.lease.fence.admits(*there[:2]):
-            return
-        try:
-            self.lease.check()
-            self.events.append((self.name, "looked"))
-            expected = MISSING if there is None else there[2]
-            self.bucket.put(key, json.dumps([self.lease.stamp, folder]).encode(), expected)
-            self.lease.renew()
-            self.saved = folder
-        except (LeaseLostError, ChangedError):
-            pass
+        with suppress(LeaseLostError):
+            while key not in self.there or not self.lease.fence.admits(*self.there[key][:2]):
+                self.bucket.put(f"{folder}/weights", b"")
+                self.lease.check()
+                self.events.append((self.name, "looked"))
+                expected = self.there[key][2] if key in self.there else MISSING
+                try:
+                    self.bucket.put(key, json.dumps([self.lease.stamp, folder]).encode(), expected)
+                except ChangedError:
+                    self.there = self.snapshots()
+                    continue
+                self.lease.renew()
+                self.saved = folder
+                return
 
     def run(self, saves=True):
         if self.lease is None:
@@ -494,3 +516,62 @@ def test_of_processes_that_start_at_once_one_goes_on(s3):
             winner = race(f"{s3}/again", racers)
             winner.kill()
             racers.remove(winner)
+
+
+STOPPED = """
+import sys
+from chainring._remote.bucket import MISSING, Bucket, ChangedError, RemoteError
+from chainring._remote.lease import Lease, LeaseLostError
+lease = Lease(Bucket(sys.argv[1]), list, seconds=2, period=0.1)
+print("taken", flush=True)
+for line in sys.stdin:
+    try:
+        lease.check()
+        print("held", flush=True)
+    except LeaseLostError as error:
+        print(error, flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does_anything_else(s3):
+    """While it goes on it keeps the lease. By the clock of a server; here with a lease of two seconds."""
+
+    def attempt():
+        with suppress(BlockingIOError):
+            return Lease(Bucket(f"{s3}/run"), list, period=None)
+
+    with Forked(["-c", STOPPED, f"{s3}/run"]) as process:
+
+        def ask():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        assert process.stdout.readline() == "taken\n"
+        began = time.monotonic()
+        while time.monotonic() < began + 3.5:
+            assert attempt() is None
+        assert ask() == "held"
+        process.send_signal(signal.SIGSTOP)
+        while (lease := attempt()) is None:
+            assert time.monotonic() < began + 30
+        process.send_signal(signal.SIGCONT)
+        assert f"process {os.getpid()} on" in ask()
+    lease.renew()
+
+
+@pytest.mark.parametrize("fault", ["500", "503 after"])
+def test_a_lease_survives_requests_that_fail_and_are_tried_again(s3, proxy, fault):
+    """Taken, renewed and released, whether they were carried out or not."""
+    bucket = Bucket(f"{s3}/run")
+    for _ in range(2):
+        proxy.fail(fault, method="PUT")
+        lease = Lease(bucket, list, period=None)
+        proxy.fail(fault, method="PUT", times=2)
+        lease.renew()
+        proxy.fail(fault)
+        lease.renew()
+        with pytest.raises(BlockingIOError):
+            Lease(bucket, list, period=None)
+        proxy.fail(fault, method="PUT")
+        lease.release()
