@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     ("py:class", r"chainring\.training\.extensions\.snapshot\.Snapshot"),  # made by the function of that name
     (
         "py:class",
-        r"(.*\.)?(Entry|Filename|PathLike|RecordWriter|Statistic|TextStream|TriggerLike)",
+        r"(.*\.)?(Entry|Filename|PathLike|RecordWriter|Statistic|Store|TextStream|TriggerLike)",
     ),  # types of annotations, not public names
 ]
 

@@ -15,10 +15,31 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Protocol
+
+SCHEMES = ("s3", "gs", "az", "memory")
+"""Of addresses in object stores."""
 
 _TEMPORARY = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)")
+
+
+def is_url(place: object) -> bool:
+    """Return whether a place is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
+
+    Raises:
+        ValueError: it is the path that pathlib makes of an address.
+    """
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str):
+        return False
+    scheme, colon, rest = text.partition(":/")
+    if not colon or scheme not in SCHEMES:
+        return False
+    if isinstance(place, PurePath):
+        shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
+        raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
+    return rest.startswith("/")
 
 
 def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:
@@ -29,6 +50,13 @@ def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:
 def is_temporary(name: str) -> bool:
     """Return whether a file or directory of this name is one of ours that a killed process did not finish."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+class Sink(Protocol):
+    """What a file is written to: one on the disk, or an upload."""
+
+    def write(self, data: Any, /) -> Any:
+        """Take over these bytes."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import program
 import torch
 
 from chainring._files import is_temporary
-from chainring.serializers._store import Store
+from chainring.serializers._store import DirectoryStore
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that an attempt may take
@@ -223,7 +223,7 @@ def check_snapshots(out):
     found = {}
     if not out.is_dir():
         return found
-    store = Store(out)
+    store = DirectoryStore(out)
     for entry in out.iterdir():
         if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith((".", "previous", "abandoned")):
             found[entry.name] = store.verify(entry.name).iteration

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from chainring.serializers._store import Store
+from chainring.serializers._store import DirectoryStore
 
 OPERATIONS = ("rename", "replace", "truncate", "ftruncate", "unlink", "rmdir", "mkdir", "symlink", "fsync")
 _committing = threading.local()
@@ -56,15 +56,15 @@ class Injected:
         """Puts itself where the snapshots and the file system are called."""
         injected = self
 
-        class Watched(Store):
+        class Watched(DirectoryStore):
             def __init__(self, root):
                 super().__init__(root, at=injected.point)
 
-            def commit(self, name, *arguments):
+            def commit_by(self, name, *arguments):
                 _committing.name = name
-                super().commit(name, *arguments)
+                super().commit_by(name, *arguments)
 
-        importlib.import_module("chainring.training.extensions.snapshot").Store = Watched
+        importlib.import_module("chainring.serializers._store").DirectoryStore = Watched
         for name in OPERATIONS:
             setattr(os, name, self._watched(name, getattr(os, name)))
         if self.plan.clock:

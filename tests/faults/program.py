@@ -13,7 +13,7 @@ from torch import nn
 import chainring
 from chainring import _random, iterators, serializers, training
 from chainring.datasets import DatasetMixin
-from chainring.serializers._store import read_manifest
+from chainring.serializers._store import DirectorySnapshot
 from chainring.training import extensions, triggers
 
 EXAMPLES, BATCH, ITERATIONS, PERIOD = 37, 6, 30, 3
@@ -158,7 +158,11 @@ def rows_of(rows):
 
 def tensors_of(snapshot):
     """The size and checksum of each file of tensors in a snapshot: model, optimizer and generators, to the last bit."""
-    return {name: sizes for name, sizes in read_manifest(snapshot).files.items() if name.endswith(".safetensors")}
+    return {
+        name: sizes
+        for name, sizes in DirectorySnapshot(snapshot).read_manifest().files.items()
+        if name.endswith(".safetensors")
+    }
 
 
 def _plain(value):

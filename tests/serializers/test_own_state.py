@@ -18,7 +18,7 @@ from chainring.iterators import SerialIterator
 from chainring.parallel import DataParallel
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
 from chainring.serializers._checkpoint import Checkpoint, capture
-from chainring.serializers._store import Store
+from chainring.serializers._store import DirectoryStore
 from chainring.training import extensions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
@@ -352,7 +352,7 @@ def write_as_before(path, content):
             for key, value in content.items():
                 serializer(key, value)
 
-    Checkpoint(capture(Old())).commit(Store(path.parent), path.name, 0)
+    Checkpoint(capture(Old())).commit(DirectoryStore(path.parent), path.name, 0)
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, lambda model: model])

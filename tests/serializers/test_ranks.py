@@ -1,15 +1,15 @@
 """A snapshot of several ranks is complete or absent on all alike, and the parts of its tensors make the whole."""
 
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from chainring._files import write_bytes
 from chainring.parallel import Communicator
 from chainring.serializers import _checkpoint, _safetensors
-from chainring.serializers._store import CorruptError, Store
+from chainring.serializers._store import CorruptError, DirectoryStore, LocalFile
 
 SIZE, PATIENCE = 3, 20.0
 
@@ -50,16 +50,21 @@ def writer(rank):
     return lambda place: _safetensors.write(place, tensors, shard_offsets=places)
 
 
+def write_text(file):
+    file.write(b"{}")
+    return 2, zlib.crc32(b"{}")
+
+
 def saved(store, writers=writer, at_rank_0=None):
     """What each rank's part in the snapshot has raised, ``None`` where nothing."""
 
     def take_part(comm):
         try:
             if comm.rank == 0:
-                files = {"state.json": lambda place: write_bytes(place, b"{}")}
+                files = {"state.json": write_text}
                 _checkpoint.coordinate(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
             else:
-                _checkpoint.participate(comm, writers(comm.rank))
+                _checkpoint.participate(comm, store, writers(comm.rank))
         except OSError as error:
             return error
         return None
@@ -69,12 +74,12 @@ def saved(store, writers=writer, at_rank_0=None):
 
 
 def test_every_rank_writes_a_file_and_together_they_hold_the_whole(tmp_path):
-    store = Store(tmp_path)
+    store = DirectoryStore(tmp_path)
     assert saved(store) == [None] * SIZE
     manifest = store.verify("snapshot_iter_5")
     files = [f"rank{rank:05d}-of-00003.safetensors" for rank in range(SIZE)]
     assert sorted(manifest.files) == [*files, "state.json"]
-    tensors = _checkpoint.read_all([tmp_path / "snapshot_iter_5" / name for name in files])
+    tensors = _checkpoint.read_all([LocalFile(tmp_path / "snapshot_iter_5" / name) for name in files])
     assert tensors["weight"].tolist() == [[float(row // 2)] * 4 for row in range(2 * SIZE)]
     assert tensors["bias"].tolist() == [0.0, 1.0]
     assert tensors["step"].item() == 7
@@ -88,7 +93,7 @@ def test_a_rank_that_cannot_write_leaves_no_snapshot_on_any(tmp_path, broken, er
     def failing(place):
         raise error
 
-    raised = saved(Store(tmp_path), lambda rank: failing if rank == broken else writer(rank))
+    raised = saved(DirectoryStore(tmp_path), lambda rank: failing if rank == broken else writer(rank))
     assert all(f"rank {broken}: {type(error).__name__}" in str(each) for each in raised)
     assert all(error.args[-1] in str(each) for each in raised)
     assert list(tmp_path.iterdir()) == []
@@ -102,14 +107,14 @@ def test_a_failure_of_rank_0_is_raised_by_all(tmp_path, point):
         if passed == point:
             raise OSError(5, "broken disk")
 
-    raised = saved(Store(tmp_path), at_rank_0=Store(tmp_path, at=fail))
+    raised = saved(DirectoryStore(tmp_path), at_rank_0=DirectoryStore(tmp_path, at=fail))
     assert all("broken disk" in str(each) for each in raised)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
     """And what is there stays as it was."""
-    store = Store(tmp_path)
+    store = DirectoryStore(tmp_path)
     saved(store)
     raised = saved(store)
     assert all("is there already" in str(each) for each in raised)
@@ -118,8 +123,9 @@ def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
 
 def written(directory, number, tensors, places):
     path = directory / f"{number}.safetensors"
-    _safetensors.write(path, tensors, shard_offsets=places)
-    return path
+    with open(path, "xb") as file:
+        _safetensors.write(file, tensors, shard_offsets=places)
+    return LocalFile(path)
 
 
 BROKEN = {

@@ -6,19 +6,24 @@ import zlib
 
 import pytest
 
-from chainring._files import temporary_path, write_bytes
-from chainring.serializers._store import MANIFEST, CorruptError, Store, find_newest
+from chainring._files import temporary_path
+from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, find_newest
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
 
 
+def write(file, text):
+    file.write(text)
+    return len(text), zlib.crc32(text)
+
+
 def writers(files=None):
-    return {name: lambda path, text=text: write_bytes(path, text) for name, text in (files or FILES).items()}
+    return {name: lambda file, text=text: write(file, text) for name, text in (files or FILES).items()}
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path)
+    return DirectoryStore(tmp_path)
 
 
 class Killed(BaseException):
@@ -85,13 +90,13 @@ def test_an_extra_file_is_noticed(store):
 @pytest.mark.parametrize("point", POINTS)
 def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point):
     """A process that dies is imitated by a fork that exits there: nothing in it is cleaned up."""
-    Store(tmp_path).commit("old", writers(), 1)
+    DirectoryStore(tmp_path).commit("old", writers(), 1)
     child = os.fork()
     if child == 0:
-        Store(tmp_path, at=lambda passed: os._exit(9) if passed == point else None).commit("new", writers(), 2)
+        DirectoryStore(tmp_path, at=lambda passed: os._exit(9) if passed == point else None).commit("new", writers(), 2)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    store = Store(tmp_path)
+    store = DirectoryStore(tmp_path)
     expected = ["new", "old"] if point in ("renamed", "committed") else ["old"]
     assert store.names() == expected
     for name in expected:
@@ -103,16 +108,16 @@ def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point)
 @pytest.mark.parametrize("point", POINTS[:6])
 def test_a_write_that_fails_publishes_nothing_and_leaves_nothing(tmp_path, point):
     """A full disk, say: what was there before is as it was."""
-    Store(tmp_path).commit("old", writers(), 1)
+    DirectoryStore(tmp_path).commit("old", writers(), 1)
 
     def fail(passed):
         if passed == point:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        Store(tmp_path, at=fail).commit("new", writers(), 2)
+        DirectoryStore(tmp_path, at=fail).commit("new", writers(), 2)
     assert os.listdir(tmp_path) == ["old"]
-    Store(tmp_path).verify("old")
+    DirectoryStore(tmp_path).verify("old")
 
 
 def test_nothing_is_renamed_before_what_it_publishes_is_flushed(tmp_path, monkeypatch):
@@ -121,7 +126,7 @@ def test_nothing_is_renamed_before_what_it_publishes_is_flushed(tmp_path, monkey
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
     monkeypatch.setattr(os, "rename", lambda a, b: (calls.append(("rename", str(b))), rename(a, b)))
-    Store(tmp_path).commit("one", writers(), 1)
+    DirectoryStore(tmp_path).commit("one", writers(), 1)
     names = [(what, path.rpartition("/")[2]) for what, path in calls]
     assert [name for _, name in names[:4]] == [*FILES, MANIFEST]
     assert names[4][0] == "fsync"
@@ -187,7 +192,7 @@ def test_sweeping_reaches_folders_below_but_not_those_of_another_run(tmp_path):
         path.touch()
     (tmp_path / "logs" / "log.json").touch()
     (tmp_path / "other" / ".lock").touch()
-    assert sorted(Store(tmp_path).sweep()) == sorted(path.name for path in left[:2])
+    assert sorted(DirectoryStore(tmp_path).sweep()) == sorted(path.name for path in left[:2])
     assert [path.exists() for path in left] == [False, False, True]
     assert (tmp_path / "logs" / "log.json").exists()
 

@@ -7,16 +7,15 @@ conditional one has succeeded although its answer was lost is found out by readi
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import urllib.parse
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from chainring._files import SCHEMES
 from chainring._remote.connection import PATIENCE, Connection, Patience, obstore
 from chainring._remote.errors import ChangedError, RemoteError
 from chainring._remote.reader import RangeReader
@@ -27,7 +26,6 @@ __all__ = [
     "MISSING",
     "PART",
     "PATIENCE",
-    "SCHEMES",
     "Bucket",
     "ChangedError",
     "Entry",
@@ -35,10 +33,8 @@ __all__ = [
     "Patience",
     "RemoteError",
     "Tag",
-    "is_url",
 ]
 
-SCHEMES = ("s3", "gs", "az", "memory")
 
 _SMALL = 64 << 10  # bytes, which any network that works sends in `Patience.answer`
 _CONDITIONS = (
@@ -72,24 +68,6 @@ class Entry(NamedTuple):
     size: int  # bytes
     tag: Tag
     modified: datetime  # by the clock of the store
-
-
-def is_url(place: object) -> bool:
-    """Return whether a place is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
-
-    Raises:
-        ValueError: it is the path that pathlib makes of an address.
-    """
-    text = os.fspath(place) if isinstance(place, os.PathLike) else place
-    if not isinstance(text, str):
-        return False
-    scheme, colon, rest = text.partition(":/")
-    if not colon or scheme not in SCHEMES:
-        return False
-    if isinstance(place, PurePath):
-        shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
-        raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
-    return rest.startswith("/")
 
 
 class Bucket:

@@ -12,7 +12,7 @@ from typing import Any
 
 from chainring.serializers._checkpoint import STATE
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import MANIFEST, CorruptError, Store
+from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, SavedSnapshot, find_snapshot
 
 _RUN = "run.json"
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -80,7 +80,7 @@ def _absent(path: Path) -> str:
 
 
 def _snapshot_names(directory: Path) -> list[str]:
-    return Store(directory).names() if directory.is_dir() else []
+    return DirectoryStore(directory).names() if directory.is_dir() else []
 
 
 def _contents(path: Path) -> str:
@@ -104,15 +104,15 @@ def listed(names: list[str], parent: Path | None = None) -> str:
     return (", " if more else " or " if parent else ", ").join(shown) + more
 
 
-def snapshots(directory: str) -> list[Path]:
+def snapshots(directory: str) -> list[SavedSnapshot]:
     """Return the snapshot itself, or all in the directory of a run, the newest first."""
     path = Path(directory)
-    if directory and (path / MANIFEST).exists():
-        return [path]
+    if directory and (saved := find_snapshot(directory)).exists():
+        return [saved]
     names = _snapshot_names(path) if directory else []
     if not names:
         raise not_a_snapshot(directory)
-    return [path / name for name in names]
+    return [find_snapshot(path / name) for name in names]
 
 
 def printable(text: object) -> str:

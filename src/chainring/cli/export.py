@@ -18,7 +18,6 @@ from torch import Tensor
 from chainring._files import atomic_write, flush, temporary_path
 from chainring.cli._common import add_command, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
-from chainring.serializers._store import read_manifest
 from chainring.serializers.base import find_aliases
 
 _MODEL = "updater/model:"
@@ -56,21 +55,21 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    directory, place = snapshots(options.directory)[0], Path(options.place)
+    saved, place = snapshots(options.directory)[0], Path(options.place)
     if os.path.lexists(place):
         raise FileExistsError(f"{place} exists and is not overwritten; give another name")
-    own = read_manifest(directory).about.get("own state of modules")  # beside parameters and buffers
+    own = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
     beside = set(map(str, own)) if isinstance(own, list) else set()
-    state = {key: value for key, value in read_state(directory).items() if key not in beside}
+    state = {key: value for key, value in read_state(saved).items() if key not in beside}
     names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
     if options.model is None and len(names) > 1 and "main" not in names:
-        raise ValueError(f"{directory} has several models; name one by --model: {', '.join(names)}")
-    prefix = f"{_MODEL}{options.model}/" if options.model else model_prefix(state, directory)
+        raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
+    prefix = f"{_MODEL}{options.model}/" if options.model else model_prefix(state, saved)
     found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if not prefix or not tensors:
         has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
-        raise ValueError(f"{directory} has no model {options.model or 'of an updater'}; {has}")
+        raise ValueError(f"{saved} has no model {options.model or 'of an updater'}; {has}")
     left_out = sorted(name for name, value in found.items() if value is None)
     place.parent.mkdir(parents=True, exist_ok=True)
     _WRITERS[options.format](place, tensors)
@@ -78,13 +77,13 @@ def run(options: argparse.Namespace) -> None:
         model = prefix.removeprefix(_MODEL).rstrip("/")
         files = [place] if place.is_file() else sorted(place.iterdir())
         facts = {"file": str(place), "format": options.format, "bytes": sum(file.stat().st_size for file in files)}
-        facts |= {"directory": str(directory), "model": model}
+        facts |= {"directory": saved.path, "model": model}
         print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
         return
     if left_out:
-        taken = f"{directory} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
+        taken = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         print(printable(taken))
-    print(printable(f"{place}: {len(tensors)} tensors of {directory}"))
+    print(printable(f"{place}: {len(tensors)} tensors of {saved}"))
 
 
 def _write_torch(place: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from chainring.cli._common import add_command, is_model, listed, print_json, printable, snapshots
-from chainring.serializers._store import verify
+from chainring.serializers._safetensors import read_entries
+from chainring.serializers._store import LocalFile, SavedSnapshot, StoredFile
 
 _NOTES = ("error", "not bit-exact", "left out")
-_BITS = {"BOOL": 8, "F4": 4, "C64": 64}
 _MIN_WIDTH = 60
 _HELP = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
@@ -47,15 +44,15 @@ def run(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
     path = Path(options.path)
     if is_model(path):
-        tensors = _tensors_of(path)
+        tensors = _tensors_of(LocalFile(path.resolve()))
         if options.json:
             print_json({"file": str(path), "bytes": path.stat().st_size, "tensors": tensors})
         else:
             print(f"{printable(path)}: the file of a model")
             _print_table(tensors, path.stat().st_size)
         return
-    directory, *others = snapshots(options.path)
-    about = _describe(directory)
+    saved, *others = snapshots(options.path)
+    about = _describe(saved)
     if options.json:
         print_json(about)
         return
@@ -63,13 +60,13 @@ def run(options: argparse.Namespace) -> None:
     _print_table(about["tensors"], about["bytes"])
 
 
-def _print_summary(about: Mapping[str, Any], others: Sequence[Path]) -> None:
+def _print_summary(about: Mapping[str, Any], others: Sequence[SavedSnapshot]) -> None:
     epoch = f", epoch {printable(about['epoch'])}" if about["epoch"] else ""
     print(f"{printable(about['directory'])}: iteration {about['iteration']}{epoch}")
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
-        print(f"also there: {printable(listed([path.name for path in others]))}")
+        print(f"also there: {printable(listed([other.name for other in others]))}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
 
@@ -99,13 +96,13 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
 
 
-def _describe(directory: Path) -> dict[str, Any]:
+def _describe(saved: SavedSnapshot) -> dict[str, Any]:
     """Return iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
-    manifest = verify(directory, content=False)
-    files = [directory / name for name in sorted(manifest.files) if name.endswith(".safetensors")]
+    manifest = saved.verify(content=False)
+    files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
     versions = manifest.about.get("versions")
     return {
-        "directory": str(directory),
+        "directory": saved.path,
         "iteration": manifest.iteration,
         "epoch": manifest.about.get("epoch"),
         "versions": versions if isinstance(versions, dict) else {},
@@ -116,15 +113,12 @@ def _describe(directory: Path) -> dict[str, Any]:
     }
 
 
-def _tensors_of(path: Path) -> list[dict[str, Any]]:
-    found = []
+def _tensors_of(file: StoredFile) -> list[dict[str, Any]]:
     try:
-        with safe_open(path, framework="np") as file:
-            for name in sorted(file.keys()):
-                tensor = file.get_slice(name)
-                shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
-                bits = _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype.partition("_")[0])))
-                found.append({"name": name, "dtype": dtype, "shape": shape, "bytes": math.prod(shape) * bits // 8})
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read: {error}; `chainring verify` tells whether it is damaged") from error
-    return found
+        return [
+            {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": end - start}
+            for name, entry in sorted(read_entries(file).items())
+            for start, end in [entry["data_offsets"]]
+        ]
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{file.path} cannot be read: {error}; `chainring verify` tells whether it is damaged") from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from chainring.cli._common import add_command, describe_file, describe_foreign_file, print_json, printable, snapshots
 from chainring.serializers import _safetensors
-from chainring.serializers._store import CorruptError, NewerFormat, verify
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
 
 _HELP = """
 Read every byte of a snapshot or of a model's file, and compare it with the
@@ -36,9 +36,7 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
     path = Path(options.path)
-    results = (
-        [_verify_file(path)] if path.is_file() else [_verify_snapshot(directory) for directory in snapshots(options.path)]
-    )
+    results = [_verify_file(path)] if path.is_file() else [_verify_snapshot(saved) for saved in snapshots(options.path)]
     if options.json:
         sound = all(error is None for _, error in results)
         print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})
@@ -56,10 +54,10 @@ _Result = tuple[dict[str, Any], CorruptError | None]
 """The facts about a snapshot or a file, and the error found in it."""
 
 
-def _verify_snapshot(directory: Path) -> _Result:
-    facts: dict[str, Any] = {"path": str(directory)}
+def _verify_snapshot(saved: SavedSnapshot) -> _Result:
+    facts: dict[str, Any] = {"path": saved.path}
     try:
-        manifest = verify(directory)
+        manifest = saved.verify()
     except CorruptError as error:
         return {**facts, "sound": None if isinstance(error, NewerFormat) else False}, error
     size = sum(size for size, _ in manifest.files.values())

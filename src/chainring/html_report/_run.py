@@ -13,8 +13,7 @@ from typing import Any
 
 from chainring._files import from_json
 from chainring.html_report._media import Series, read_media
-from chainring.serializers._store import MANIFEST, CorruptError, Manifest, Store
-from chainring.serializers._store import verify as verify_snapshot
+from chainring.serializers._store import MANIFEST, CorruptError, DirectorySnapshot, DirectoryStore, Manifest
 from chainring.training._run_directory import RECORD, NamePattern, parse_record
 from chainring.writers.base import COUNTERS
 
@@ -147,7 +146,7 @@ class Snapshot:
 
 def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
-    store = Store(directory)
+    store = DirectoryStore(directory)
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
     links: dict[str, list[str]] = {}
@@ -156,9 +155,9 @@ def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -
             links.setdefault(target, []).append(name)
     snapshots = []
     for name, manifest in store.listing():
-        if (directory / name / MANIFEST).is_file() or any(pattern.match(name) for pattern in patterns):
-            snapshot = _read_snapshot(directory / name, manifest, links.get(name, []), verify)
-            snapshots += [] if snapshot is None else [snapshot]
+        if store.snapshot(name).exists() or any(pattern.match(name) for pattern in patterns):
+            found = _read_snapshot(store.snapshot(name), manifest, links.get(name, []), verify)
+            snapshots += [] if found is None else [found]
     return snapshots
 
 
@@ -170,11 +169,12 @@ def _pattern(template: str) -> NamePattern | None:
         return None
 
 
-def _read_snapshot(path: Path, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
+def _read_snapshot(saved: DirectorySnapshot, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
     """Read a snapshot; return ``None`` if the run has removed it meanwhile."""
+    path = saved.directory
     state, note = VERIFIED if verify else COMPLETE, ""
     try:
-        manifest = verify_snapshot(path, content=verify)
+        manifest = saved.verify(content=verify)
     except (CorruptError, OSError) as error:
         state, note = DAMAGED, str(error)
     if not path.is_dir():

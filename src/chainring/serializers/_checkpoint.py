@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,12 +24,24 @@ from chainring._distributed.communicator import Communicator, RankFailed, as_com
 from chainring._distributed.gathering import Load, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
-from chainring._files import atomic_write, flush, write_bytes
+from chainring._files import Sink, atomic_write, is_url
 from chainring._messages import info
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._parts import StoredTensors
-from chainring.serializers._store import MANIFEST, CorruptError, Store, WriteFile, Written, verify
+from chainring.serializers._store import (
+    MANIFEST,
+    CorruptError,
+    Place,
+    SavedSnapshot,
+    Store,
+    StoredFile,
+    WriteFile,
+    Written,
+    find_snapshot,
+    open_store,
+    split,
+)
 from chainring.serializers.base import (
     DictionaryDeserializer,
     StateCollector,
@@ -76,23 +90,29 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         FileExistsError: the directory is there already.
         OSError: it cannot be written.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if not is_url(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_saved_as_file(obj):
-        save_tensors(target, module_tensors(obj))
+        save_tensors(path, module_tensors(obj))
         return
-    state = capture(obj, target.parent)
+    place, name = split(path)
+    state = capture(obj, None if is_url(place) else Path(place))
     iteration = state.target.get("updater/iteration", state.target.get("iteration", 0))
 
     def commit(values: dict[str, Any], load: Load | None = None) -> None:
         state.target |= values
         count = iteration if isinstance(iteration, int) else 0
-        Checkpoint(state).commit(Store(target.parent), target.name, count, load=load)
+        Checkpoint(state).commit(open_store(place), name, count, load=load)
 
     if is_module(obj) and any(map(is_sharded, state.target.values())):
-        write_on_one_rank(state.target, commit, os.path.realpath(target))
+        write_on_one_rank(state.target, commit, _identity(path))
     elif not is_module(obj) or _rank() == 0:  # a directory is never written over, not even by the same
         commit(state.target)
+
+
+def _identity(path: Place) -> str:
+    """Return what is the same on all ranks that write to one place."""
+    return os.fspath(path) if is_url(path) else os.path.realpath(path)
 
 
 def _rank() -> int:
@@ -122,16 +142,29 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         KeyError, RuntimeError: entries are missing, unexpected, or of another shape.
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
-    source, comm = Path(path), as_communicator(getattr(obj, "comm", Communicator()))
-    plan = _plan_together(comm.world, source, obj, path_in_snapshot, strict)
-    if plan is not None:
-        report = plan.apply()
-        if comm.is_main if comm.world.size > 1 else _rank() == 0:
-            info(report)
+    snapshot, comm = find_snapshot(path), as_communicator(getattr(obj, "comm", Communicator()))
+    if snapshot.is_local:
+        source = Path(path)
+        plan = _plan_together(comm.world, source, obj, path_in_snapshot, strict)
+        if plan is not None:
+            report = plan.apply()
+            if comm.is_main if comm.world.size > 1 else _rank() == 0:
+                info(report)
+            return
+        if not source.is_dir():
+            _load_file(source, obj, path_in_snapshot, strict)
+            return
+    elif not snapshot.exists():
+        from chainring.serializers._object_store import fetched  # which few programs need
+
+        with fetched(os.fspath(path)) as copy:
+            _load_file(copy, obj, path_in_snapshot, strict)
         return
-    if source.is_dir():
-        load_snapshot(source, obj, comm, path_in_snapshot, strict)
-        return
+    load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
+
+
+def _load_file(source: Path, obj: Any, path_in_snapshot: str, strict: bool) -> None:
+    """Load the file of a model."""
     _safetensors.verify_checksum(source)
     tensors = _safetensors.read(source)
     if not is_module(obj):
@@ -193,15 +226,17 @@ def _plan_foreign(source: Path, obj: Any, path: str, strict: bool) -> ForeignPla
     return None if found is None else ForeignPlan(source, found, obj, path, strict)
 
 
-def load_snapshot(source: Path, obj: Any, comm: Communicator, path_in_snapshot: str = "", strict: bool = True) -> None:
+def load_snapshot(
+    source: SavedSnapshot, obj: Any, comm: Communicator, path_in_snapshot: str = "", strict: bool = True
+) -> None:
     """Load a snapshot into an object by all ranks of a communicator together, see `load`.
 
-    Each part is read and verified by one of them. Where there are several, what is damaged may show only when some of the
-    object has been filled.
+    Each part is read and verified by one of them. Where there are several, and where the snapshot lies in an object store,
+    what is damaged may show only when some of the object has been filled.
     """
     with StoredTensors(source, STATE, comm.world) as stored:
         state = _values.decode(stored.text, stored.tensors)
-        _load_state(state, obj, path_in_snapshot, strict, source.resolve(), stored)
+        _load_state(state, obj, path_in_snapshot, strict, source, stored)
 
 
 def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:
@@ -269,21 +304,23 @@ class Checkpoint:
         Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
         ``load`` returns the values of a tensor when it is written, if these stand for others.
         """
-        for path in self._referred:
-            flush(path)
 
-        def write(path: Path) -> Written:
-            return _safetensors.write(path, self.tensors, self._offsets, load)
+        def write(file: Sink) -> Written:
+            return _safetensors.write(file, self.tensors, self._offsets, load)
+
+        def write_text(file: Sink) -> Written:
+            file.write(self._text)
+            return len(self._text), zlib.crc32(self._text)
 
         about = {**self.about, **(about or {})}
-        files: dict[str, WriteFile] = {STATE: lambda path: write_bytes(path, self._text)}
+        files: dict[str, WriteFile] = {STATE: write_text}
         if not self.is_sharded or self._comm.size == 1:
             if self._comm.rank == 0:
-                store.commit(name, {_rank_file(0, 1): write, **files}, iteration, about)
+                store.commit(name, {_rank_file(0, 1): write, **files}, iteration, about, self._referred)
         elif self._comm.rank == 0:
-            coordinate(comm, store, name, write, files, iteration, about)
+            coordinate(comm, store, name, write, files, iteration, about, self._referred)
         else:
-            participate(comm, write)
+            participate(comm, store, write)
 
 
 def part_key(name: str, number: int) -> str:
@@ -292,7 +329,14 @@ def part_key(name: str, number: int) -> str:
 
 
 def coordinate(
-    comm: Communicator, store: Store, name: str, write: WriteFile, files: Mapping[str, WriteFile], iteration: int, about: Any
+    comm: Communicator,
+    store: Store,
+    name: str,
+    write: WriteFile,
+    files: Mapping[str, WriteFile],
+    iteration: int,
+    about: Any,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Commit a snapshot with the files of all ranks: the side of rank 0 of a two-phase commit, beside `participate`.
 
@@ -300,24 +344,20 @@ def coordinate(
         OSError: a rank could not write, or the snapshot could not be published.
     """
     is_announced = False
-    results: list[WriteResult] = []
 
-    def write_all(path: Path) -> Written:
-        nonlocal is_announced, results
+    def write_all(draft: str) -> dict[str, Written]:
+        nonlocal is_announced
         is_announced = True
-        comm.broadcast_object(str(path.parent))
-        results = comm.gather_object(_try_to_write(write, path))
+        comm.broadcast_object(draft)
+        results = comm.gather_object(_try_to_write(store, draft, _rank_file(0, comm.size), write))
         failures = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
         if failures:
             raise OSError(errno.EIO, f"the snapshot could not be written by {'; '.join(failures)}")
-        return written_by(0)(path)
+        others = {file: store.write(draft, file, each) for file, each in files.items()}
+        return {_rank_file(rank, comm.size): result for rank, result in enumerate(results)} | others
 
-    def written_by(rank: int) -> WriteFile:
-        return lambda path: results[rank]  # type: ignore[return-value]  # write_all has raised if it is a str
-
-    others = {_rank_file(rank, comm.size): written_by(rank) for rank in range(1, comm.size)}
     try:
-        store.commit(name, {_rank_file(0, comm.size): write_all, **others, **files}, iteration, about)
+        store.commit_by(name, write_all, iteration, about, beside)
     except BaseException as error:
         if not is_announced:
             comm.broadcast_object(None)
@@ -326,23 +366,23 @@ def coordinate(
     comm.broadcast_object(None)
 
 
-def participate(comm: Communicator, write: WriteFile) -> None:
+def participate(comm: Communicator, store: Store, write: WriteFile) -> None:
     """Write this rank's file of the snapshot that rank 0 commits by `coordinate`.
 
     Raises:
         OSError: the snapshot is not committed; the error says which rank has failed and why.
     """
-    directory: str | None = comm.broadcast_object(None)
-    if directory is not None:
-        comm.gather_object(_try_to_write(write, Path(directory) / _rank_file(comm.rank, comm.size)))
+    draft: str | None = comm.broadcast_object(None)
+    if draft is not None:
+        comm.gather_object(_try_to_write(store, draft, _rank_file(comm.rank, comm.size), write))
     failure: str | None = comm.broadcast_object(None)
     if failure is not None:
         raise OSError(errno.EIO, failure)
 
 
-def _try_to_write(write: WriteFile, path: Path) -> WriteResult:
+def _try_to_write(store: Store, draft: str, file: str, write: WriteFile) -> WriteResult:
     try:
-        return write(path)
+        return store.write(draft, file, write)
     except BaseException as error:  # whatever it is, the other ranks must not wait
         return f"{type(error).__name__}: {error}"
 
@@ -351,20 +391,23 @@ def _rank_file(rank: int, size: int) -> str:
     return f"rank{rank:05d}-of-{size:05d}.safetensors"
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """Return the flat state in a snapshot directory, verified.
+def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
+    """Return the flat state in a snapshot, verified.
 
     Raises:
         CorruptError: it is not what was written.
     """
-    manifest = verify(directory)
-    tensors = read_all([directory / name for name in manifest.files if name.endswith(".safetensors")])
+    snapshot = source if isinstance(source, SavedSnapshot) else find_snapshot(source)
+    manifest = snapshot.verify()
+    tensors = read_all(snapshot.open(name, manifest) for name in manifest.files if name.endswith(".safetensors"))
     if STATE not in manifest.files:
-        raise CorruptError(f"{directory} has no {STATE}")
-    return _values.decode((directory / STATE).read_bytes(), tensors)
+        raise CorruptError(f"{snapshot} has no {STATE}")
+    return _values.decode(snapshot.open(STATE, manifest).read_all(), tensors)
 
 
-def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source: Path, stored: StoredTensors) -> None:
+def _load_state(
+    state: dict[str, Any], obj: Any, path: str, strict: bool, source: SavedSnapshot, stored: StoredTensors
+) -> None:
     if path or is_module(obj):
         prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
         if is_module(obj) and prefix.startswith(_MODEL):
@@ -380,7 +423,7 @@ def _load_state(state: dict[str, Any], obj: Any, path: str, strict: bool, source
     if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
         raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
-    saved.directory, saved.origin = source.parent, stored
+    saved.directory, saved.place, saved.origin = source.folder_beside(stored.manifest), source.place, stored
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     saved.visit("", unwrap(obj))
 
@@ -394,7 +437,7 @@ def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None
         restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(state.get(prefix + path)))
 
 
-def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
+def read_all(files: Iterable[StoredFile]) -> dict[str, Tensor]:
     """Return the tensors of the files of a snapshot, each whole.
 
     Raises:
@@ -403,13 +446,14 @@ def read_all(paths: Iterable[Path]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     shards: dict[str, list[Shard]] = {}
-    for path in paths:
-        offsets = _safetensors.read_shard_offsets(path)
-        for name, tensor in _safetensors.read(path).items():
-            if name in offsets:
-                shards.setdefault(name.partition("\0")[0], []).append(Shard(tensor, *offsets[name]))
+    for file in files:
+        stored = _safetensors.read_header(file)[1]
+        for name, tensor in _safetensors.read_tensors(file, stored).items():
+            offsets = stored[name].offsets
+            if offsets is not None:
+                shards.setdefault(name.partition("\0")[0], []).append(Shard(tensor, *offsets))
             elif name in tensors:
-                raise CorruptError(f"{path} has {name!r}, which another file of the snapshot has too")
+                raise CorruptError(f"{file.path} has {name!r}, which another file of the snapshot has too")
             else:
                 tensors[name] = tensor
     if both := shards.keys() & tensors.keys():
@@ -433,7 +477,7 @@ def is_saved_as_file(obj: Any) -> bool:
     return is_module(obj) and not own_states(unwrap(obj))
 
 
-def model_prefix(state: Mapping[str, Any], source: Path) -> str:
+def model_prefix(state: Mapping[str, Any], source: object) -> str:
     """Return the prefix of the only model in a snapshot, or of the main one; an empty one where there is no model.
 
     Raises:
@@ -463,7 +507,7 @@ def module_tensors(module: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def save_tensors(target: Path, tensors: Mapping[str, Tensor], place: str | None = None) -> None:
+def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None = None) -> None:
     """Write a model's file; where ranks hold parts of the tensors, all call this, and the first writes.
 
     Raises:
@@ -472,13 +516,22 @@ def save_tensors(target: Path, tensors: Mapping[str, Tensor], place: str | None 
     """
 
     def write(whole: Mapping[str, Tensor], load: Load | None = None) -> None:
-        with atomic_write(target, durable=True) as file:
+        with _replacing(target) as file:
             _safetensors.write_with_checksum(file, whole, load)
 
     if any(map(is_sharded, tensors.values())):
-        write_on_one_rank(tensors, write, os.path.realpath(target) if place is None else place)
+        write_on_one_rank(tensors, write, _identity(target) if place is None else place)
     else:
         write(tensors)
+
+
+def _replacing(target: Place) -> AbstractContextManager[BinaryIO]:
+    """Open a new file that takes the place of what is at a path or an address when the block ends."""
+    if not is_url(target):
+        return atomic_write(Path(target), durable=True)
+    from chainring.serializers._object_store import replacing_object
+
+    return replacing_object(os.fspath(target))
 
 
 class StagingBuffers:

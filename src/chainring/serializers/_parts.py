@@ -9,11 +9,8 @@ on for the others until all have come there. So nothing depends on the order in 
 from __future__ import annotations
 
 import math
-import os
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -21,9 +18,8 @@ from torch import Tensor
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of
-from chainring._files import checksum, open_regular
 from chainring.serializers import _safetensors
-from chainring.serializers._store import CorruptError, Manifest, verify
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, StoredFile
 from chainring.serializers.base import StoredTensor
 
 T = TypeVar("T")
@@ -38,7 +34,7 @@ _ROUND = 64  # tensors for which a rank asks at once
 class _Part(NamedTuple):
     """A part of a tensor that this rank reads."""
 
-    file: _OpenFile
+    file: StoredFile
     start: int  # its first byte there
     region: Region
     whole: tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of the tensor
@@ -90,15 +86,19 @@ class StoredTensors:
             read. A communicator of one reads and verifies all of it first.
 
     Attributes:
+        manifest: that of the snapshot.
         text: the content of the file of everything but tensors.
         tensors: the tensors, those that are not small as `StoredTensor`.
     """
 
-    def __init__(self, directory: Path, state: str, comm: Communicator) -> None:
-        self._directory, self._comm, self._has_ended = directory, comm, False
+    def __init__(self, source: SavedSnapshot, state: str, comm: Communicator) -> None:
+        self._source, self._comm, self._has_ended = source, comm, False
+        # One rank verifies all of a snapshot on its disk before anything is filled; of one that is far away each byte is
+        # read once, and verified on the way.
+        self._is_verified = source.is_local and comm.size == 1
         looked = self._on_all(lambda: self._look(state) if comm.rank == 0 else None)[0]
         assert looked is not None
-        self._manifest, self.text = looked
+        self.manifest, self.text = looked
         self._parts: dict[str, list[_Part]] = {}
         self._tied: dict[str, set[str | None]] = {}  # by name of a tensor, those stored in its place in the files here
         self._wholes: dict[str, _Whole] = {}
@@ -155,7 +155,7 @@ class StoredTensors:
         except CorruptError as error:
             failure = error
         except (ValueError, OSError) as error:
-            failure = CorruptError(f"{self._directory} cannot be read: {error}")
+            failure = CorruptError(f"{self._source} cannot be read: {error}")
         answers: list[Any] = self._gather((result, failure))
         for _, failure in answers:
             if failure is not None:
@@ -163,23 +163,23 @@ class StoredTensors:
         return [result for result, _ in answers]
 
     def _look(self, state: str) -> tuple[Manifest, bytes]:
-        manifest = verify(self._directory, content=self._comm.size == 1)
+        manifest = self._source.verify(content=self._is_verified)
         if state not in manifest.files:
-            raise CorruptError(f"{self._directory} has no {state}")
-        text = (self._directory / state).read_bytes()
+            raise CorruptError(f"{self._source} has no {state}")
+        text = self._source.open(state, manifest).read_all()
         if zlib.crc32(text) != manifest.files[state][1]:
-            raise CorruptError(f"{self._directory / state} has other bytes than were written")
+            raise CorruptError(f"{self._source}/{state} has other bytes than were written")
         return manifest, text
 
     def _open(self) -> list[tuple[str, _Whole]]:
         """Open the files that this rank reads, or reads some of; return the tensors of which it reads the beginning."""
-        names = sorted(name for name in self._manifest.files if name.endswith(".safetensors"))
+        names = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
         begun: list[tuple[str, _Whole]] = []
         for name, readers in zip(names, _assign_readers(len(names), self._comm.size), strict=True):
             if self._comm.rank not in readers:
                 continue
-            file = _OpenFile(self._directory / name)
-            crc, stored = _safetensors.read_header(file.path)
+            file = self._source.open(name, self.manifest)
+            crc, stored = _safetensors.read_header(file)
             crcs = self._checksums(file, name, crc, stored, self._comm.rank == readers[0])
             mine = _share(stored, readers.index(self._comm.rank), len(readers))
             for key, entry in stored.items():
@@ -190,14 +190,14 @@ class StoredTensors:
         return begun
 
     def _checksums(
-        self, file: _OpenFile, name: str, crc: int, stored: Mapping[str, _safetensors.Stored], is_first: bool
+        self, file: StoredFile, name: str, crc: int, stored: Mapping[str, _safetensors.Stored], is_first: bool
     ) -> list[int] | None:
         """Return the checksums of the parts of a file, ``None`` where it is verified as a whole, as by earlier versions."""
-        if self._comm.size == 1:
-            return None  # verified already
-        text, count = self._manifest.parts.get(name), len({entry.part for entry in stored.values()})
+        if self._is_verified:
+            return None
+        text, count = self.manifest.parts.get(name), len({entry.part for entry in stored.values()})
         if text is None:
-            if is_first and checksum(file.path) != self._manifest.files[name][1]:
+            if is_first and file.checksum() != self.manifest.files[name][1]:
                 raise CorruptError(f"{file.path} has other bytes than were written")
             return None
         crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
@@ -205,7 +205,7 @@ class StoredTensors:
             raise CorruptError(f"{file.path} has other bytes than were written")
         return crcs
 
-    def _add(self, file: _OpenFile, tensor: str, entry: _safetensors.Stored, crc: int | None) -> list[tuple[str, _Whole]]:
+    def _add(self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None) -> list[tuple[str, _Whole]]:
         offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
         part = _Part(file, entry.place[0], (tuple(offsets), entry.shape), (entry.dtype, tuple(shape)), crc)
         self._parts.setdefault(tensor, []).append(part)
@@ -220,10 +220,10 @@ class StoredTensors:
 
     def _take(self, begun: Sequence[tuple[str, _Whole]]) -> None:
         """Take over what a rank knows of tensors; all ranks do alike, with the same result."""
-        total = sum(size for size, _ in self._manifest.files.values())
+        total = sum(size for size, _ in self.manifest.files.values())
         for name, whole in begun:
             if name in self._wholes:
-                raise CorruptError(f"{self._directory} has {name!r} in two files, or twice")
+                raise CorruptError(f"{self._source} has {name!r} in two files, or twice")
             if math.prod(whole.shape) * whole.dtype.itemsize > total:  # first: a shape alone could ask for any memory
                 _refuse_parts(name, whole.shape)
             self._wholes[name] = whole
@@ -244,7 +244,7 @@ class StoredTensors:
         if failures := [f"rank {rank}: {request.failure}" for rank, request in enumerate(requests) if request.failure]:
             self._has_ended = True
             if failure is None:
-                raise RankFailed(f"the snapshot {self._directory} could not be loaded by {failures[0]}")
+                raise RankFailed(f"the snapshot {self._source} could not be loaded by {failures[0]}")
             return True
         needs: dict[str, list[tuple[int, Region]]] = {}
         for rank, request in enumerate(requests):
@@ -387,26 +387,6 @@ class _Stream:
                 f"{part.file.path} has other bytes of {key[0]!r} than were written"
             )
         return content.view(dtype).reshape(block.region[1])
-
-
-class _OpenFile:
-    """A file that is read in parts, also when it has been removed meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor = open_regular(path)
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, start: int, size: int) -> Tensor:
-        """Return bytes of the file."""
-        content = torch.empty(size, dtype=torch.uint8)
-        view = _view(content)
-        while len(view):
-            count = os.preadv(self._descriptor, [view], start)
-            if not count:
-                raise OSError(f"it ends {len(view)} bytes too early")
-            view, start = view[count:], start + count
-        return content
 
 
 def _name_of(key: str) -> str:

@@ -14,19 +14,19 @@ Any other reader opens the file; it sees every value, but no strides, two float6
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
-from chainring._files import parse_strict
+from chainring._files import Sink, parse_strict
+from chainring.serializers._store import LocalFile, StoredFile
 from chainring.serializers.base import find_aliases
 
 CHUNK = 8 * 2**20  # bytes per write
@@ -60,58 +60,25 @@ ShardOffsets = tuple[Sequence[int], Sequence[int]]
 
 
 def write(
-    path: str | os.PathLike[str],
+    file: Sink,
     tensors: Mapping[str, torch.Tensor],
     shard_offsets: Mapping[str, ShardOffsets] | None = None,
     load: Load | None = None,
 ) -> tuple[int, int, str]:
-    """Write a new file and flush it to the disk; return its size in bytes, its CRC-32, and those of its parts.
+    """Write the content of a new file; return its size in bytes, its CRC-32, and those of its parts.
 
     The parts are the header and each tensor, in the order of the file; a checksum of theirs is eight hexadecimal digits.
     No more than 8 MB are copied at a time. ``load`` returns the values of a tensor when it is its turn, where this stands
     for others of its dtype and shape. Strides are kept as ``clone`` keeps them, so channels_last comes back as such,
-    and a slice comes back dense; the same view of the same storage is written once. The directory is not flushed.
+    and a slice comes back dense; the same view of the same storage is written once.
 
     Raises:
         TypeError: a tensor whose dtype or layout the format lacks; the message names it.
         ValueError: a name that the format has taken.
-        OSError: the file exists (it is left alone), or the disk failed (the part written is removed).
+        OSError: the file cannot be written.
     """
     header, stored = _prepare(tensors, {}, shard_offsets or {})
-    with Path(path).open("xb") as file:
-        try:
-            size, crc, parts = _stream(file, header, map(load, stored.values()) if load else stored.values())
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            Path(path).unlink()
-            raise
-    return size, crc, parts
-
-
-def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, in memory of their own on the CPU. Tied ones are one tensor again.
-
-    Raises:
-        ValueError: the file is damaged, or not a safetensors file.
-    """
-    with _open(path) as (file, metadata):
-        stored = set(file.keys())
-        aliases = {name: entry["same_as"] for name, entry in metadata.items() if "same_as" in entry}
-        if metadata.keys() - stored != aliases.keys() or not stored.issuperset(aliases.values()):
-            raise ValueError("its metadata and its tensors disagree")
-        found = {name: _restore(file.get_tensor(name), metadata.get(name, {})) for name in stored}
-    return {name: found[aliases.get(name, name)] for name in sorted(stored | aliases.keys())}
-
-
-def read_shard_offsets(path: str | os.PathLike[str]) -> dict[str, ShardOffsets]:
-    """Return for each tensor of a file that is a shard of a larger one where it belongs.
-
-    Raises:
-        ValueError: the file is damaged, or not a safetensors file.
-    """
-    with _open(path) as (_, metadata):
-        return {name: (entry["offsets"], entry["shape"]) for name, entry in metadata.items() if "offsets" in entry}
+    return _stream(file, header, map(load, stored.values()) if load else stored.values())
 
 
 class Stored(NamedTuple):
@@ -126,49 +93,131 @@ class Stored(NamedTuple):
     same_as: str | None  # the tensor that is stored in its place
 
 
-def read_header(path: str | os.PathLike[str]) -> tuple[int, dict[str, Stored]]:
-    """Return the CRC-32 of the header of a file, and what it says of each tensor.
+def read_entries(file: StoredFile) -> dict[str, dict[str, Any]]:
+    """Return what the header of a file says of each tensor: ``dtype``, ``shape`` and ``data_offsets``.
 
     Raises:
         ValueError: the file is damaged, or not a safetensors file.
+        OSError: it cannot be read.
     """
-    with _open(path) as (file, metadata), Path(path).open("rb") as content:
-        names = set(file.keys())
-        text = content.read(8)
-        text += content.read(int.from_bytes(text, "little"))
-        header = parse_strict(text[8:])
-        header.pop("__metadata__", None)
-        places = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-        order = {name: part for part, name in enumerate(sorted(names, key=places.__getitem__), 1)}
+    return _read_entries(file)[1]
+
+
+def read_header(file: StoredFile) -> tuple[int, dict[str, Stored]]:
+    """Return the CRC-32 of the header of a file, which may come from anywhere, and what it says of each tensor.
+
+    Raises:
+        ValueError: the file is damaged, or not a safetensors file; or it holds a dtype that this version does not write.
+        OSError: it cannot be read.
+    """
+    text, header, texts = _read_entries(file)
+    try:
+        metadata = _parse_metadata(texts)
+        order = {name: part for part, name in enumerate(header, 1)}
         stored = {}
-        for name in names | metadata.keys():
+        for name in header.keys() | metadata.keys():
             entry = metadata.get(name, {})
             source = entry.get("same_as", name)
-            if (name not in names) != ("same_as" in entry) or source not in names:
+            if (name not in header) != ("same_as" in entry) or source not in header:
                 raise ValueError("its metadata and its tensors disagree")
-            described, held_as = metadata.get(source, {}), _DTYPES.get(header[source]["dtype"])
-            if held_as is None:
-                raise ValueError(f"it holds {header[source]['dtype']!r:.40}, which this version does not write")
-            dtype, shape = _described(held_as, header[source]["shape"], described)
-            place = (len(text) + places[source][0], len(text) + places[source][1])
+            described, held = metadata.get(source, {}), header[source]
+            dtype, shape = _described(_dtype_of(held), held["shape"], described)
+            start, end = (len(text) + offset for offset in held["data_offsets"])
             offsets = (entry["offsets"], entry["shape"]) if "offsets" in entry else None
-            stored[name] = Stored(
-                dtype, shape, described.get("strides"), place, order[source], offsets, entry.get("same_as")
-            )
+            strides, same_as = described.get("strides"), entry.get("same_as")
+            stored[name] = Stored(dtype, shape, strides, (start, end), order[source], offsets, same_as)
+    except ValueError as error:
+        raise _refusal(file, error) from error
     return zlib.crc32(text), stored
 
 
-@contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[tuple[Any, Metadata]]:
-    """Open a file, which may come from anywhere, with what it says of its tensors beyond the format."""
+def read_tensors(file: StoredFile, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by its header, in memory of their own on the CPU. Tied ones are one tensor again."""
+    found = {name: _read_tensor(file, entry) for name, entry in stored.items() if entry.same_as is None}
+    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file on the disk, see `read_tensors`.
+
+    Raises:
+        ValueError: the file is damaged, or not a safetensors file.
+        OSError: it cannot be read.
+    """
+    file = LocalFile(Path(os.path.realpath(path)))  # a person may have made a link to it
+    return read_tensors(file, read_header(file)[1])
+
+
+def _refusal(file: StoredFile, error: Exception) -> ValueError:
+    return ValueError(f"{file.path} is damaged or not a tensor file: {error}. Use another snapshot")
+
+
+def _read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the header as text, its entries in the order of the file, and its metadata."""
     try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = parse_strict((file.metadata() or {}).get(_KEY, "{}").encode())
-            if not isinstance(metadata, dict) or not all(map(_is_entry, metadata.values())):
-                raise ValueError("its metadata is not that of this version")
-            yield file, metadata
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or not a tensor file: {error}. Use another snapshot") from error
+        text = _read_header(file)
+        header = parse_strict(text[8:])
+        texts = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+        if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+            raise ValueError("its header is not an object with texts as metadata")
+        header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
+        _check_places(header, file.size - len(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _refusal(file, error) from error
+    return text, header, texts
+
+
+def _read_header(file: StoredFile) -> bytes:
+    """Return the length of the header and the header."""
+    if file.size < 8:
+        raise ValueError("it is too short")
+    size = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
+    if size > min(_MAX_HEADER, file.size - 8):
+        raise ValueError(f"its header is longer than {'the file' if size > file.size - 8 else _MAX_HEADER}")
+    return bytes(file.read(0, 8 + size).numpy())
+
+
+def _parse_metadata(texts: Mapping[str, str]) -> Metadata:
+    """Return what a file says of its tensors beyond the format."""
+    metadata = parse_strict(texts.get(_KEY, "{}").encode())
+    if not isinstance(metadata, dict) or not all(map(_is_entry, metadata.values())):
+        raise ValueError("its metadata is not that of this version")
+    return metadata
+
+
+def _check_places(header: Mapping[str, Any], size: int) -> None:
+    """Check the rules of the format: every byte behind the header belongs to one tensor, which has those of its shape."""
+    start = 0
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        if not isinstance(entry["dtype"], str):
+            raise ValueError(f"{name!r:.80} has a dtype that is not text")
+        if not all(type(number) is int and number >= 0 for number in (first, last, *entry["shape"])):
+            raise ValueError(f"{name!r:.80} has a place or a shape that is not of integers")
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is not None and last - first != math.prod(entry["shape"]) * dtype.itemsize:
+            raise ValueError(f"{name!r:.80} does not have the bytes of its shape")
+        if first != start or last < first:
+            raise ValueError("its tensors overlap, or leave a hole")
+        start = last
+    if start != size:
+        raise ValueError(f"its tensors have {start} bytes, and there are {size}")
+
+
+def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"it holds {entry['dtype']!r:.40}, which this version does not write")
+    return dtype
+
+
+def _read_tensor(file: StoredFile, entry: Stored) -> torch.Tensor:
+    """Return a tensor with the dtype and the strides that were written."""
+    start, end = entry.place
+    tensor = file.read(start, end - start).view(entry.dtype).reshape(entry.shape)
+    if entry.strides is None:
+        return tensor
+    return torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype).copy_(tensor)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -258,7 +307,7 @@ def _header(stored: Mapping[str, torch.Tensor], entries: Metadata, metadata: Map
     return len(text).to_bytes(8, "little") + text
 
 
-def _stream(file: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int, str]:
+def _stream(file: Sink, header: bytes, tensors: Iterable[torch.Tensor]) -> tuple[int, int, str]:
     file.write(header)
     size, crc = len(header), zlib.crc32(header)
     parts = [crc]
@@ -296,17 +345,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         rows = len(tensor) * CHUNK // size
         for block in torch.split(tensor, rows) if rows > 1 else tensor:
             yield from _chunks(block)
-
-
-def _restore(stored: torch.Tensor, entry: Mapping[str, Any]) -> torch.Tensor:
-    """Return a copy with the dtype and strides that ``entry`` names; ``stored`` lies in the file."""
-    dtype, shape = _described(stored.dtype, stored.shape, entry)
-    if "dtype" in entry:
-        stored = stored.clone()  # a complex128 needs 16 bytes of alignment, in the file it has 8
-        stored = torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
-    if "strides" not in entry:
-        return stored.clone(memory_format=torch.contiguous_format)
-    return torch.empty_strided(shape, entry["strides"], dtype=dtype).copy_(stored)
 
 
 def _described(stored: torch.dtype, shape: Sequence[int], entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:

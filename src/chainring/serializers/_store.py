@@ -1,9 +1,12 @@
-"""A store of snapshots: directories that are complete or absent.
+"""The snapshots of a run: how one is read and verified, and the stores in which they lie, of which one is a directory.
 
-A snapshot is written into a directory with a temporary name: its files, each flushed to the disk, then ``manifest.json``,
-which lists them with their sizes and checksums, then the directory itself. One rename publishes it, and the parent
-directory is flushed. So whatever has a name without a dot was written to its end, and the manifest tells whether it still
-is what was written. (The order is that of SQLite and LevelDB: data, record, directory, rename.)
+The manifest of a snapshot lists its files with their sizes and checksums, and carries a checksum of its own. It is written
+last, so what has one was written to its end.
+
+In a directory a snapshot is written under a temporary name: its files, each flushed to the disk, then ``manifest.json``,
+then the directory itself. One rename publishes it, and the parent directory is flushed. So whatever has a name without a
+dot was written to its end, and the manifest tells whether it still is what was written. (The order is that of SQLite and
+LevelDB: data, record, directory, rename.)
 """
 
 from __future__ import annotations
@@ -13,24 +16,41 @@ import os
 import re
 import shutil
 import stat
+import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from chainring._files import checksum, flush, is_temporary, parse_strict, temporary_path, write_bytes, write_error
+import torch
+from torch import Tensor
+
+from chainring._files import (
+    Sink,
+    flush,
+    is_temporary,
+    is_url,
+    open_regular,
+    parse_strict,
+    temporary_path,
+    write_bytes,
+    write_error,
+)
+
+Place = str | os.PathLike[str]
+"""A path, or an address in an object store such as ``s3://bucket/run``."""
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+_CHUNK = 8 << 20  # bytes read at once
 _LARGEST_MANIFEST = 256 << 20
 _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
-
-Written = tuple[int, int] | tuple[int, int, str]
-"""The size of a file in bytes and its CRC-32; of a file of tensors those of its parts too, see `Manifest`."""
-WriteFile = Callable[[Path], Written]
-"""Writes a new file and flushes it to the disk."""
+_PLAIN = re.compile(r"(?!\.\.?$)[^/\0]+")
+_FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
 
 
 class CorruptError(ValueError):
@@ -59,20 +79,238 @@ class Manifest:
     # By name of a file of tensors the CRC-32 of its header and of each tensor in the order of the file, eight hexadecimal
     # digits each; earlier versions have recorded none.
     parts: Mapping[str, str] = field(default_factory=dict)
+    # Where the files lie, from the place of the manifest: beside it, or in an object store in a folder of their own.
+    folder: str = ""
+    beside: Sequence[str] = ()  # the files of the run to which the state refers, such as its log
 
 
-class Store:
-    """Snapshots in one directory, which exists."""
+class StoredFile(ABC):
+    """A file of a snapshot, of which any part can be read.
 
-    # `at` is called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
-    def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
-        self.root = Path(root)
-        self._at = at
+    Attributes:
+        path: where it lies, for messages.
+        size: its bytes.
+    """
+
+    path: str
+    size: int
+
+    @abstractmethod
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill a buffer with the bytes from ``start`` on.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before.
+        """
+
+    def read(self, start: int, size: int) -> Tensor:
+        """Return bytes of the file; raise as `read_into` does."""
+        content = torch.empty(size, dtype=torch.uint8)
+        array: Any = content.numpy()
+        self.read_into(start, memoryview(array))
+        return content
+
+    def read_all(self) -> bytes:
+        """Return the whole content; raise as `read_into` does."""
+        content = bytearray(self.size)
+        self.read_into(0, memoryview(content))
+        return bytes(content)
+
+    def checksum(self) -> int:
+        """Return the CRC-32 of the content, which is read in chunks; raise as `read_into` does."""
+        crc, buffer = 0, bytearray(min(self.size, _CHUNK))
+        for start in range(0, self.size, _CHUNK):
+            view = memoryview(buffer)[: min(_CHUNK, self.size - start)]
+            self.read_into(start, view)
+            crc = zlib.crc32(view, crc)
+        return crc
+
+
+class SavedSnapshot(ABC):
+    """A snapshot in a directory or in an object store, or what may be one.
+
+    Attributes:
+        path: where it lies, a path or an address.
+        place: where the run lies that has taken it, the same for all of its snapshots: an absolute path, or an address.
+        name: its name there.
+        is_local: whether it lies in a directory.
+    """
+
+    path: str
+    place: str
+    name: str
+    is_local = True
+
+    def __str__(self) -> str:
+        return self.path
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether it has a manifest, sound or not."""
+
+    @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """Return the manifest, compared with its own checksum.
+
+        Raises:
+            CorruptError: it is missing, or not what was written; a `NewerFormat` if a newer version wrote it.
+        """
+
+    @abstractmethod
+    def sizes(self, manifest: Manifest) -> dict[str, int | None]:
+        """Return the bytes of each file that is there, without the manifest; ``None`` of what is not a regular file."""
+
+    @abstractmethod
+    def open(self, file: str, manifest: Manifest) -> StoredFile:
+        """Open a file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+
+    @abstractmethod
+    def folder_beside(self, manifest: Manifest) -> Path:
+        """Return a folder with ``run.json`` and the other files beside the snapshot to which it refers, such as the log.
+
+        Of a snapshot in an object store they are copied there now. One that is missing is missing there too.
+        """
+
+    def verify(self, *, content: bool = True) -> Manifest:
+        """Return the manifest after every byte of the files, or without ``content`` their sizes, were verified.
+
+        Raises:
+            CorruptError: a file is missing, too many, of another size or content, or not a regular file.
+            OSError: one of them cannot be read.
+        """
+        manifest = self.read_manifest()
+        present = self.sizes(manifest)
+        missing, extra = sorted(manifest.files.keys() - present.keys()), sorted(present.keys() - manifest.files.keys())
+        if missing or extra:
+            raise CorruptError(f"{self.path} is not what was written: missing {missing}, too many {extra}")
+        for name, (size, _) in manifest.files.items():
+            if present[name] is None:  # opening a pipe would wait for ever
+                raise CorruptError(f"{self.path}/{name} is not a regular file")
+            if present[name] != size:
+                raise CorruptError(f"{self.path}/{name} has {present[name]} bytes, {size} were written")
+        for name, (_, crc) in manifest.files.items() if content else ():
+            if self.open(name, manifest).checksum() != crc:
+                raise CorruptError(f"{self.path}/{name} has other bytes than were written")
+        return manifest
+
+
+class DirectorySnapshot(SavedSnapshot):
+    """A snapshot in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path, self.name = str(directory), directory.name
+        self.place = os.path.realpath(directory.parent)
+
+    def exists(self) -> bool:
+        return (self.directory / MANIFEST).exists()
+
+    def read_manifest(self) -> Manifest:
+        path = self.directory / MANIFEST
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise CorruptError(f"{path} is not a regular file")
+            with open(path, "rb") as file:
+                text = file.read(min(os.fstat(file.fileno()).st_size, _LARGEST_MANIFEST) + 1)  # which is allocated first
+        except FileNotFoundError:
+            raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
+        return parse_manifest(text, self.path)
+
+    def sizes(self, manifest: Manifest) -> dict[str, int | None]:
+        folder = self.directory / manifest.folder
+        entries = {entry.name: os.lstat(entry) for entry in os.scandir(folder)} if folder.is_dir() else {}
+        if not manifest.folder:
+            del entries[MANIFEST]
+        return {name: entry.st_size if stat.S_ISREG(entry.st_mode) else None for name, entry in entries.items()}
+
+    def open(self, file: str, manifest: Manifest) -> StoredFile:
+        return LocalFile(self.directory / manifest.folder / file)
+
+    def folder_beside(self, manifest: Manifest) -> Path:
+        return self.directory.resolve().parent
+
+
+class LocalFile(StoredFile):
+    """A file on the disk, which can be read to its end also when it has been removed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        while len(view):
+            count = os.preadv(self._descriptor, [view], start)
+            if not count:
+                raise OSError(f"{self.path} ends {len(view)} bytes too early")
+            view, start = view[count:], start + count
+
+
+Written = tuple[int, int] | tuple[int, int, str]
+"""The size of a file in bytes and its CRC-32; of a file of tensors those of its parts too, see `Manifest`."""
+WriteFile = Callable[[Sink], Written]
+"""Writes the content of a new file."""
+
+
+class Store(ABC):
+    """The snapshots of a run, wherever they lie.
+
+    Attributes:
+        place: where they lie, an absolute path or an address, the same for all who reach it.
+    """
+
+    place: str
+
+    def __str__(self) -> str:
+        return self.place
+
+    @abstractmethod
+    def snapshot(self, name: str) -> SavedSnapshot:
+        """Return the snapshot of a name, which need not be there."""
+
+    @abstractmethod
+    def begin(self, name: str) -> str:
+        """Begin a snapshot; return its draft, for which all ranks can `write` files.
+
+        Raises:
+            FileExistsError: there is one of that name.
+            OSError: it cannot be written.
+        """
+
+    @abstractmethod
+    def write(self, draft: str, file: str, write: WriteFile) -> Written:
+        """Write a file of a draft; afterwards it is there for good.
+
+        Raises:
+            OSError: it could not be written.
+        """
+
+    @abstractmethod
+    def publish(self, draft: str, name: str, manifest: Manifest) -> None:
+        """Give a draft, of which all files are written, its manifest and its name.
+
+        Raises:
+            OSError: it could not be written.
+        """
+
+    @abstractmethod
+    def discard(self, draft: str) -> None:
+        """Remove a draft, as far as that can be done."""
 
     def commit(
-        self, name: str, files: Mapping[str, WriteFile], iteration: int, about: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        files: Mapping[str, WriteFile],
+        iteration: int,
+        about: Mapping[str, Any] | None = None,
+        beside: Sequence[Path] = (),
     ) -> None:
-        """Write a snapshot and publish it under ``name``; afterwards it is on the disk.
+        """Write a snapshot and publish it under ``name``; afterwards it is there for good.
 
         When anything fails, nothing is published and what was written is removed; but when the very last step fails, that
         flushes the name, the whole snapshot is there.
@@ -81,45 +319,176 @@ class Store:
             FileExistsError: there is one of that name.
             OSError: it could not be written; the error names the path.
         """
-        target = self.root / _check_name(name)
+        self.commit_by(
+            name,
+            lambda draft: {file: self.write(draft, file, write) for file, write in files.items()},
+            iteration,
+            about,
+            beside,
+        )
+
+    def commit_by(
+        self,
+        name: str,
+        write_files: Callable[[str], Mapping[str, Written]],
+        iteration: int,
+        about: Mapping[str, Any] | None = None,
+        beside: Sequence[Path] = (),
+    ) -> None:
+        """Publish what a call has written for a draft, see `commit`; the files ``beside`` it are made to last first."""
+        for path in beside:
+            self.persist(path)
+        draft = self.begin(name)
+        try:
+            written = write_files(draft)
+            parts = {file: each[2] for file, each in written.items() if len(each) > 2}
+            sizes = {check_name(file): each[:2] for file, each in written.items()}
+            names = tuple(path.name for path in beside)
+            self.publish(draft, name, Manifest(iteration, sizes, dict(about or {}), parts, beside=names))
+        except BaseException as error:
+            self.discard(draft)
+            if isinstance(error, OSError):
+                raise self.explain(error, name) from error
+            raise
+
+    def explain(self, error: OSError, name: str) -> OSError:
+        """Return the error of a snapshot that could not be written, with what helps to understand it."""
+        return error
+
+    @abstractmethod
+    def persist(self, path: Path) -> None:
+        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power.
+
+        Raises:
+            OSError: it could not be.
+        """
+
+    @abstractmethod
+    def link(self, name: str, target: str) -> None:
+        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once.
+
+        Raises:
+            FileExistsError: something that is not a link has that name.
+        """
+
+    @abstractmethod
+    def link_target(self, name: str) -> str | None:
+        """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
+
+    @abstractmethod
+    def unlink(self, name: str) -> None:
+        """Remove a link."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
+
+    def names(self) -> list[str]:
+        """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
+        listed = [(name, manifest) for name, manifest in self.listing() if self.snapshot(name).exists()]
+        return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
+
+    def listing(self, without: str | None = None) -> list[tuple[str, Manifest | None]]:
+        """Return all that may be snapshots with their manifests, those first whose manifest cannot be read.
+
+        Then comes the highest iteration, and so on down. Only manifests are read, but that of the one ``without``.
+        """
+        listed = [(name, self.known_manifest(name)) for name in self.candidates() if name != without]
+        return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+
+    @abstractmethod
+    def candidates(self) -> Iterable[str]:
+        """Return the names of all that may be snapshots."""
+
+    @abstractmethod
+    def known_manifest(self, name: str) -> Manifest | None:
+        """Return the manifest of a snapshot for a list, without its parts; ``None`` if it cannot be read."""
+
+    def holds(self, name: str, iteration: int) -> bool:
+        """Return whether there is a snapshot of that name, of that iteration."""
+        manifest = self.known_manifest(check_name(name))
+        return manifest is not None and manifest.iteration == iteration
+
+    def verify(self, name: str) -> Manifest:
+        """Read every byte of a snapshot, see `SavedSnapshot.verify`."""
+        return self.snapshot(name).verify()
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a snapshot, which is never there in part."""
+
+    @abstractmethod
+    def move(self, name: str, archive: str) -> None:
+        """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""
+
+    @abstractmethod
+    def sweep(self) -> list[str]:
+        """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may."""
+
+
+class DirectoryStore(Store):
+    """Snapshots in one directory, which exists."""
+
+    # `at` is called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
+    def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
+        self.root = Path(root)
+        self.place = os.path.realpath(root)
+        self._at = at
+
+    def snapshot(self, name: str) -> DirectorySnapshot:
+        return DirectorySnapshot(self.root / name)
+
+    def begin(self, name: str) -> str:
+        target = self.root / check_name(name)
         if os.path.lexists(target):
             raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
         temporary = temporary_path(self.root)
         try:
             temporary.mkdir()
             self._at("begun")
-            written: dict[str, Written] = {}
-            for file, write in files.items():
-                written[_check_name(file)] = write(temporary / file)
-                self._at(f"wrote {file}")
-            parts = {file: each[2] for file, each in written.items() if len(each) > 2}
-            sizes = {file: each[:2] for file, each in written.items()}
-            _write_manifest(temporary / MANIFEST, Manifest(iteration, sizes, dict(about or {}), parts))
-            self._at("wrote manifest")
-            flush(temporary)
-            self._at("flushed")
-            os.rename(temporary, target)
-            self._at("renamed")
-            flush(self.root)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError):
                 raise write_error(error, target) from error
             raise
+        return str(temporary)
+
+    def write(self, draft: str, file: str, write: WriteFile) -> Written:
+        path = Path(draft, check_name(file))
+        with path.open("xb") as target:
+            written = write(target)
+            target.flush()
+            os.fsync(target.fileno())
+        self._at(f"wrote {file}")
+        return written
+
+    def publish(self, draft: str, name: str, manifest: Manifest) -> None:
+        temporary = Path(draft)
+        write_bytes(temporary / MANIFEST, format_manifest(manifest))
+        self._at("wrote manifest")
+        flush(temporary)
+        self._at("flushed")
+        os.rename(temporary, self.root / check_name(name))
+        self._at("renamed")
+        flush(self.root)
         self._at("committed")
 
-    def link(self, name: str, target: str) -> None:
-        """Make ``name`` a symbolic link to the snapshot ``target``, in the place of an earlier link by one rename.
+    def explain(self, error: OSError, name: str) -> OSError:
+        return write_error(error, self.root / name)
 
-        Raises:
-            FileExistsError: something that is not a link has that name.
-        """
-        path = self.root / _check_name(name)
+    def discard(self, draft: str) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def persist(self, path: Path) -> None:
+        flush(path)
+
+    def link(self, name: str, target: str) -> None:
+        path = self.root / check_name(name)
         if os.path.lexists(path) and not path.is_symlink():
             raise FileExistsError(f"{path} is in the way of a link to {target!r}; move it, or choose another name")
         temporary = temporary_path(self.root)
         try:
-            os.symlink(_check_name(target), temporary)
+            os.symlink(check_name(target), temporary)
             os.rename(temporary, path)
             flush(self.root)
         except OSError as error:
@@ -127,42 +496,38 @@ class Store:
             raise write_error(error, path) from error
 
     def link_target(self, name: str) -> str | None:
-        """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
         try:
-            return os.readlink(self.root / _check_name(name))
+            return os.readlink(self.root / check_name(name))
         except OSError:
             return None
 
-    def names(self) -> list[str]:
-        """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
-        listed = [(name, manifest) for name, manifest in self.listing() if (self.root / name / MANIFEST).is_file()]
-        return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
+    def unlink(self, name: str) -> None:
+        os.unlink(self.root / name)
 
-    def listing(self, without: str | None = None) -> list[tuple[str, Manifest | None]]:
-        """Return every directory that may be a snapshot with its manifest: first those whose manifest cannot be read.
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.root / name)
 
-        Then comes the highest iteration, and so on down. Only manifests are read, but that of the one ``without``.
-        """
-        found = (entry for entry in self.root.iterdir() if not entry.name.startswith(".") and entry.name != without)
-        entries = [entry for entry in found if entry.is_dir() and not entry.is_symlink()]
-        listed = [(entry.name, _manifest_of(entry)) for entry in entries]
-        return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+    def candidates(self) -> list[str]:
+        entries = [entry for entry in self.root.iterdir() if not entry.name.startswith(".")]
+        return [entry.name for entry in entries if entry.is_dir() and not entry.is_symlink()]
 
-    def holds(self, name: str, iteration: int) -> bool:
-        """Return whether there is a snapshot of that name, of that iteration."""
-        manifest = _manifest_of(self.root / _check_name(name))
-        return manifest is not None and manifest.iteration == iteration
-
-    def verify(self, name: str) -> Manifest:
-        """Read every byte of a snapshot, see `verify`."""
-        return verify(self.root / name)
+    def known_manifest(self, name: str) -> Manifest | None:
+        directory = self.root / name
+        try:
+            status = os.lstat(directory / MANIFEST)
+            return _read_once(directory, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        except (OSError, CorruptError):
+            return None
 
     def remove(self, name: str) -> None:
         """Remove a snapshot: it is unpublished by one rename first, so that it is never there in part."""
         removed = temporary_path(self.root, ".old")
-        os.rename(self.root / _check_name(name), removed)
+        os.rename(self.root / check_name(name), removed)
         flush(self.root)
         shutil.rmtree(removed)
+
+    def move(self, name: str, archive: str) -> None:
+        os.rename(self.root / name, self.root / archive / name)
 
     def sweep(self) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this.
@@ -185,6 +550,12 @@ class Store:
         return swept
 
 
+@lru_cache(4096)
+def _read_once(directory: Path, *_status: int) -> Manifest:
+    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written anew."""
+    return replace(DirectorySnapshot(directory).read_manifest(), parts={})
+
+
 def find_newest(
     store: Store, names: Iterable[str], warn: Callable[[str], None], known_damaged: Container[str] = ()
 ) -> str | None:
@@ -201,63 +572,71 @@ def find_newest(
             damaged.append(name)
             continue
         try:
-            verify(store.root / name, content=False)
+            store.snapshot(name).verify(content=False)
         except (CorruptError, OSError) as error:
             warn(f"snapshot {name!r} is passed over: {error}")
             damaged.append(name)
         else:
             return name
     if damaged:
-        raise CorruptError(f"none of the snapshots {damaged} in {store.root} is sound; move them away to start anew")
+        raise CorruptError(f"none of the snapshots {damaged} in {store} is sound; move them away to start anew")
     return None
 
 
-def verify(directory: Path, *, content: bool = True) -> Manifest:
-    """Return the manifest of a snapshot, after every byte of its files, or without ``content`` their sizes, were verified.
+def split(place: Place) -> tuple[str, str]:
+    """Return the path or the address above one, and its name there."""
+    if is_url(place):
+        url, _, name = os.fspath(place).rstrip("/").rpartition("/")
+        return url, name
+    return str(Path(place).parent), Path(place).name
+
+
+def open_store(place: Place) -> Store:
+    """Return the store of the snapshots of a run, at a path or an address."""
+    if not is_url(place):
+        return DirectoryStore(place)
+    from chainring._remote.bucket import Bucket
+    from chainring.serializers._object_store import ObjectStore  # which derives from the one here
+
+    return ObjectStore(Bucket(os.fspath(place)))
+
+
+def find_snapshot(place: Place) -> SavedSnapshot:
+    """Return what may be a snapshot at a path or an address; a link in an object store is followed."""
+    if not is_url(place):
+        return DirectorySnapshot(Path(place))
+    from chainring._remote.bucket import Bucket
+    from chainring.serializers._object_store import ObjectSnapshot
+
+    url, name = split(place)
+    return ObjectSnapshot.find(Bucket(url), name)
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    """Return the text of a manifest, with its checksum."""
+    content: dict[str, Any] = {"format": FORMAT, "iteration": int(manifest.iteration), "files": dict(manifest.files)}
+    content |= {"about": dict(manifest.about), "parts": dict(manifest.parts)}
+    content |= {"folder": manifest.folder} if manifest.folder else {}
+    content |= {"beside": list(manifest.beside)} if manifest.beside else {}
+    body = json.dumps(content, indent=1).encode()
+    return b"%s\n%08x" % (body, zlib.crc32(body))
+
+
+def parse_manifest(text: bytes, place: str) -> Manifest:
+    """Return the manifest of the snapshot at ``place``.
 
     Raises:
-        CorruptError: a file is missing, too many, of another size or content, or not a regular file.
+        CorruptError: it is not what was written; a `NewerFormat` if a newer version wrote it.
     """
-    manifest = read_manifest(directory)
-    present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
-    missing, extra = sorted(manifest.files.keys() - present), sorted(present - manifest.files.keys())
-    if missing or extra:
-        raise CorruptError(f"{directory} is not what was written: missing {missing}, too many {extra}")
-    for name, (size, _) in manifest.files.items():
-        status = os.lstat(directory / name)
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            raise CorruptError(f"{directory / name} is not a regular file")
-        if status.st_size != size:
-            raise CorruptError(f"{directory / name} has {status.st_size} bytes, {size} were written")
-    for name, (_, crc) in manifest.files.items() if content else ():
-        if checksum(directory / name) != crc:
-            raise CorruptError(f"{directory / name} has other bytes than were written")
-    return manifest
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a snapshot, compared with its own checksum.
-
-    Raises:
-        CorruptError: it is missing, or not what was written; a `NewerFormat` if a newer version wrote it.
-    """
-    path = directory / MANIFEST
-    try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CorruptError(f"{path} is not a regular file")
-        with open(path, "rb") as file:
-            text = file.read(min(os.fstat(file.fileno()).st_size, _LARGEST_MANIFEST) + 1)  # which is allocated first
-    except FileNotFoundError:
-        raise CorruptError(f"{directory} is not a snapshot: it has no {MANIFEST}") from None
     body, newline, crc = text.rpartition(b"\n")
     if not newline or crc != b"%08x" % zlib.crc32(body):  # as text: a number would forgive the case of a letter
-        raise CorruptError(f"{path} is not what was written")
+        raise CorruptError(f"{place}/{MANIFEST} is not what was written")
     try:
         return _parse(body)
     except NewerFormat as error:
-        raise NewerFormat(f"{directory} {error}") from None
+        raise NewerFormat(f"{place} {error}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path} is not a manifest that this version reads: {error}") from error
+        raise CorruptError(f"{place}/{MANIFEST} is not a manifest that this version reads: {error}") from error
 
 
 def _parse(body: bytes) -> Manifest:
@@ -273,36 +652,21 @@ def _parse(body: bytes) -> Manifest:
     iteration, files, about = (content[key] for key in ("iteration", "files", "about"))
     if type(iteration) is not int or type(files) is not dict or type(about) is not dict:
         raise ValueError('"iteration" is an integer, "files" and "about" are objects')
-    files = {_check_name(name): (size, crc) for name, (size, crc) in files.items()}
+    files = {check_name(name): (size, crc) for name, (size, crc) in files.items()}
     if not all(type(value) is int for size_and_crc in files.values() for value in size_and_crc):
         raise ValueError("sizes and checksums are integers")
-    parts = content.get("parts", {})
+    parts, folder = content.get("parts", {}), content.get("folder", "")
     if type(parts) is not dict or not all(type(text) is str and _CHECKSUMS.fullmatch(text) for text in parts.values()):
         raise ValueError("checksums of parts are text, eight hexadecimal digits each")
-    return Manifest(iteration, files, about, parts)
+    if type(folder) is not str or not _FOLDER.fullmatch(folder):
+        raise ValueError("the folder of the files is sixteen hexadecimal digits")
+    beside = content.get("beside", [])
+    if type(beside) is not list or not all(type(name) is str and _PLAIN.fullmatch(name) for name in beside):
+        raise ValueError("the files beside a snapshot are names")
+    return Manifest(iteration, files, about, parts, folder, tuple(beside))
 
 
-def _manifest_of(directory: Path) -> Manifest | None:
-    try:
-        status = os.lstat(directory / MANIFEST)
-        return _read_once(directory, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    except (OSError, CorruptError):
-        return None
-
-
-@lru_cache(4096)
-def _read_once(directory: Path, *_status: int) -> Manifest:
-    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written anew."""
-    return replace(read_manifest(directory), parts={})
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    content = {"format": FORMAT, "iteration": int(manifest.iteration), "files": dict(manifest.files)}
-    body = json.dumps({**content, "about": dict(manifest.about), "parts": dict(manifest.parts)}, indent=1).encode()
-    write_bytes(path, b"%s\n%08x" % (body, zlib.crc32(body)))
-
-
-def _check_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Return a name that cannot lead elsewhere."""
     if not name or name.startswith(".") or "/" in name or "\0" in name:
         raise ValueError(f"a name in a snapshot store has no slash and begins with no dot, got {name!r}")

@@ -122,7 +122,7 @@ class Serializer(AbstractSerializer):
     """
 
     def refer(self, path: Path) -> None:
-        """Note that the state refers to this file: it is flushed to the disk before the snapshot is published."""
+        """Note that the state refers to this file: it is made to last before the snapshot is published."""
 
     def _visit_module(self, module: Any) -> None:
         is_part, parts = self._is_part(module), self._own_states(module)
@@ -151,11 +151,13 @@ class Deserializer(AbstractSerializer):
 
     Attributes:
         strict: whether a key that was not saved is an error.
+        place: where the run lies that has saved the state, an absolute path or an address; ``None`` if it comes from memory.
         gives_way: True for a beginning brought from elsewhere: a run that has snapshots of its own continues from those.
     """
 
     strict: bool = True
     gives_way: bool = False
+    place: str | None = None
 
     def __getitem__(self, key: str) -> Deserializer:
         raise NotImplementedError

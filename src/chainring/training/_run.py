@@ -42,7 +42,8 @@ class LoadedState:
         self.exists = False  # True once anything was loaded, so that the run continues an earlier one
         self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
         self.generators: Any = None  # the state of the random generators, put back immediately before the first update
-        self.directory: Path | None = None  # of the snapshot that was loaded, unless it came from memory
+        self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
+        self.place: str | None = None  # of the run that has saved it
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
         self._source: Deserializer | None = None
         self._saved: list[Identity] = []  # the extensions of the saved run
@@ -53,7 +54,7 @@ class LoadedState:
         self.exists = True
         self.gives_way = source.gives_way
         self.generators = generators
-        self.directory = source.directory
+        self.directory, self.place = source.directory, source.place
         self._source, self._saved, self._pairs = source, saved, {}
         self.restore(trainer)
 
@@ -343,8 +344,8 @@ class Run:
             directory.archive_earlier_run(known)
             write_record(trainer, {}, names, loaded.changes)
             return
-        if loaded.directory is not None and loaded.directory.resolve() != directory.path.resolve():
-            directory.archive_other_snapshots(known, loaded.directory)
+        if loaded.directory is not None and loaded.place not in (None, trainer.store.place):
+            directory.archive_other_snapshots(known, loaded.place)
             earlier = read_record(loaded.directory) or earlier
         else:
             directory.archive_later_snapshots(known, trainer.updater.iteration)

@@ -33,7 +33,7 @@ from chainring._files import (
 )
 from chainring._messages import info
 from chainring._naming import name_cleaner
-from chainring.serializers._store import Store
+from chainring.serializers._store import DirectoryStore
 from chainring.serializers.base import announce_change
 from chainring.training.triggers.base import describe
 
@@ -86,7 +86,7 @@ class RunDirectory:
         self.path = Path(out)
         self._lock = DirectoryLock(out)
         self.release = self._lock.release
-        self._store = Store(out)
+        self._store = DirectoryStore(out)
         try:
             self._store.sweep()
         except BaseException:
@@ -108,7 +108,7 @@ class RunDirectory:
         if moved := self._archive_snapshots(templates, iteration):
             info(f"resumed at iteration {iteration}: the later {moved}")
 
-    def archive_other_snapshots(self, templates: Iterable[str], source: Path) -> None:
+    def archive_other_snapshots(self, templates: Iterable[str], source: str) -> None:
         """Move all snapshots to ``abandoned/<n>``, for a run that continues from one that lies elsewhere.
 
         A restart with ``autoload`` would else continue the run that was here, if this one is killed before it has saved.

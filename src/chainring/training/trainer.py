@@ -14,6 +14,7 @@ from chainring._messages import info
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
+from chainring.serializers._store import open_store
 from chainring.serializers.base import (
     AbstractSerializer,
     Deserializer,
@@ -33,6 +34,7 @@ from chainring.training.triggers import TriggerLike, get_stop_trigger
 from chainring.training.triggers.base import describe_setting, serialize_extension_trigger, serialize_inner_trigger
 
 if TYPE_CHECKING:
+    from chainring.serializers._store import Store
     from chainring.training.updaters.base import Updater
 
 
@@ -104,6 +106,11 @@ class Trainer(Stateful):
         """The updater's communicator, through which the ranks of the run exchange values."""
         comm = self.updater.comm
         return comm if isinstance(comm, Communicator) else as_communicator(comm)
+
+    @property
+    def store(self) -> Store:
+        """The snapshots in ``out``."""
+        return open_store(self.out)
 
     @property
     def elapsed_time(self) -> float:

@@ -6,7 +6,7 @@ import warnings
 import pytest
 from snapshots import EVERY, Witness, fail_rename, holds, names, only, run, trainer_of
 
-from chainring.serializers._store import Store, read_manifest
+from chainring.serializers._store import DirectorySnapshot, DirectoryStore
 from chainring.training.extensions import snapshot
 
 
@@ -16,9 +16,11 @@ from chainring.training.extensions import snapshot
 )
 def test_where_their_triggers_coincide_one_snapshot_is_written(tmp_path, monkeypatch, asynchronous, filename):
     """It holds the state, and no second is begun."""
-    commits, commit = [], Store.commit
+    commits, commit = [], DirectoryStore.commit
     monkeypatch.setattr(
-        Store, "commit", lambda store, name, *rest, **more: (commits.append(name), commit(store, name, *rest, **more))
+        DirectoryStore,
+        "commit",
+        lambda store, name, *rest, **more: (commits.append(name), commit(store, name, *rest, **more)),
     )
     witness = Witness()
     settings = {"asynchronous": asynchronous}
@@ -29,8 +31,9 @@ def test_where_their_triggers_coincide_one_snapshot_is_written(tmp_path, monkeyp
         (snapshot(filename, **settings), (3, "iteration")),
         witness,
     )
-    assert [read_manifest(tmp_path / name).iteration for name in commits] == [2, 3, 4, 6]
-    assert all(holds(tmp_path / name, witness.states[read_manifest(tmp_path / name).iteration]) for name in commits)
+    iterations = [DirectorySnapshot(tmp_path / name).read_manifest().iteration for name in commits]
+    assert iterations == [2, 3, 4, 6]
+    assert all(holds(tmp_path / name, witness.states[each]) for name, each in zip(commits, iterations, strict=True))
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from chainring._distributed.sharding import to_full, to_local
 from chainring._messages import info
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import Checkpoint, read_state
-from chainring.serializers._store import Store
 from chainring.serializers.base import (
     DictionaryDeserializer,
     DictionarySerializer,
@@ -158,7 +156,7 @@ class FailOnNonNumber(Extension):
         for parameter in parameters:
             parameter.grad = None
 
-    def _save(self, trainer: Trainer, iteration: int, rank: int) -> Path:
+    def _save(self, trainer: Trainer, iteration: int, rank: int) -> str:
         """Save what is needed to repeat the update of a rank; all gather a model of which each holds shards, one writes."""
         world, state = trainer.comm.world, StateCollector()
         seen: Any = self._before, self._batches
@@ -175,10 +173,10 @@ class FailOnNonNumber(Extension):
             for path, value in before[f"own state of {name}"].items():
                 if f"model:{_key(name, path)}" not in state.target:  # as a parameter or buffer is
                     state(f"model:{_key(name, path)}", value)
-        store, filename = Store(trainer.out), f"non_number_iter_{iteration}"
+        store, filename = trainer.store, f"non_number_iter_{iteration}"
         if trainer.comm.is_main and not store.holds(filename, iteration):
             Checkpoint(state).commit(store, filename, iteration)
-        return store.root / filename
+        return store.snapshot(filename).path
 
     def __call__(self, trainer: Trainer) -> None:
         self._before, self._batches = None, []
@@ -223,7 +221,7 @@ class FailOnNonNumber(Extension):
             CorruptError: the files are damaged.
             RuntimeError: the models are others.
         """
-        state = read_state(Path(path))
+        state = read_state(path)
         for name, model in updater.get_all_models().items():
             prefix = f"model:{name}/"
             saved = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

@@ -26,7 +26,7 @@ from chainring.serializers._checkpoint import (
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._store import CorruptError, Manifest, Store, find_newest, read_manifest
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Store, find_newest
 from chainring.serializers.base import StateCollector, has_state, is_module, serialize_method
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
@@ -131,15 +131,15 @@ class Snapshot(Extension):
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
         self._set_label(trainer)
         self._guard(self._background.wait)
-        store = Store(trainer.out)
+        store = trainer.store
         while (
             name := trainer.comm.broadcast_object(self._find_newest(store) if trainer.comm.is_main else None)
         ) is not None:
-            path = store.root / name
+            saved = store.snapshot(name)
             if self.target is None:
-                return read_manifest(path).iteration, partial(self._load, path, trainer, trainer.comm)
+                return saved.read_manifest().iteration, partial(self._load, saved, trainer, trainer.comm)
             with suppress(CorruptError):
-                self._load(path, self.target, trainer.comm)
+                self._load(saved, self.target, trainer.comm)
                 break
         return None
 
@@ -147,14 +147,14 @@ class Snapshot(Extension):
         names = [name for name, _ in self._series.listing(store)]
         return find_newest(store, names, lambda text: warnings.warn(text, stacklevel=5), self._damaged)
 
-    def _load(self, path: Path, obj: Any, comm: Communicator) -> None:
+    def _load(self, saved: SavedSnapshot, obj: Any, comm: Communicator) -> None:
         """Load a snapshot, or note that it is damaged, on all ranks alike."""
         try:
-            load_snapshot(path, obj, comm)
+            load_snapshot(saved, obj, comm)
         except CorruptError as error:
-            self._damaged.add(path.name)
+            self._damaged.add(saved.name)
             if comm.is_main:
-                warnings.warn(f"snapshot {path.name!r} is passed over: {error}", stacklevel=2)
+                warnings.warn(f"snapshot {saved.name!r} is passed over: {error}", stacklevel=2)
             raise
 
     def initialize(self, trainer: Trainer) -> None:
@@ -165,9 +165,13 @@ class Snapshot(Extension):
             _refuse_sharded(trainer)
         if trainer.comm.world.size > 1 and self._comm is None:
             self._comm = trainer.comm.world.beside()
-        link = Path(trainer.out) / str(self._series.filename)
-        if self._series.is_fixed and os.path.lexists(link) and not link.is_symlink():
-            raise FileExistsError(f"{link} is in the way of the snapshots of that name; move it, or give another filename")
+        if self._series.is_fixed and trainer.comm.is_main:
+            name = str(self._series.filename)
+            if trainer.store.exists(name) and trainer.store.link_target(name) is None:
+                place = f"{trainer.store}/{name}"
+                raise FileExistsError(
+                    f"{place} is in the way of the snapshots of that name; move it, or give another filename"
+                )
         siblings = self._siblings(trainer)
         if any(entry.extension.frozen != self.frozen for entry in siblings):
             raise ValueError(
@@ -175,7 +179,7 @@ class Snapshot(Extension):
             )
         if trainer.comm.is_main:
             names = {id(entry.extension): entry.name for entry in siblings}
-            self._series.begin(Store(trainer.out), names.get(id(self)), set(names.values()))
+            self._series.begin(trainer.store, names.get(id(self)), set(names.values()))
 
     def _set_label(self, trainer: Trainer) -> None:
         """Name the series of a function after the first extension that has it."""
@@ -228,7 +232,7 @@ class Snapshot(Extension):
 
     def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
         """Copy the state and return the call that writes it for all that are due; ``None`` if it has been saved already."""
-        iteration, store, comm = trainer.updater.iteration, Store(trainer.out), trainer.comm
+        iteration, store, comm = trainer.updater.iteration, trainer.store, trainer.comm
         name, siblings = self._series.name(trainer), [entry.extension for entry in self._siblings(trainer)]
         BackgroundWriter.wait_for([each._background for each in siblings if each._begun_iteration == iteration])
         is_saved = store.holds(self._series.directory(name, iteration), iteration)
@@ -288,12 +292,12 @@ class Snapshot(Extension):
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         if self.snapshot_on_error and trainer.comm.is_main:
-            store, iteration = Store(trainer.out), trainer.updater.iteration
+            store, iteration = trainer.store, trainer.updater.iteration
             name = f"{self._series.directory(self._series.name(trainer), iteration)}_error"
             names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))  # of an earlier attempt
             checkpoint = self._capture(trainer)
             about = {_SERIES: self._series.label, "error": f"{type(exception).__name__}: {exception}"}
-            free = next(name for name in names if not os.path.lexists(store.root / name))
+            free = next(name for name in names if not store.exists(name))
             checkpoint.commit(store, free, iteration, about)
 
     def finalize(self) -> None:
@@ -476,20 +480,20 @@ class _Series:
         """Let go of those older than the ``n_retains`` newest and of those that lost their link, but the newest."""
         unwanted: list[str] = []
         if self._n_retains > 0 or self._known is None:
-            present = set(os.listdir(store.root))  # others may have removed some
+            present = set(store.candidates())  # others may have removed some
             known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
             others = [(name, manifest) for name, manifest in known if name in present and name != newest]
             linked = [name for name, manifest in others if _FINAL not in manifest.about]
             old = linked[self._n_retains - 1 :] if self._n_retains > 0 else []
             unwanted = [name for name, _ in others if name in old or name == replaced or name not in linked]
         if replaced not in unwanted and any(replaced in (series._known or ()) for series in siblings):
-            unwanted += [name for name in (replaced,) if name is not None and os.path.lexists(store.root / name)]
+            unwanted += [name for name in (replaced,) if name is not None and store.exists(name)]
         for name in unwanted:
             self._forget(name)
             if name == replaced or not any(name in (series._known or ()) for series in siblings):
                 link = name.rpartition("_iter_")[0]
                 if self._has_links and store.link_target(link) == name:
-                    os.unlink(store.root / link)
+                    store.unlink(link)
                 store.remove(name)
                 for series in siblings:
                     series._forget(name)
