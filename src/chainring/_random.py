@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import random
+import struct
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -245,3 +249,69 @@ def _accelerator() -> Any:
         return None
     device = torch.get_device_module(torch.accelerator.current_accelerator())
     return device if getattr(device, "is_initialized", lambda: True)() else None
+
+
+def digest(*parts: Any) -> int:
+    """Return 64 bits, never 0, that depend on every byte of the parts (bytes, arrays), the same on every machine."""
+    found = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        found.update(part)
+    return int.from_bytes(found.digest(), "little") or 1
+
+
+class GeneratorDigest:
+    """Digests the states of the global generators of Python, NumPy, torch and the accelerator, in some 15 microseconds.
+
+    Of a Mersenne twister the position counts, and some of its 624 words: all of them change together, when the generator
+    is seeded and each time that the words are used up, so that two states that were ever reached differ in those as well.
+    """
+
+    def __init__(self) -> None:
+        self._bits: Any = None  # NumPy's bit generator, and where its state lies; None where that is not known
+        self._address: int | None = None
+        self._numpy = b""  # its state when it was read last
+        self._numpy_normal = b""  # the normal that it has drawn ahead
+
+    def __call__(self) -> int:
+        version, words, normal = random.getstate()
+        state = torch.default_generator.get_state().numpy().tobytes()
+        device = _accelerator()
+        return digest(
+            struct.pack("<9Qd?", version, words[-1], *words[:7], normal or 0.0, normal is not None),
+            state[:96],  # the seed, the position, and the first words
+            state[-64:],  # the normals drawn ahead
+            zlib.crc32(state).to_bytes(4, "little"),
+            self._read_numpy(),
+            b"" if device is None else device.get_rng_state().numpy(),
+        )
+
+    def _read_numpy(self) -> bytes:
+        """Return the state of NumPy's generator; as NumPy gives it, that takes longer than everything else together."""
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if bits is not self._bits:
+            self._bits, self._numpy, self._address = bits, b"", _address_of_state(bits)
+        if self._address is None:
+            return repr(np.random.get_state(legacy=False)).encode()
+        state = ctypes.string_at(self._address, _MT19937.size)
+        if state != self._numpy or self._numpy_normal != _NO_NORMAL:
+            # A normal that was drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
+            found = np.random.get_state(legacy=False)
+            assert isinstance(found, dict)
+            has_normal = bool(found["has_gauss"])
+            self._numpy, self._numpy_normal = state, struct.pack("<?d", has_normal, found["gauss"] if has_normal else 0.0)
+        return state[:64] + state[-4:] + self._numpy_normal
+
+
+_MT19937 = struct.Struct("<624Ii")
+_NO_NORMAL = struct.pack("<?d", False, 0.0)
+
+
+def _address_of_state(bits: Any) -> int | None:
+    """Return where the words and the position of a Mersenne twister lie; ``None`` if they are not found there."""
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
+        return None
+    address = int(bits.ctypes.state_address)
+    expected = _MT19937.pack(*state["state"]["key"].tolist(), state["state"]["pos"])
+    return address if ctypes.string_at(address, _MT19937.size) == expected else None

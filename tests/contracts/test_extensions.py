@@ -69,6 +69,7 @@ EXTENSIONS = {
     "PrintReport": lambda: extensions.PrintReport(["main/loss"], log_report=extensions.LogReport(trigger=EACH)),
     "Profiler": extensions.Profiler,
     "ProgressBar": lambda: extensions.ProgressBar(update_interval=1),
+    "Recorder": lambda: extensions.Recorder(parameters=(2, "iteration")),
     "StepShift": lambda: extensions.StepShift("lr", 0.5, 2),
     "Throughput": throughput,
     "WarmupShift": lambda: extensions.WarmupShift("lr", 0.01, 4, 0.1),

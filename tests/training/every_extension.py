@@ -105,6 +105,7 @@ EXTENSIONS = {
     "PrintReport": alone(printed),
     "Profiler": alone(extensions.Profiler),
     "ProgressBar": alone(lambda: extensions.ProgressBar(update_interval=3, out=io.StringIO())),
+    "Recorder": alone(lambda: extensions.Recorder((3, "iteration"))),
     "StepShift": shifting(extensions.StepShift, 0.5, 3),
     "Throughput": alone(lambda: extensions.Throughput((1, "iteration"))),
     "WarmupShift": shifting(extensions.WarmupShift, 0.001, 6, None),

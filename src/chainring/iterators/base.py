@@ -187,6 +187,17 @@ class Iterator(Stateful):
                 "a class of Chainring does, and write serves_virtual_ranks = True in the class"
             )
 
+    def batch_place(self) -> Any:
+        """Return the place behind the batch last returned, for `batch_digest_since`; ``None`` if it cannot be told."""
+        return None
+
+    def batch_digest_since(self, place: Any) -> int | None:
+        """Return 64 bits that tell the batches returned since a place from others, whichever rank this is.
+
+        Of a dataset they depend on the indices of the examples, see `IndexedIterator.indices_since`.
+        """
+        return None
+
     def refuse_to_convert(self, converter: Callable[..., Any] | None) -> None:
         """Refuse a converter that runs before the rows of a block are given to its virtual ranks.
 

@@ -16,6 +16,7 @@ from chainring.converters import Device, as_device, concat_examples, to_device
 from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
 from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.iterators.loader import LoaderIterator, as_iterator
+from chainring.iterators.serial import IndexedIterator
 from chainring.serializers.base import AbstractSerializer, Serializer, serialize_method
 
 
@@ -174,6 +175,14 @@ class DevicePrefetcher(Iterator):
         self._ready.clear()
         self._unsent = self._error = self._since_mark = None
         self._set_state(_SourceState(_counts(self.iterator)))
+
+    def batch_place(self) -> Any:
+        progress = self.progress
+        return self.iterator.place_of(*progress[:2]) if isinstance(self.iterator, IndexedIterator) and progress else None
+
+    def batch_digest_since(self, place: Any) -> int | None:
+        source, stop = self.iterator, self.batch_place()
+        return source.batch_digest_since(place, stop) if isinstance(source, IndexedIterator) else None
 
     def reset(self) -> None:
         # An order or a pass of which nothing was returned must not count as used; nothing is fetched again for that.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from collections.abc import Iterator as PythonIterator
 from typing import Any
 
 from chainring._checks import find_call_error, is_integer
-from chainring._random import preserve_rng, seed_all, stable_hash
+from chainring._random import digest, preserve_rng, seed_all, stable_hash
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import make_batch
 from chainring.serializers.base import AbstractSerializer, Serializer, announce_change
@@ -130,6 +131,12 @@ class FunctionIterator(Iterator):
         """Go back to a position that `mark` returned: the batches since then will be made again."""
         self._index, self._epoch_position, counts = mark
         self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
+
+    def batch_place(self) -> Any:
+        return self._index
+
+    def batch_digest_since(self, place: Any) -> int | None:
+        return digest(struct.pack("<q2Q", self.seed, place, self._index)) if place <= self._index else None
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)

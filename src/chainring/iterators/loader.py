@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -22,11 +23,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
-from chainring._random import preserve_host_rng, seed_host, stable_hash
+from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import batch_of_columns, count_rows
 from chainring.iterators._worker_main import exit_with_parent
 from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_optional, visit_setting
+
+_SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 
 
 class LoaderIterator(Iterator):
@@ -427,6 +430,17 @@ class LoaderIterator(Iterator):
             self._pass_length = None if None in lengths else max(lengths)
             self._epoch_size = self.epoch_length or self._pass_length
 
+    def batch_place(self) -> Any:
+        return self._returned.passes, self._returned.taken
+
+    def batch_digest_since(self, place: Any) -> int | None:
+        """Return 64 bits of the content of the batches since the last `mark`, of the whole ones where ranks share them.
+
+        Of each array 1,024 evenly spaced numbers count. ``None`` if none of them lies on the host, or there was no `mark`.
+        """
+        parts = [part for fetched in self._since_mark or () for part in _samples(fetched.batch)]
+        return digest(*parts) if parts else None
+
     # --- state ---
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -689,6 +703,23 @@ def _find_cut(loader: Any) -> str | None:
     if getattr(cut, "world_size", 1) > 1:
         return f"split_dataset_by_node has already split the data into {cut.world_size} shares: leave it out"
     return None
+
+
+def _samples(batch: Batch) -> PythonIterator[bytes]:
+    """Yield a sample of the content of a batch as far as it lies on the host."""
+    for leaf in itertools.islice(tree_leaves([*batch] if batch.columns is None else batch.columns), _SAMPLED_ARRAYS):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
+            flat = leaf.detach().reshape(-1)
+            sample = flat[:: -(-len(flat) // _SAMPLED_NUMBERS) or 1].clone().view(torch.uint8).numpy().tobytes()
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            sample = leaf.reshape(-1)[:: -(-leaf.size // _SAMPLED_NUMBERS) or 1].tobytes()
+        elif isinstance(leaf, (int, float, str, bytes)):
+            yield repr(leaf).encode()
+            continue
+        else:
+            continue
+        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
+        yield sample
 
 
 def _checksum(batch: Batch) -> int:

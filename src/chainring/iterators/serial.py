@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
 from chainring._checks import find_call_error, is_integer
-from chainring._random import Indices, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
+from chainring._random import Indices, digest, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import Batch, make_gather
 from chainring.iterators.base import Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, visit_setting
@@ -193,6 +193,37 @@ class IndexedIterator(Iterator):
         """Go back to a position that `mark` returned: the batches since then will be returned again."""
         epoch, position, self.previous_epoch_detail, self.is_new_epoch = mark
         self._set_position(epoch, position)
+
+    def batch_place(self) -> Any:
+        return self.place_of(self.epoch, self.current_position)
+
+    def place_of(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return the place of a position in an epoch: the index of its order, which `reset` does not begin again."""
+        return self._first_order + epoch, position
+
+    def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
+        """Return the indices of the examples between two places, those of all ranks, in the order in which they came.
+
+        Args:
+            start: a place that `batch_place` has returned.
+            stop: by default the place behind the batch last returned.
+
+        Returns:
+            An int64 array; ``None`` if the iterator was set back in between.
+        """
+        (order, position), stop = start, self.batch_place() if stop is None else stop
+        size, found = self._orders.size, []
+        if (order, position) > stop:
+            return None
+        while (order, position) < stop:
+            end = stop[1] if order == stop[0] else size
+            found.append(self._orders.indices(*self._order_key(order - self._first_order), position, end))
+            order, position = order + 1, 0
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
+
+    def batch_digest_since(self, place: Any, stop: Any = None) -> int | None:
+        indices = self.indices_since(place, stop)
+        return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)

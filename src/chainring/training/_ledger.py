@@ -22,7 +22,7 @@ The payload is, in this order:
   `LOSS_TYPES`, of which 0 says that this loss was not reported;
 - the digests of tensors, for each iteration of the block in which they were taken: the iteration (64 bits), the number of
   tensors (32 bits), the length of a JSON array of their names (32 bits; 0 where they are those of the digests before), the
-  array, and 64 bits for each tensor.
+  array, and 64 bits for each tensor. Those of iteration 0 are of the tensors before the first update.
 
 A block has the rows of the iterations 32k + 1 to 32k + 32, so that equal runs have equal files, whatever snapshots and kills
 there were. The last one may be short: as a run goes on, it is written again at the same place with more rows.
@@ -134,7 +134,11 @@ class Ledger:
         """
         path = Path(os.path.realpath(path))
         with open(open_regular(path), "rb") as file:
-            content = file.read()
+            return cls.parse(file.read(), path)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> Ledger:
+        """Return the ledger that these bytes are, which errors say are of ``path``; see `read`."""
         collected = _Collected()
         note = None
         for block in _blocks(path, content):
@@ -278,7 +282,7 @@ class _Collected:
         payload = block.payload
         if block.first <= self._last:
             raise ValueError(f"it begins with iteration {block.first}, after one that ends with {self._last}")
-        self._last = block.first + block.rows - 1
+        previous, self._last = self._last, block.first + block.rows - 1
         start = _NAMES.size + _NAMES.unpack_from(payload)[0]
         names = _parse_names(payload[_NAMES.size : start])
         if len(names) > _MOST_LOSSES:
@@ -288,15 +292,15 @@ class _Collected:
         if rows["types"].size and rows["types"].max() >= len(LOSS_TYPES):
             raise ValueError("a loss has an unknown type")
         self._rows.append((block.first, names, rows))
-        self._add_digests(block, payload[start + dtype.itemsize * block.rows :])
+        self._add_digests(previous, payload[start + dtype.itemsize * block.rows :])
 
-    def _add_digests(self, block: _RawBlock, rest: memoryview) -> None:
+    def _add_digests(self, previous: int, rest: memoryview) -> None:
         while rest:
             iteration, count, length = _DIGESTS.unpack_from(rest)
             start = _DIGESTS.size + length
             if length:
                 self._tensors = _parse_names(rest[_DIGESTS.size : start])
-            if count != len(self._tensors) or not block.first <= iteration <= self._last or iteration in self._digests:
+            if count != len(self._tensors) or not previous <= iteration <= self._last or iteration in self._digests:
                 raise ValueError(f"the digests of iteration {iteration} are not those of its tensors")
             values = np.frombuffer(rest[start:], "<u8", count)
             self._digests[iteration] = dict(zip(self._tensors, values.tolist(), strict=True))

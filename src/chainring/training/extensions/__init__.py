@@ -14,6 +14,7 @@ from chainring.training.extensions.plot_report import PlotReport
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.profiler import Profiler
 from chainring.training.extensions.progress_bar import ProgressBar
+from chainring.training.extensions.recorder import Recorder
 from chainring.training.extensions.shifts import (
     ExponentialShift,
     InverseShift,
@@ -48,6 +49,7 @@ __all__ = [
     "PrintReport",
     "Profiler",
     "ProgressBar",
+    "Recorder",
     "StepShift",
     "Throughput",
     "WarmupShift",

@@ -1,0 +1,212 @@
+"""Digests of 64 bits: of the batches of an update, and of every tensor of models and optimizers, however it is sharded.
+
+The digest of a tensor is the sum over its elements, of element i the product of its bits and a fixed odd number K(i), modulo
+2**64, to which its dtype and shape are then mixed. As a sum it does not depend on who holds which part. One changed
+element always changes it, since an odd number divides no power of two; two that are exchanged change it as far as the
+numbers of their places differ. ``K(i)`` is the product of a number of i // 4096 and one of i % 4096. The bits of an
+element count as an integer, so NaN and -0.0 are what they are; those of 64 bits and complex ones as two or four.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import Shard, assign_writers, is_sharded
+from chainring._naming import unwrap
+from chainring._random import digest, stable_hash
+from chainring.serializers.base import StateCollector
+from chainring.training.updaters.base import OptimizerState
+
+if TYPE_CHECKING:
+    from chainring.training.updaters.base import Updater
+
+_ROW = 4096  # elements that share a number of their row
+_CHUNK = 1 << 20  # elements that are multiplied at once: they take 8 bytes each
+_UINT64 = 2**64
+
+
+class BatchDigest:
+    """Digests the batches that an updater has taken since the last call.
+
+    Args:
+        updater: its iterators are those that have been registered.
+    """
+
+    def __init__(self, updater: Updater) -> None:
+        named = updater.get_all_iterators().items()
+        self._iterators = [(name, each) for name, each in named if hasattr(each, "batch_digest_since")]
+        self._are_all = len(self._iterators) == len(named)
+        self._places = [each.batch_place() for _, each in self._iterators]
+
+    def __call__(self) -> int | None:
+        """Return 64 bits; ``None`` where an iterator does not tell its batches apart, or there is none."""
+        found = []
+        for index, (_, iterator) in enumerate(self._iterators):
+            place, self._places[index] = self._places[index], iterator.batch_place()
+            found.append(None if place is None else iterator.batch_digest_since(place))
+        if not self._are_all or not found or None in found:
+            return None
+        if len(found) == 1:
+            return found[0]
+        return digest(repr([(name, each) for (name, _), each in zip(self._iterators, found, strict=True)]).encode())
+
+
+class StateDigests:
+    """The digests of the tensors of models and optimizers at one moment; those on a device are read when they are asked for.
+
+    All ranks make one together, where parameters are sharded; the digests are complete on the main rank.
+
+    Attributes:
+        names: the paths of the tensors in a snapshot.
+    """
+
+    def __init__(self, updater: Updater, comm: Communicator) -> None:
+        tensors = state_tensors(updater)
+        sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+        parts = assign_writers(sharded, comm.world) if sharded else {}
+        self.names = list(tensors)
+        self._salts = [stable_hash(str(tensor.dtype), *tensor.shape) for tensor in tensors.values()]
+        self._sums: list[tuple[list[int], Tensor]] = []
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for index, (name, tensor) in enumerate(tensors.items() if comm.is_main else ()):
+            if name not in sharded:
+                whole = [Shard(tensor, (0,) * tensor.ndim, tensor.shape)]
+                by_device.setdefault(tensor.device, []).append((index, _sum(whole, tensor.device)))
+        for pairs in by_device.values():
+            self._sums.append(([index for index, _ in pairs], torch.stack([each for _, each in pairs])))
+        if sharded:
+            device = comm.world.device
+            sums = torch.stack([_sum(parts[name], device) for name in sharded])
+            comm.world.all_reduce([sums], average=False)
+            self._sums.append(([self.names.index(name) for name in sharded], sums))
+
+    def read(self) -> NDArray[np.uint64]:
+        """Return the digests in the order of the names, which waits for the devices."""
+        found = np.zeros(len(self.names), np.uint64)
+        for indices, sums in self._sums:
+            found[indices] = sums.cpu().numpy().view(np.uint64)
+        return _mix(found + np.array(self._salts, np.uint64))
+
+
+def state_tensors(updater: Updater) -> dict[str, Tensor]:
+    """Return the tensors of an updater's models and optimizers, not copied, by their paths in a snapshot."""
+    collected, models = StateCollector(), updater.get_all_models()
+    state = collected["updater"]
+    for name, model in models.items():
+        state.visit(f"model:{name}", unwrap(model))
+    for name, optimizer in updater.get_all_optimizers().items():
+        state.visit(f"optimizer:{name}", OptimizerState(optimizer, models, name))
+    found: dict[str, Tensor] = {}
+    for path, value in collected.target.items():
+        _add_tensors(path, value, found)
+    return found
+
+
+def _add_tensors(path: str, value: Any, found: dict[str, Tensor]) -> None:
+    if isinstance(value, Tensor):
+        if not is_lazy(value) and not value.is_meta:
+            found[path] = value.detach()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _add_tensors(f"{path}/{key}", item, found)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _add_tensors(f"{path}/{index}", item, found)
+
+
+def digest_tensor(tensor: Tensor) -> int:
+    """Return the digest of a tensor that is whole."""
+    total = _sum([Shard(tensor, (0,) * tensor.ndim, tensor.shape)], tensor.device)
+    salt = stable_hash(str(tensor.dtype), *tensor.shape)
+    return int(_mix(np.array([(int(total) + salt) % _UINT64], np.uint64))[0])
+
+
+def _sum(shards: Sequence[Shard], device: torch.device) -> Tensor:
+    """Return the sum over parts of a tensor of the products of bits and numbers, without a dimension."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for shard in shards:
+        bits = _as_integers(shard.tensor)
+        shape = (*shard.shape, *bits.shape[len(shard.shape) :])
+        offsets = (*shard.offsets, *[0] * (bits.ndim - len(shard.offsets)))
+        total += _sum_region(bits, offsets, shape).to(device)
+    return total
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as integers of at most 32 bits, those of an element in dimensions added at the end."""
+    dense = tensor.detach()
+    dense = (dense if dense.layout is torch.strided else dense.to_dense()).resolve_conj().resolve_neg()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
+    dense = dense.contiguous().unsqueeze(-1)
+    return dense.view({1: torch.uint8, 2: torch.int16}.get(dense.element_size(), torch.int32))
+
+
+def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    first = next((d for d, size in enumerate(bits.shape) if size != 1), bits.ndim)
+    if tuple(bits.shape[first + 1 :]) == tuple(shape[first + 1 :]):  # its elements follow one another in the whole tensor
+        return _sum_run(bits.reshape(-1), sum(map(int.__mul__, map(int, offsets), strides)))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    rows = max(1, _CHUNK // max(1, bits[0].numel()))
+    for start in range(0, len(bits), rows):
+        part = bits[start : start + rows]
+        places = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for dimension, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
+            begin = offset + (start if dimension == 0 else 0)
+            along = torch.arange(begin, begin + part.shape[dimension], device=bits.device).mul_(stride)
+            places = places + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
+        numbers = _numbers(math.prod(shape), bits.device)
+        total += (part * _row_numbers(bits.device)[places % _ROW] * numbers[places // _ROW]).sum()
+    return total
+
+
+def _sum_run(bits: Tensor, start: int) -> Tensor:
+    """Return the sum over elements that follow one another, the first of which is element ``start``."""
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
+    at = 0
+    while at < len(bits):
+        row, column = divmod(start + at, _ROW)
+        rows = min(len(bits) - at, _CHUNK) // _ROW if column == 0 else 0
+        if rows:
+            part = bits[at : at + rows * _ROW].view(rows, _ROW)
+            total += part.to(torch.int64).mul_(in_row).sum(1).mul_(numbers[row : row + rows]).sum()
+            at += rows * _ROW
+        else:
+            part = bits[at : at + _ROW - column]
+            total += part.to(torch.int64).mul_(in_row[column : column + len(part)]).sum().mul_(numbers[row])
+            at += len(part)
+    return total
+
+
+def _numbers(elements: int, device: torch.device) -> Tensor:
+    """Return the numbers of at least as many rows as so many elements have."""
+    return _odd_numbers(1 << (elements // _ROW).bit_length(), _ROW, device)
+
+
+def _row_numbers(device: torch.device) -> Tensor:
+    return _odd_numbers(_ROW, 0, device)
+
+
+@lru_cache(64)
+def _odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
+    # FROZEN: another result would make every ledger of an earlier run differ from one of now.
+    numbers = _mix((np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return 64 bits each of which depends on all bits of a value: the last steps of splitmix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,330 @@
+"""Recorder: what tells an iteration from that of another run, in a compact file."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chainring import _random
+from chainring._files import make_folder, open_regular, write_error
+from chainring.reporting.summary import is_scalar
+from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.training._digests import BatchDigest, StateDigests
+from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
+from chainring.training.extension import Extension
+from chainring.training.triggers import TriggerLike, get_trigger
+from chainring.writers._common import set_rows_aside
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+_LOSSES = 2  # in a row, which with more of them could have more than 48 bytes
+_TYPES = {getattr(torch, name): index for index, name in enumerate(LOSS_TYPES) if index}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+class Recorder(Extension):
+    """Writes what tells each iteration from that of another run: the loss, the batch, the random numbers, the parameters.
+
+    The file has at most 48 bytes an iteration: the bits of the loss, a digest of 64 bits of the indices of the batch's
+    examples, and one of the states of the random generators. When its trigger fires, and before the first update, it gets
+    a digest of every parameter, buffer and tensor of an optimizer, which is the same however they are sharded. The format
+    is described in the documentation, under "The black box".
+
+    - The loss is ``main/loss`` as the updater reports it, and one more key of which the last part is ``loss``, the first
+      in alphabetical order; of an updater that reports none, none is recorded. On several ranks it is that of rank 0, as
+      are the generators.
+    - The indices are those of the whole batch, in all iterators of the updater. Where it comes from a loader, which knows
+      no indices, the digest is of its content: of 1,024 evenly spaced numbers of each array on the host. A batch of
+      another iterator, and one that a loader makes on a device, are not recorded.
+
+    Values stay on their device and are read every 32 iterations, and when a snapshot is taken: so much may be missing from
+    the file of a run that is killed. A run that continues from a snapshot cuts the file back to it.
+
+    Example::
+
+        trainer.extend(extensions.Recorder(parameters=(100, "iteration")))
+
+    Args:
+        parameters: when the digests of parameters and optimizers are taken; ``None`` for never.
+            ``extend(Recorder(), trigger=t)`` means the same and takes precedence.
+        filename: of the file in the trainer's ``out``.
+
+    Raises:
+        TypeError: the file name or the trigger has the wrong type.
+        ValueError: the trigger's unit or period is invalid.
+    """
+
+    priority = 1100  # above FailOnNonNumber, so that the iteration is there with which that ends a run
+    skip_on_resume = True
+
+    def __init__(self, parameters: TriggerLike = (1, "epoch"), filename: str = "recorder.bin") -> None:
+        if not isinstance(filename, str) or not filename:
+            raise TypeError(f'filename is a name in out, such as "recorder.bin"; got {filename!r}')
+        self.trigger = get_trigger(parameters)
+        self._filename = filename
+        self._generators = _random.GeneratorDigest()
+        self._batches: BatchDigest | None = None
+        self._file: _LedgerFile | None = None  # of the main rank, during a run
+        self._written = _Written()  # the blocks that are complete
+        self._block: Block | None = None  # the next one, as far as its values have been read
+        self._names: list[str] = []  # of the tensors in the digests that were written last
+        self._rows: list[_Row] = []  # whose values have not been read
+        self._digests: dict[int, StateDigests] = {}  # those neither
+        self._last = 0
+
+    @property
+    def writes(self) -> Sequence[str]:
+        return (self._filename,)
+
+    def initialize(self, trainer: Trainer) -> None:
+        self._batches = BatchDigest(trainer.updater)
+        if trainer.comm.is_main:
+            self._file = _LedgerFile(Path(trainer.out), self._filename, self._written)
+            if self._file.written.size != self._written.size:  # another file
+                self._names = []
+            self._written = self._file.written
+            if self._block is not None:
+                self._block.number = self._written.count
+        if not trainer.updater.iteration:
+            self._add_digests(trainer)
+
+    def observe(self, trainer: Trainer) -> None:
+        iteration = trainer.updater.iteration
+        if self._file is None or not iteration:
+            return
+        if iteration <= self._last:
+            raise ValueError(
+                f"a recorder has one row for each iteration, and updater.iteration is {iteration} after {self._last}; an "
+                "update() of one's own adds 1 to it"
+            )
+        # The block of the iteration before is complete now, and not then: its digests came after its row.
+        if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):
+            self._close_block(self._file)
+        self._last = iteration
+        assert self._batches is not None
+        self._rows.append(_Row(iteration, self._batches() or 0, self._generators(), _find_losses(trainer.observation)))
+
+    def __call__(self, trainer: Trainer) -> None:
+        self._add_digests(trainer)
+
+    def _add_digests(self, trainer: Trainer) -> None:
+        digests = StateDigests(trainer.updater, trainer.comm)
+        if self._file is not None:
+            self._digests[trainer.updater.iteration] = digests
+
+    def _read(self) -> Block | None:
+        """Read what waits on a device, and return the block that is not complete; ``None`` if it has no row yet."""
+        if self._rows and self._block is None:
+            self._block = Block(self._written.count, self._rows[0].iteration)
+        if self._block is not None:
+            losses = _read_losses([row.losses for row in self._rows])
+            for row, bits in zip(self._rows, losses, strict=True):
+                self._block.rows.append((row.batch, row.generators, bits))
+            for iteration, digests in self._digests.items():
+                self._block.digests[iteration] = digests.names, digests.read()
+            self._rows, self._digests = [], {}
+        return self._block
+
+    def _close_block(self, file: _LedgerFile) -> None:
+        if (block := self._read()) is not None:
+            file.write(block.encode(self._names), is_complete=True)
+            self._written = file.written
+            self._names = next((list(names) for names, _ in reversed(block.digests.values())), self._names)
+            self._block = None
+
+    def finalize(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                self._flush(file)
+            finally:
+                file.close()
+
+    def _flush(self, file: _LedgerFile) -> None:
+        if (block := self._read()) is not None:
+            file.write(block.encode(self._names), is_complete=False)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        in_file = content = rows = None
+        if isinstance(serializer, Serializer):
+            if self._file is not None:
+                self._flush(self._file)
+            if (block := self._read()) is not None:
+                rows = HEAD + Block(0, block.first, block.rows, block.digests).encode([])
+            written, directory = self._written, serializer.directory
+            # In a snapshot beside the file its length is enough: otherwise the file would be written again into each.
+            if written.path is not None and directory is not None and directory.resolve() == written.path.parent.resolve():
+                serializer.refer(written.path)
+                in_file = [written.path.name, written.size, written.crc, written.count]
+            elif written.size:
+                content = [written.read(), written.count]
+        in_file, content = serializer("file", in_file), serializer("content", content)
+        rows, names = serializer("rows", rows), serializer("names", self._names)
+        last = serializer("last", self._last)
+        if not isinstance(serializer, Serializer):
+            self._rows, self._digests, self._names, self._last = [], {}, list(names), last
+            self._block = None if rows is None else _parse_block(rows)
+            self._written = _Written()
+            if in_file is not None:
+                self._written = _Written((serializer.directory or Path()) / Path(in_file[0]).name, None, *in_file[1:])
+            elif content is not None and content[0] is not None:
+                self._written = _Written(None, content[0], len(content[0]), zlib.crc32(content[0]), content[1])
+
+
+class _Row(NamedTuple):
+    """What is known of an iteration before it is read from its device."""
+
+    iteration: int
+    batch: int
+    generators: int
+    losses: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The complete blocks of a ledger, and its head: where they lie, their length in bytes, CRC-32, and number."""
+
+    path: Path | None = None
+    content: bytes | None = None  # of a run in memory
+    size: int = 0
+    crc: int = 0
+    count: int = 0
+
+    def read(self) -> bytes | None:
+        """Return the bytes; ``None`` if they are not those that were written."""
+        return self.content if self.path is None else self.find(self.path)
+
+    def find(self, path: Path) -> bytes | None:
+        """Return the bytes at the beginning of a file, if they are those that were written."""
+        try:
+            with open(open_regular(Path(os.path.realpath(path))), "rb") as file:
+                content = file.read(self.size)
+        except OSError:
+            return None
+        return content if (len(content), zlib.crc32(content)) == (self.size, self.crc) else None
+
+
+class _LedgerFile:
+    """The file of a ledger, of which the last block, while it is not complete, is written again with more rows.
+
+    Attributes:
+        written: the complete blocks.
+    """
+
+    def __init__(self, out: Path, name: str, earlier: _Written) -> None:
+        make_folder(out, Path(name).parent)
+        path = out / name
+        is_here = earlier.size > 0 and earlier.find(path) is not None
+        content = HEAD if is_here or not earlier.size else earlier.read()
+        if content is None:
+            _warn_of_loss(earlier)
+            earlier, content = _Written(), HEAD
+        if not is_here:
+            set_rows_aside(path)
+        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(self._descriptor, earlier.size if is_here else 0)
+            if not is_here:
+                _write_at(self._descriptor, content, 0, path)
+        except BaseException:
+            self.close()
+            raise
+        self._path = path
+        crc = earlier.crc if is_here else zlib.crc32(content)
+        self.written = _Written(path, None, earlier.size or len(content), crc, earlier.count)
+
+    def write(self, block: bytes, *, is_complete: bool) -> None:
+        """Write a block behind the complete ones."""
+        written = self.written
+        _write_at(self._descriptor, block, written.size, self._path)
+        if is_complete:
+            size, crc = written.size + len(block), zlib.crc32(block, written.crc)
+            self.written = _Written(written.path, None, size, crc, written.count + 1)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _write_at(descriptor: int, content: bytes, start: int, path: Path) -> None:
+    try:
+        while content:
+            count = os.pwrite(descriptor, content, start)
+            content, start = content[count:], start + count
+    except OSError as error:
+        raise write_error(error, path) from error
+
+
+def _warn_of_loss(written: _Written) -> None:
+    warnings.warn(
+        f"the recorder goes on without its earlier iterations: {written.path} does not begin with the {written.size} bytes "
+        "that it had when the snapshot was taken; move a snapshot together with the files beside it",
+        stacklevel=4,
+    )
+
+
+def _find_losses(observation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the losses that the updater has reported, as far as they are recorded."""
+    names = [name for name in observation if name.endswith("loss") and (name == "loss" or name[-5] == "/")]
+    if len(names) > 1:
+        names = sorted(names, key=lambda name: (name != "main/loss", name))
+    found: dict[str, Any] = {}
+    for name in names:
+        value = observation[name]
+        value = value[0] if type(value) is tuple and len(value) == 2 else value
+        if is_scalar(value) and len(found) < _LOSSES:
+            found[name] = value
+    return found
+
+
+def _read_losses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Bits]]:
+    """Return the bits of losses; those of one type that lie on one device are read together."""
+    found = [dict.fromkeys(row, (0, 0)) for row in rows]
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, str, Tensor]]] = {}
+    for index, row in enumerate(rows):
+        for name, value in row.items():
+            tensor = _as_tensor(value)
+            groups.setdefault((tensor.dtype, tensor.device), []).append((index, name, tensor))
+    for (dtype, _), group in groups.items():
+        integers = torch.stack([tensor for _, _, tensor in group]).cpu().view(_INTEGERS[dtype.itemsize]).tolist()
+        for (index, name, _), bits in zip(group, integers, strict=True):
+            found[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
+    return found
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """Return a number as a tensor of a type that a ledger has."""
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+    elif isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "iuf" and value.dtype.itemsize <= 8:
+        tensor = torch.from_numpy(np.array(value))
+    elif isinstance(value, Integral) and -(2**63) <= int(value) < 2**63:
+        tensor = torch.tensor(int(value))
+    else:
+        tensor = torch.tensor(float(value), dtype=torch.float64)
+    if tensor.dtype in _TYPES:
+        return tensor
+    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
+
+
+def _parse_block(content: bytes) -> Block:
+    """Return the rows and digests of a ledger of one block, in which a snapshot keeps them."""
+    ledger = Ledger.parse(content, Path("the snapshot"))
+    block = Block(0, int(ledger.iterations[0]))
+    for iteration in ledger.iterations.tolist():
+        row = ledger.row(iteration)
+        assert row is not None
+        block.rows.append((row.batch or 0, row.generators, row.losses))
+    for iteration, tensors in ledger.digests.items():
+        block.digests[iteration] = list(tensors), np.array(list(tensors.values()), np.uint64)
+    return block
