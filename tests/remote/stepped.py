@@ -4,7 +4,7 @@ import contextlib
 import threading
 from datetime import UTC, datetime, timedelta
 
-from chainring._remote.bucket import Bucket, RemoteError
+from chainring._remote.bucket import Bucket, ChangedError, RemoteError
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -30,7 +30,8 @@ class TimedBucket(Bucket):
     """A bucket in memory of a store that has the time of a world.
 
     Attributes:
-        fault: ``"away"``: requests fail; ``"silent"``: they are carried out, and then fail.
+        fault: ``"away"``: requests fail; ``"silent"``: they are carried out, and then fail; ``"conflict"``: the next
+            condition is said not to hold, as S3 does where requests meet.
     """
 
     def __init__(self, url, world, before_request=lambda: None):
@@ -53,13 +54,16 @@ class TimedBucket(Bucket):
 
     def put(self, key, content, expected=None):
         with self._request(f"put {key}"):
+            if expected is not None and self.fault == "conflict":
+                self.fault = None
+                raise ChangedError("the request met another")
             tag = super().put(key, content, expected)
             self.world.written.setdefault(tag, self.world.seconds)
             return tag
 
     def _when(self, tag):
         """Stores tell whole seconds."""
-        return EPOCH + timedelta(seconds=int(self.world.written[tag]))
+        return EPOCH + timedelta(seconds=int(self.world.written.get(tag, self.world.seconds)))
 
     @contextlib.contextmanager
     def _request(self, name):
@@ -72,18 +76,25 @@ class TimedBucket(Bucket):
             raise RemoteError("the answer was lost")
 
 
+def taken_lock():
+    """A lock that one thread waits for until another releases it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Stepper:
     """Runs functions in threads of which one goes on at a time, from before one request to before the next."""
 
     def __init__(self):
-        self._arrived = threading.Semaphore(0)
+        self._arrived = taken_lock()
         self._errors = []
         self._own = threading.local()
         self._threads, self._turns = [], []
 
     def add(self, function):
         """Starts a function, up to before its first request."""
-        turn = threading.Semaphore(0)
+        turn = taken_lock()
 
         def run():
             self._own.turn = turn

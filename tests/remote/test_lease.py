@@ -197,6 +197,17 @@ def test_a_snapshot_between_a_lost_answer_and_the_next_renewal_is_seen_by_whoeve
     assert take(bucket, snapshots).fence.admits(*seen[0])
 
 
+def test_a_condition_that_is_said_not_to_hold_is_tried_again_if_it_does(bucket):
+    """S3 answers so to requests that meet, also to all of them."""
+    bucket.fault = "conflict"
+    lease = take(bucket)
+    bucket.fault = "conflict"
+    lease.renew()
+    bucket.fault = "conflict"
+    lease.release()
+    take(bucket)
+
+
 def test_a_lease_that_was_removed_or_overwritten_is_lost(bucket):
     """By whoever has cleared the place, or taken it for something else."""
     lease = take(bucket)
@@ -560,7 +571,7 @@ def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does
     lease.renew()
 
 
-@pytest.mark.parametrize("fault", ["500", "503 after"])
+@pytest.mark.parametrize("fault", ["500", "503 after", "cut", "cut after", "cut response"])
 def test_a_lease_survives_requests_that_fail_and_are_tried_again(s3, proxy, fault):
     """Taken, renewed and released, whether they were carried out or not."""
     bucket = Bucket(f"{s3}/run")

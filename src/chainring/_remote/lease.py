@@ -35,10 +35,9 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from chainring._files import parse_strict
-from chainring._remote.bucket import MISSING, Bucket, ChangedError, Found, RemoteError
+from chainring._remote.bucket import MISSING, Bucket, ChangedError, Found, RemoteError, Tag
 
 SECONDS = 30  # for which nobody else takes a lease that was renewed
 PERIOD = 9.0  # seconds between renewals
@@ -211,7 +210,8 @@ class Lease:
         self._lost: str | None = None
         self._loss_was_raised = self._was_released = False
         self._pending: tuple[bytes, float] | None = None  # a renewal of which no answer came, and when it began
-        self._record, self._tag, self._renewed = self._take(snapshots, seconds)
+        self._renewed = 0.0
+        self._record, self._content, self._tag = self._take(snapshots, seconds)
         self.fence = _fence(self._record)
         self.stamp = f"{self._record.run}/{self._record.token}"
         if period is not None:
@@ -279,8 +279,8 @@ class Lease:
                     return
                 self._pending, self._renewed = None, began
 
-    def _take(self, snapshots: Callable[[], Iterable[tuple[str | None, str]]], seconds: int) -> tuple[_Record, Any, float]:
-        """Write the first record of a new holder; return it with its tag and when that began."""
+    def _take(self, snapshots: Callable[[], Iterable[tuple[str | None, str]]], seconds: int) -> tuple[_Record, bytes, Tag]:
+        """Write the first record of a new holder; return it, how it is written, and the state of the lease then."""
         for _ in range(_TRIES):
             found = _read(self._bucket)
             run, token, fence = secrets.token_hex(8), 0, Fence()
@@ -294,10 +294,10 @@ class Lease:
                 if stamp is not None and stamp.startswith(f"{run}/") and fence.admits(stamp, folder)
             }
             record = _Record.of_this_process(run, token + 1, folders, seconds)
-            began = self._clock()
+            content, self._renewed = record.encode(), self._clock()
             _held.add(record.holder)
             try:
-                return record, self._bucket.put(_KEY, record.encode(), MISSING if found is None else found.tag), began
+                return record, content, self._bucket.put(_KEY, content, MISSING if found is None else found.tag)
             except BaseException as error:
                 _held.discard(record.holder)
                 if not isinstance(error, (ChangedError, FileNotFoundError)):  # somebody else was faster
@@ -321,12 +321,15 @@ class Lease:
         """Write the lease if it is ours; return False, and note who has it, if it is not."""
         for _ in range(_TRIES):
             try:
-                self._tag = self._bucket.put(_KEY, content, self._tag)
+                self._tag, self._content = self._bucket.put(_KEY, content, self._tag), content
                 return True
             except (ChangedError, FileNotFoundError):
                 found = _read(self._bucket)
-            if found is None or found.tag != self._tag:
+            if found is None or found.content not in (content, self._content):
                 break
+            self._tag, self._content = found.tag, found.content
+            if found.content == content:
+                return True  # an earlier try of which no answer came
         else:
             raise RemoteError(f"{_place(self._bucket)} cannot be replaced, although nobody else has written it")
         _held.discard(self._record.holder)
