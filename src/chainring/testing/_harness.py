@@ -164,6 +164,12 @@ def call_factory(make: Callable[..., Any], argument: Any) -> Any:
     return make() if accepts(make, 0) else make(argument)
 
 
+def call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Any:
+    """Call ``make_trainer`` with the ``out`` that the trainer is to use, or without, if it has no such parameter."""
+    takes_out = "out" in inspect.signature(make_trainer).parameters
+    return make_trainer(out=out) if takes_out else call_factory(make_trainer, out)
+
+
 def accepts(function: Callable[..., Any], count: int) -> bool:
     """Return whether a function can be called with so many arguments."""
     try:

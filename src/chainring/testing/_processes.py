@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from chainring.testing._subprocess import MARK, Task, run_made_trainer
+from chainring.testing._subprocess import MARK, ProcessTask, Task, run_made_trainer
 
+_MAX_LINES = 40
 _POLL = 0.02  # seconds
 _GRACE = 3.0  # seconds for a process to end once its run is saved
 
@@ -28,7 +29,7 @@ class Process(Protocol):
         """Return the exit code, negative for a signal, or ``None`` while it runs."""
 
 
-Start = Callable[[Task], Process]
+Start = Callable[[Any], Process]
 """Starts a fresh process for a task."""
 
 
@@ -36,11 +37,11 @@ class HungError(Exception):
     """A process had not ended in time."""
 
 
-def script_starter(script: str, arguments: Sequence[str]) -> Start:
-    """Return what starts a script with its arguments."""
+def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
+    """Return what starts a module that runs a script with its arguments, see `run_script`."""
 
-    def start(task: Task) -> Process:
-        command = [sys.executable, "-m", "chainring.testing._subprocess", task.to_json(), script, *arguments]
+    def start(task: ProcessTask) -> Process:
+        command = [sys.executable, "-m", module, task.to_json(), script, *arguments]
         environment = {**os.environ, MARK: task.mark}
         with open(task.path("output"), "ab") as output:
             process: Any = subprocess.Popen(
@@ -67,8 +68,10 @@ def function_starter(make_trainer: Callable[..., Any], context: Any) -> Start:
     return Started
 
 
-def run(start: Start, task: Task) -> int:
+def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: None) -> int:
     """Run a task and return its exit code, with 0 for a process that was saved and did not end; end what it has started.
+
+    ``watch`` is called again and again meanwhile.
 
     Raises:
         HungError: its deadline has passed.
@@ -78,6 +81,7 @@ def run(start: Start, task: Task) -> int:
         done_at: float | None = None
         while (code := process.poll()) is None:
             time.sleep(_POLL)
+            watch()
             now = time.monotonic()
             if done_at is None and task.is_done:
                 done_at = now
@@ -120,10 +124,20 @@ def _started(group: int, mark: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def where_it_hung(task: Task) -> str:
+def where_it_hung(task: ProcessTask) -> str:
     """Return after which iteration a process hung, and in which lines, as far as it has written them down."""
     iterations = [json.loads(line)["iteration"] for line in task.lines("jsonl")]
     where = f"after iteration {iterations[-1]}" if iterations else "before the first iteration"
     threads = "\n".join(task.lines("stack")).split("\n\n")
     frames = [line.strip() for line in threads[-1].splitlines() if line.lstrip().startswith("File ")]
     return f"it hung {where}" + "".join(f"\n  {frame}" for frame in frames[:12])
+
+
+def failure_of(task: ProcessTask, code: int, summary: str) -> str:
+    """Return the reason that a process has given for its failure, or the end of its output."""
+    if task.path("refusal").exists():
+        return task.path("refusal").read_text()
+    shown = "\n".join(task.lines("output")[-_MAX_LINES:])
+    if not shown and code != 0:
+        shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
+    return f"{summary}; its process ended with {code}:\n{shown}".rstrip(":\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import inspect
 import json
 import os
 import runpy
@@ -16,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +24,7 @@ import torch
 from chainring import _random, serializers
 from chainring.serializers.base import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import fingerprint
-from chainring.testing._harness import call_factory
+from chainring.testing._harness import call_make_trainer
 from chainring.testing._written import record_written
 from chainring.training._unsaved import attributes_of, checksum, describe_leaves
 from chainring.training.extensions import Evaluator, LogReport
@@ -34,6 +33,7 @@ from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
+VERIFIER = "chainring.testing._subprocess"  # the module that runs a script for it
 MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a run starts
 _ENOUGH = 40  # iterations, where the run itself chooses its length
 _MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
@@ -43,18 +43,14 @@ _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # 
 
 
 @dataclass(frozen=True)
-class Task:
-    """One of the runs, in a directory that they share; iterations are counted as the updater does.
+class ProcessTask:
+    """What one process does, in a directory that it shares with others.
 
     Attributes:
-        run: the name of the run, and of its files.
-        directory: that of all runs.
-        out: the trainer's ``out``; that of a resumed run is that of the killed one.
+        run: the name of the task, and of its files.
+        directory: that of all tasks.
+        out: the ``out`` of the trainer.
         mark: in the environment of its processes, by which they are found.
-        seed: of the generators of Python, NumPy and torch before the script begins.
-        length: iterations from where the script begins; ``None`` for the run to choose.
-        resume_from: the name of a snapshot in ``out`` from which it continues.
-        save_at, kill_at: the iterations after which a snapshot is taken, and after which the process is killed.
         deadline: on the monotonic clock; where it stands shortly before is written down.
     """
 
@@ -62,12 +58,7 @@ class Task:
     directory: str
     out: str
     mark: str
-    seed: int
-    length: int | None = None
-    resume_from: str | None = None
-    save_at: int | None = None
-    kill_at: int | None = None
-    deadline: float = float("inf")
+    deadline: float = field(default=float("inf"), kw_only=True)
 
     def path(self, suffix: str) -> Path:
         return Path(self.directory) / f"{self.run}.{suffix}"
@@ -92,26 +83,58 @@ class Task:
         """True if the run has ended, is saved, and everything in it is finalized."""
         return self.path("done").exists()
 
-    @property
-    def snapshot(self) -> Path:
-        """The snapshot that it takes before it is killed."""
-        return Path(self.out) / f"verify_resume_{self.save_at}"
-
     def exit_with_reason(self, reason: str) -> NoReturn:
         """Leave the reason why this run cannot be made, and end the process."""
         self.path("refusal").write_text(reason)
         sys.exit(1)
 
 
+@dataclass(frozen=True)
+class Task(ProcessTask):
+    """One of the runs of a verification; iterations are counted as the updater does.
+
+    Attributes:
+        out: the trainer's; that of a resumed run is that of the killed one.
+        seed: of the generators of Python, NumPy and torch before the script begins.
+        length: iterations from where the script begins; ``None`` for the run to choose.
+        resume_from: the name of a snapshot in ``out`` from which it continues.
+        save_at, kill_at: the iterations after which a snapshot is taken, and after which the process is killed.
+    """
+
+    seed: int
+    length: int | None = None
+    resume_from: str | None = None
+    save_at: int | None = None
+    kill_at: int | None = None
+
+    @property
+    def snapshot(self) -> Path:
+        """The snapshot that it takes before it is killed."""
+        return Path(self.out) / f"verify_resume_{self.save_at}"
+
+
+RunTrainer = Callable[[Trainer, Callable[[Trainer], None]], None]
+"""Does something else in place of a trainer's ``run``, which it is given too."""
+
+
 def main() -> None:
     """Run the script of the command line as Python would, up to the end of its trainer's run."""
     task = Task(**json.loads(sys.argv[1]))
+    _begin(task)
+    remedy = "write a function that makes the one, for chainring.testing.verify_resume"
+    run_script(task, lambda trainer, original: _run(trainer, task, original), remedy)
+
+
+def run_script(task: ProcessTask, run: RunTrainer, remedy: str) -> None:
+    """Execute the script of the command line, with ``run`` in place of its trainer's, after which it ends.
+
+    A script that makes two trainers is refused with the ``remedy``.
+    """
     sys.argv = sys.argv[2:]
     script = sys.argv[0]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    _replace_run(task)
-    _begin(task)
+    _replace_run(task, run, remedy)
     try:
         runpy.run_path(script, run_name="__main__")
     except _RunEnded:
@@ -136,8 +159,8 @@ class _RunEnded(BaseException):
     """Ends a script whose trainer has run."""
 
 
-def _replace_run(task: Task) -> None:
-    """Make ``Trainer.run`` the observed run, and refuse a second trainer."""
+def _replace_run(task: ProcessTask, run: RunTrainer, remedy: str) -> None:
+    """Replace ``Trainer.run``, and refuse a second trainer."""
     construct, original = Trainer.__init__, Trainer.run
     constructed: list[int] = []
 
@@ -147,17 +170,14 @@ def _replace_run(task: Task) -> None:
         construct(trainer, *args, **kwargs)
 
     @functools.wraps(original)
-    def observed_run(trainer: Trainer) -> None:
+    def replaced_run(trainer: Trainer) -> None:
         if len(constructed) > 1:
-            task.exit_with_reason(
-                f"{sys.argv[0]} has made two Trainers, and one is verified: "
-                "write a function that makes the one, for chainring.testing.verify_resume"
-            )
-        _run(trainer, task, original)
+            task.exit_with_reason(f"{sys.argv[0]} has made two Trainers, and one alone is run here: {remedy}")
+        run(trainer, original)
         raise _RunEnded
 
     trainer_class: Any = Trainer
-    trainer_class.__init__, trainer_class.run = counting_init, observed_run
+    trainer_class.__init__, trainer_class.run = counting_init, replaced_run
 
 
 def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
@@ -168,8 +188,7 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     _begin(task)
-    takes_out = "out" in inspect.signature(make_trainer).parameters
-    trainer = make_trainer(out=task.out) if takes_out else call_factory(make_trainer, task.out)
+    trainer = call_make_trainer(make_trainer, task.out)
     if not isinstance(trainer, Trainer):
         task.exit_with_reason(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
     _run(trainer, task, type(trainer).run)

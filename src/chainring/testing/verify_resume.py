@@ -29,11 +29,10 @@ from chainring.testing._diff import (
     read_events,
 )
 from chainring.testing._kills import Kill, choose_kills
-from chainring.testing._processes import HungError, Start, function_starter, run, script_starter, where_it_hung
-from chainring.testing._subprocess import Task
+from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
+from chainring.testing._subprocess import VERIFIER, Task
 from chainring.testing._written import Files, read_elsewhere, read_out
 
-_MAX_LINES = 40
 _TIMEOUT = 120.0  # seconds
 _MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
 
@@ -163,7 +162,7 @@ def verify_script(
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
-    return _verify(script_starter(script, arguments), script, iterations, kill_after, timeout, directory)
+    return _verify(script_starter(VERIFIER, script, arguments), script, iterations, kill_after, timeout, directory)
 
 
 def _verify(
@@ -277,7 +276,7 @@ class _Verification:
         name = "the uninterrupted run" if run == "first" else "the uninterrupted run, again"
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
-            raise NotTried(_failure(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
+            raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
         return task, self._files(task, [task])
 
     def _resume(
@@ -294,7 +293,7 @@ class _Verification:
         task = replace(task, length=self._length, save_at=kills[0].saved_at, kill_at=kills[0].at)
         code = self._launch(task, f"a run that is killed {kills[0]}")
         if code != -signal.SIGKILL or not (task.snapshot / STATE).exists():
-            raise NotTried(_failure(task, code, "the run that was to be killed ended before"))
+            raise NotTried(failure_of(task, code, "the run that was to be killed ended before"))
         parts = [task]
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
@@ -317,7 +316,7 @@ class _Verification:
         return found, kill, resumed
 
     def _not_resumable(self, resumed: Task, code: int) -> Findings:
-        return Findings(failure=_failure(resumed, code, "the killed run cannot be resumed"))
+        return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed"))
 
     def _launch(self, task: Task, text: str) -> int:
         self._say(text)
@@ -341,16 +340,6 @@ class _Hung(Exception):  # noqa: N818 - a verdict
 
 def _is_saved(task: Task) -> bool:
     return task.is_done and (task.path("state") / STATE).exists()
-
-
-def _failure(task: Task, code: int, summary: str) -> str:
-    """Return the reason that a process has given for its failure, or the end of its output."""
-    if task.path("refusal").exists():
-        return task.path("refusal").read_text()
-    shown = "\n".join(task.lines("output")[-_MAX_LINES:])
-    if not shown and code != 0:
-        shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
-    return f"{summary}; its process ended with {code}:\n{shown}".rstrip(":\n")
 
 
 def _check_importable(make_trainer: Any) -> None:
