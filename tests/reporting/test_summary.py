@@ -422,6 +422,18 @@ def test_what_is_not_finite_comes_out_the_same_after_it_was_saved(special):
     assert cut.make_statistics() == pytest.approx(whole.make_statistics(), rel=0, nan_ok=True)
 
 
+def test_the_state_with_what_is_not_a_number_does_not_depend_on_when_it_was_saved():
+    """The other values of a block that has NaN count for its limits as they do in another block."""
+    values = [3.0, math.nan, 1.0, -math.inf, 2.0, math.nan, 5.0]
+    whole, cut = DictMeans(), DictMeans()
+    for number, value in enumerate(values):
+        whole.add({"a": value})
+        cut.add({"a": value})
+        cut = saved_and_loaded(cut) if number % 2 else cut
+    state, expected = cut.state_dict(), whole.state_dict()
+    assert torch.equal(state["0/folded"], expected["0/folded"])
+
+
 def test_state_of_earlier_versions_which_saved_each_value_is_loaded():
     """And goes on to the same mean."""
     values, weights = torch.tensor([0.1, 0.7], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64)

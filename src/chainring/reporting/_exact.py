@@ -105,7 +105,9 @@ class Moments:
             if not len(values):
                 return
         self.products.add((values * weights).tolist())
-        self.least, self.largest = min(self.least, values.min().item()), max(self.largest, values.max().item())
+        numbers = values[~values.isnan()] if self.products.special else values  # NaN has no place among them
+        if len(numbers):
+            self.least, self.largest = min(self.least, numbers.min().item()), max(self.largest, numbers.max().item())
         if self.powers is not None:
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 if math.isfinite(value) and math.isfinite(weight):

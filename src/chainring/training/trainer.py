@@ -62,6 +62,7 @@ class Trainer(Stateful):
         observation: the values that the updater and the extensions have reported in this iteration so far.
         extension_name: the name of the extension that is being initialized or called, ``None`` outside of extensions.
         is_rehearsing: True during `rehearse`.
+        is_replaying: True while `chainring.testing.replay` repeats iterations of an earlier run: nothing is sent elsewhere.
         is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
         interruption: the signal that asks the run to end, if one came.
 
@@ -92,6 +93,7 @@ class Trainer(Stateful):
         self.observation: dict[str, Any] = {}
         self.extension_name: str | None = None
         self.is_rehearsing = False
+        self.is_replaying = False
         self.is_final_snapshot = False
         self.interruption = Interruption()
         self._entries: dict[str, Entry] = {}
@@ -198,19 +200,22 @@ class Trainer(Stateful):
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
-            while not self._ends():
+            is_running = True
+            while is_running:
                 try:
-                    if not self._iterate(entries, snapshots):
-                        self._warn_of_early_end()
-                        break
+                    while not self.ends():
+                        if not self._iterate(entries, snapshots):
+                            self._warn_of_early_end()
+                            break
+                    is_running = False
                 except RollBack as reason:
                     self._run.roll_back(self, reason)
             self.interruption.settle()
             is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
             self._take_final_snapshots(self.entries, is_interrupted)
 
-    def _ends(self) -> bool:
-        """Return True if a signal or the stop trigger ends the run at the head of this iteration."""
+    def ends(self) -> bool:
+        """Return True if a signal or the stop trigger ends the run at the head of this iteration; `run` asks it."""
         if self.interruption.is_shared:
             self.interruption.compare()
         return (self.interruption.ends_run and self._obeys_signal()) or self.stop_trigger(self)

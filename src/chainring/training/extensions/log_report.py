@@ -152,8 +152,9 @@ class LogReport(Extension):
         else:
             self._rows, self._stored = self.log, None
         self._written = self._filename
-        # A rehearsal leaves the writers alone: what they show to others could not be put back.
-        self._open = [] if not trainer.comm.is_main or trainer.is_rehearsing else list(self._writers)
+        # A rehearsal or a replay leaves the writers alone: what they show to others could not be put back.
+        is_alone = trainer.is_rehearsing or trainer.is_replaying
+        self._open = [] if not trainer.comm.is_main or is_alone else list(self._writers)
         self._working = list(self._open)
         self._call_writers("begin", run)
 
