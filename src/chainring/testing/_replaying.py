@@ -1,0 +1,392 @@
+"""A replay: a trainer that has not run is brought to an iteration of an earlier run, which is only read.
+
+It begins with the nearest snapshot of that run, in an ``out`` of its own, and repeats the iterations from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chainring import serializers
+from chainring._files import parse_strict, read_regular
+from chainring.reporting.summary import is_scalar
+from chainring.serializers._checkpoint import STATE
+from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore
+from chainring.testing._batches import BatchIndices
+from chainring.training._run_directory import RECORD
+from chainring.training.extensions import FailOnNonNumber, LogReport
+from chainring.training.triggers import TimeTrigger
+from chainring.training.updaters.base import parameter_names
+
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
+_LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
+_ITERATION = "updater/iteration"
+_TRIES = 5  # snapshots that may be removed by the run, or prove to be damaged, while one is looked for
+
+
+class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
+    """An iteration cannot be replayed; the text says why, and what to do.
+
+    Example::
+
+        with pytest.raises(NoReplay):
+            replay(make_trainer, "result", 10**9)
+    """
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a replay begins.
+
+    Attributes:
+        snapshot: the snapshot; ``None`` for the beginning of the run.
+        iteration: that of the snapshot.
+        ranks: on how many ranks it was saved.
+    """
+
+    snapshot: Path | None = None
+    iteration: int = 0
+    ranks: int = 1
+
+
+def require_run(path: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run.
+
+    Raises:
+        FileNotFoundError: there is no directory, or no run in it.
+        NoReplay: it is a snapshot.
+    """
+    run = Path(os.path.realpath(path))
+    if not run.is_dir():
+        raise FileNotFoundError(f"there is no directory {os.fspath(path)}; give that of a run, its out")
+    if (run / MANIFEST).exists():
+        raise NoReplay(f"{os.fspath(path)} is a snapshot; give the directory of the run, such as {run.parent}")
+    if not (run / RECORD).exists() and next(origins(run), None) is None:
+        raise FileNotFoundError(f"{os.fspath(path)} holds no run: neither {RECORD} nor a snapshot")
+    return run
+
+
+def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
+    """Yield the snapshots of the trainer up to an iteration, the latest first, whatever series they are of.
+
+    Those that were taken because of an error are left out, since the update may be incomplete, as are those in
+    ``abandoned``, which the run has left behind.
+    """
+    for name, manifest in DirectoryStore(run).listing():
+        if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
+            continue
+        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or damaged
+            values = read_values(run / name)
+            if values.get(_ITERATION) == manifest.iteration:
+                ranks = {path.split("/")[1] for path in values if path.startswith("generators/")}
+                yield Origin(run / name, manifest.iteration, max(len(ranks), 1))
+
+
+def read_values(snapshot: Path) -> dict[str, Any]:
+    """Return the plain values in a snapshot by their paths, without reading its tensors.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    document = parse_strict(read_regular(snapshot / STATE, _LARGEST_STATE))
+    values = document["state"] if isinstance(document, dict) else None
+    if not isinstance(values, dict):
+        raise ValueError(f"{snapshot / STATE} is not the state of a snapshot")
+    return values
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was there when a watched iteration was found.
+
+    Attributes:
+        iteration: the iteration.
+        value: that of the watched key.
+        batches: by the name of an iterator, what it gave to this iteration, see `BatchIndices`.
+    """
+
+    iteration: int
+    value: float | None
+    batches: dict[str, Any]
+
+
+@dataclass
+class Watch:
+    """Looks at each iteration of a replay, until one is found.
+
+    Attributes:
+        key: of the value that is looked at; ``None`` to look at the last iteration alone.
+        holds: whether this is the iteration, given the value.
+        found: the iteration, when it has come.
+        not_finite: the first iteration after which parameters were not finite, and their names.
+        seen: the keys that were reported.
+    """
+
+    key: str | None = None
+    holds: Callable[[float], bool] = bool
+    found: Sight | None = None
+    not_finite: tuple[int, list[str]] | None = None
+    seen: set[str] = field(default_factory=set)
+
+    def look(self, trainer: Trainer, iteration: int, batches: BatchIndices, *, is_undone: bool = False) -> None:
+        """Look at an iteration, as far as it has come; its update may have failed, and is undone then."""
+        if self.found is not None or self.key is None:
+            return
+        self.seen.update(trainer.observation)
+        value: Any = trainer.observation.get(self.key)
+        if not is_scalar(value):
+            return
+        number = float(value)
+        if self.holds(number):
+            self.found = Sight(iteration, number, batches.taken(is_undone=is_undone))
+
+    def look_at_parameters(self, trainer: Trainer, iteration: int) -> None:
+        """Remember the first iteration after which parameters were not finite."""
+        if self.key is not None and self.not_finite is None and (names := not_finite_parameters(trainer)):
+            self.not_finite = iteration, names
+
+
+def not_finite_parameters(trainer: Trainer) -> list[str]:
+    """Return the names of the parameters that hold NaN or infinity."""
+    models = trainer.updater.get_all_models()
+    parameters = {id(p): p.detach() for model in models.values() for p in model.parameters() if p.numel()}
+    largest = [torch.linalg.vector_norm(p, math.inf).cpu() for p in parameters.values() if not p.is_sparse]
+    if not largest or bool(torch.isfinite(torch.stack([norm.double() for norm in largest])).all()):
+        return []
+    names = parameter_names(models)
+    return [names.get(key, "?") for key, p in parameters.items() if not bool(torch.isfinite(p).all())]
+
+
+class Replay:
+    """Repeats iterations of a run with a trainer that has not run, and ends after one of them.
+
+    Args:
+        trainer: it gets an ``out`` of its own in the directory.
+        run: the directory of the earlier run, of which nothing is changed.
+        directory: an empty one for what the replay writes.
+        latest: the iteration of the latest snapshot with which it may begin.
+        until: the iteration with which it ends.
+        goes_on: True to go on after it as far as the run may have come: until a row or a snapshot would be there.
+        watch: looks at each iteration.
+        at_end: called when the last iteration is over, with the trainer as it was there.
+        on_iteration: called after each.
+        needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
+
+    Attributes:
+        origin: where it begins.
+        is_over: True when the iteration was reached, or found.
+        is_exact: False if the run was one of several ranks, and one process computes other bits.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: Path,
+        directory: Path,
+        *,
+        latest: int | None,
+        until: int,
+        goes_on: bool = False,
+        watch: Watch | None = None,
+        at_end: Callable[[Trainer], None] = lambda trainer: None,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
+        needs_same_bits: bool = True,
+    ) -> None:
+        self.trainer, self.run_directory, self._directory = trainer, run, directory
+        self._until, self._goes_on, self._watch = until, goes_on, watch or Watch()
+        self._newest_written = 0  # the last iteration with a row or a snapshot
+        self._at_end, self._on_iteration, self._needs_same_bits = at_end, on_iteration, needs_same_bits
+        self.batches = BatchIndices(trainer.updater)
+        self.last_batches: dict[str, Any] = {}
+        self.is_over, self.is_exact = False, True
+        self._staged: Path | None = None  # a copy of the snapshot, to which a rollback may go back
+        self._undo = contextlib.ExitStack()  # puts back what is changed in the trainer
+        self._has_begun = False
+        if trainer.comm.world.size > 1:
+            raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
+        self._trainer_ends, self._update = trainer.ends, trainer.updater.update
+        trainer.out = str(directory / "out")
+        os.makedirs(trainer.out)
+        self.origin = self._load(latest)
+        if trainer.updater.iteration > until:
+            raise NoReplay(
+                f"the trainer begins after iteration {trainer.updater.iteration}, and there is no snapshot of iteration "
+                f"{until} or before in {run}: the script loads a state itself; give the arguments with which it began"
+            )
+
+    def run(self, run_trainer: Callable[[Trainer], None]) -> None:
+        """Run the trainer until the iteration is over, by its own ``run``, and put back what was changed in it.
+
+        Raises:
+            NoReplay: the run ends before.
+        """
+        trainer = self.trainer
+        with self._undo:
+            self._set(trainer, "is_replaying", True)
+            self._set(trainer, "ends", self._ends)
+            self._set(trainer.updater, "update", self._watched_update)
+            self._quiet_snapshots()
+            try:
+                run_trainer(trainer)
+            except BaseException:
+                if self._watch.found is None:
+                    raise
+        self.is_over = self.is_over or self._watch.found is not None
+        if not self.is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
+            raise NoReplay(
+                f"the trainer ends after iteration {trainer.updater.iteration}, before {self._until}; give the arguments "
+                "with which it goes on for longer"
+            )
+
+    # --- the beginning ---
+
+    def _load(self, latest: int | None) -> Origin:
+        """Load the latest snapshot that is sound; return where the replay begins."""
+        trainer, tried = self.trainer, 0
+        for origin in origins(self.run_directory, latest):
+            if tried == _TRIES:
+                break
+            assert origin.snapshot is not None
+            self._check_ranks(origin)
+            try:
+                if self._may_roll_back():
+                    self._stage(origin.snapshot)
+                serializers.load(origin.snapshot, trainer)
+            except (CorruptError, FileNotFoundError):  # damaged, or removed by the run, which goes on
+                tried += 1
+                continue
+            self._copy_media()
+            return origin
+        return Origin(None, trainer.updater.iteration)
+
+    def _check_ranks(self, origin: Origin) -> None:
+        self.is_exact = origin.ranks == 1 or getattr(self.trainer.updater, "virtual_ranks", None) is not None
+        if not self.is_exact and self._needs_same_bits:
+            raise NoReplay(
+                f"{self.run_directory} was trained on {origin.ranks} ranks, and one process computes the same examples in "
+                "the same order with other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any "
+                "number of ranks. `chainring batch` and `chainring bisect` work without"
+            )
+
+    def _may_roll_back(self) -> bool:
+        policies = [e.extension.policy for e in self.trainer.entries if isinstance(e.extension, FailOnNonNumber)]
+        return any(policy != "skip" for policy in policies)
+
+    def _stage(self, snapshot: Path) -> None:
+        """Copy the snapshot: a rollback in the replay goes back to it, as the run went back to one."""
+        self._staged = self._directory / "snapshot" / snapshot.name
+        shutil.rmtree(self._staged.parent, ignore_errors=True)
+        shutil.copytree(snapshot, self._staged)
+
+    def _copy_media(self) -> None:
+        """Copy the images, texts and histograms of earlier rows, which a log looks for beside its rows."""
+        logs = [entry.extension for entry in self.trainer.entries if isinstance(entry.extension, LogReport)]
+        for name in (name for log in logs for name in log.writes if name.endswith(".media.jsonl")):
+            if (self.run_directory / name).is_file() and not Path(name).is_absolute():
+                target = Path(self.trainer.out) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.run_directory / name, target)
+
+    def _quiet_snapshots(self) -> None:
+        """Let no snapshot be loaded; and none be written, unless a rollback may go back to it."""
+        may_roll_back = self._may_roll_back()
+        for entry in self.trainer.entries:
+            if getattr(entry.extension, "autoload", False):
+                self._set(entry.extension, "autoload", False)
+            if entry.is_snapshot or isinstance(entry.extension, LogReport):
+                is_left_out = entry.is_snapshot and not may_roll_back
+                self._set(entry, "call", functools.partial(self._write, None if is_left_out else entry.call))
+
+    def _write(self, call: Callable[[Trainer], Any] | None, trainer: Trainer) -> None:
+        """Call an extension that writes for all to see how far a run has come."""
+        self._newest_written = trainer.updater.iteration
+        if call is not None:
+            call(trainer)
+
+    def _set(self, obj: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object until the replay is over."""
+        if name in vars(obj):
+            self._undo.callback(setattr, obj, name, vars(obj)[name])
+        else:
+            self._undo.callback(delattr, obj, name)
+        setattr(obj, name, value)
+
+    # --- in the run ---
+
+    def _ends(self) -> bool:
+        """Return whether the replay ends at the head of this iteration; take the place of `Trainer.ends`."""
+        trainer, iteration = self.trainer, self.trainer.updater.iteration
+        if self._has_begun:
+            self._watch.look(trainer, iteration, self.batches)
+        else:
+            self._begin()
+        self._on_iteration(iteration)
+        if self._watch.found is not None:
+            return True
+        if iteration == self._until and not self._goes_on:
+            self._finish()
+            return True
+        ends = self._trainer_ends()
+        if self._goes_on and iteration > self._until and self._newest_written > self._until:
+            return True
+        is_by_the_clock = isinstance(trainer.stop_trigger, TimeTrigger) and trainer.interruption.signum is None
+        return ends and not is_by_the_clock
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._watch.look_at_parameters(self.trainer, self.trainer.updater.iteration)
+        if self._staged is not None:
+            with contextlib.suppress(OSError):  # the run has one of that name there
+                os.rename(self._staged, Path(self.trainer.out) / self._staged.name)
+
+    def _finish(self) -> None:
+        """Let the iteration end as before a snapshot, where a check of its numbers may send the run back."""
+        for entry in self.trainer.entries:
+            if entry.before_snapshot is not None and not entry.is_snapshot:
+                entry.before_snapshot(self.trainer)
+        self.is_over = True
+        self._at_end(self.trainer)
+
+    def _watched_update(self) -> None:
+        """Do an update, and look at what it has reported; take the place of `Updater.update`."""
+        trainer, iteration = self.trainer, self.trainer.updater.iteration + 1
+        self.batches.mark()
+        try:
+            self._update()
+        except BaseException:
+            self._watch.look(trainer, iteration, self.batches, is_undone=True)
+            raise
+        self._watch.look_at_parameters(trainer, iteration)
+        self._watch.look(trainer, iteration, self.batches)
+        if iteration == self._until:
+            self.last_batches = self.batches.taken()
+
+
+def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
+    """Return the start of a run that computed an iteration, of those in its record; empty where there is none."""
+    starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
+    before = [start for start in starts if start["iteration"] < iteration]
+    return before[-1] if before else starts[0] if starts else {}
+
+
+def starts_between(record: Mapping[str, Any], begin: int, iteration: int) -> list[Mapping[str, Any]]:
+    """Return the starts of a run that computed the iterations after ``begin`` up to another one, in their order."""
+    found: list[Mapping[str, Any]] = []
+    while iteration > begin and (start := start_in_force(record, iteration)):
+        found.insert(0, start)
+        if start["iteration"] >= iteration:
+            break
+        iteration = start["iteration"]
+    return found

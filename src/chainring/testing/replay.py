@@ -1,0 +1,114 @@
+"""replay: a trainer as it was at an iteration of an earlier run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from chainring._checks import is_integer
+from chainring.testing import _recorded
+from chainring.testing._harness import call_make_trainer
+from chainring.testing._replaying import Replay, require_run
+from chainring.training._run_directory import read_record
+from chainring.training.trainer import Trainer
+
+
+class ReplayDiffers(AssertionError):  # noqa: N818 - it is read as a finding
+    """The replay has gone another way than the run; the text says where and in what.
+
+    Example::
+
+        with pytest.raises(ReplayDiffers):
+            replay(make_trainer_with_another_learning_rate, "result", 100)
+    """
+
+
+def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iteration: int) -> Trainer:
+    """Return the trainer as it was after an iteration of an earlier run, to the last bit.
+
+    The trainer is made anew, begins with the nearest snapshot of the run at that iteration or before, or where there is none
+    at the beginning, and repeats the iterations from there, with its own extensions. The run may have ended, been killed, or
+    still be going on: it is only read, and the trainer's ``out`` is a directory of its own, which is removed with it. Rows
+    go to no service, such as Weights & Biases. Where a `Recorder` has taken down the run, each iteration is
+    compared with it.
+
+    The trainer has run, so that its gradients and its observation are those of the iteration, and Python's, NumPy's and
+    torch's generators stand where they stood: ``trainer.updater.update()`` is the next update. To train on, load
+    ``trainer.state_dict()`` into a new trainer.
+
+    Example::
+
+        trainer = replay(make_trainer, "result", 48_123)
+        trainer.updater.get_model("main").predictor.l1.weight.grad.abs().max()
+
+    Args:
+        make_trainer: a function that returns a trainer that has not run, made as in the run. It is called with the ``out``
+            that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
+        out: the directory of the run.
+        iteration: the iteration; 0 is the state before the first.
+
+    Raises:
+        ReplayDiffers: a recorded iteration is another one in the replay.
+        NoReplay: the run, or what the function makes, does not come to that iteration; or the run was one of several ranks
+            that computes other bits than one process.
+        FileNotFoundError: there is no such run.
+        TypeError: the function does not return a trainer, or the iteration is not an integer.
+        ValueError: the iteration is negative.
+    """
+    if not is_integer(iteration):
+        raise TypeError(f"an iteration is an integer, got {iteration!r}")
+    if iteration < 0:
+        raise ValueError(f"an iteration is 0, the state before the first, or more; got {iteration}")
+    run = require_run(out)
+    directory = Path(tempfile.mkdtemp(prefix="chainring-replay-"))
+    try:
+        with recorded_threads(read_record(run).get("threads")):
+            trainer = call_make_trainer(make_trainer, str(directory / "out"))
+            if not isinstance(trainer, Trainer):
+                raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
+            replaying = _replay(trainer, run, directory, int(iteration))
+        found = _recorded.compare(run, trainer, replaying.origin.iteration, int(iteration))
+        if found is not None and found.difference is not None:
+            raise ReplayDiffers(found.difference)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    weakref.finalize(trainer, shutil.rmtree, directory, ignore_errors=True)
+    return trainer
+
+
+def _replay(trainer: Trainer, run: Path, directory: Path, iteration: int) -> Replay:
+    with tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=1.0) as bar:
+        replaying = Replay(
+            trainer, run, directory, latest=iteration, until=iteration,
+            on_iteration=lambda reached: _advance(bar, reached - replaying.origin.iteration),
+        )  # fmt: skip
+        bar.total = iteration - replaying.origin.iteration
+        replaying.run(type(trainer).run)
+    return replaying
+
+
+def _advance(bar: Any, count: int) -> None:
+    bar.update(count - bar.n)
+
+
+@contextmanager
+def recorded_threads(threads: Any) -> Iterator[None]:
+    """Inside, let torch use as many threads as the run did, because sums over other numbers of them round otherwise."""
+    before = torch.get_num_threads()
+    if isinstance(threads, int) and threads > 0 and threads != before:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

@@ -1,0 +1,267 @@
+"""replay gives a trainer as it was at any iteration of a run, and changes nothing in the run's directory."""
+
+import functools
+import gc
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import chainring
+import forked
+import rank_pair
+import replay_program as program
+from chainring import _random, iterators, training
+from chainring.testing import NoReplay, replay
+from chainring.training import extensions
+from chainring.writers import Writer
+
+KILLS = (11, 26, 40)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that was killed three times, of which the newest snapshots are left, and what it had after each iteration."""
+    root = tmp_path_factory.mktemp("finished")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for kill in (*map(str, KILLS), None):
+        command = [program.__file__, str(root / "result"), str(root / "kept"), *filter(None, [kill])]
+        assert forked.run(command, env=environment).returncode == (-signal.SIGKILL if kill else 0)
+    return root / "result", program.read_kept(root / "kept")
+
+
+def content(directory):
+    """Every file of a directory, with its bytes and when it was written."""
+    paths = [path for path in Path(directory).rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+class Net(nn.Linear):
+    """Draws, and reports its loss."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+
+    def forward(self, x):
+        loss = super().forward(nn.functional.dropout(x)).square().mean()
+        chainring.report({"loss": loss}, self)
+        return loss
+
+
+def make_small(out, length=12, lr=0.1, parts=(), comm=None, **settings):
+    """A trainer of a few iterations of two examples, with a snapshot after each fourth."""
+    chainring.deterministic(1)
+    model = Net()
+    data = iterators.SerialIterator([torch.full((2,), float(i)) for i in range(5)], 2, seed=3)
+    updater = training.StandardUpdater(data, torch.optim.Adam(model.parameters(), lr=lr), model, comm=comm, **settings)
+    trainer = training.Trainer(updater, (length, "iteration"), out=out)
+    trainer.extend(extensions.snapshot(), trigger=(4, "iteration"))
+    for part in parts:
+        trainer.extend(part)
+    return trainer
+
+
+def values_of(trainer):
+    """The parameters and the moments of the optimizer, in one row."""
+    optimizer = trainer.updater.get_optimizer("main")
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    parameters = [parameter.detach() for parameter in trainer.updater.get_model("main").parameters()]
+    return torch.cat([tensor.reshape(-1) for tensor in (*parameters, *moments)]).tolist()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of twelve iterations, and the values after each."""
+    values = {}
+    make_small(tmp_path / "result", parts=[Noting(values)]).run()
+    return tmp_path / "result", values
+
+
+class Noting(training.Extension):
+    """Notes the values after each iteration."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __call__(self, trainer):
+        self.values[trainer.updater.iteration] = values_of(trainer)
+
+
+make_noting = functools.partial(make_small, parts=[Noting({})])
+
+
+def test_any_iteration_is_to_the_last_bit_what_the_run_had(finished):
+    """Dropout, workers, augmentation, schedules, averages, values that are not numbers and were rolled back, three kills."""
+    out, kept = finished
+    skipped = sorted(int(path.name.rpartition("_")[2]) for path in out.glob("non_number_iter_*"))
+    assert len(skipped) > 2
+    assert {int(path.name.rpartition("_")[2]) for path in out.glob("snapshot_iter_*")} == {49, 56, 60}
+    before = content(out)
+    for iteration in (0, 60, skipped[1], *random.Random(5).sample(range(1, 60), 4)):
+        trainer = replay(program.make_trainer, out, iteration)
+        found = program.state_of(trainer)
+        assert [path for path in found | kept[iteration] if found.get(path) != kept[iteration].get(path)] == []
+        assert trainer.updater.iteration == iteration
+    assert content(out) == before
+
+
+def test_a_run_that_goes_on_is_only_read(tmp_path):
+    """It holds the lock of its directory, and goes on as if nothing had been."""
+    out, seen = tmp_path / "result", []
+
+    @training.make_extension(trigger=(7, "iteration"), priority=-200)
+    def look(trainer):
+        trainer.get_extension("snapshot").wait()
+        before = content(out)
+        with _random.preserve_rng():
+            seen.append(values_of(replay(make_look_nowhere, out, 6)))
+        assert content(out) == before
+
+    watched = make_small(out, parts=[look])
+    watched.run()
+    make_look_nowhere(tmp_path / "whole", parts=[Noting(values := {})]).run()
+    assert seen == [values[6]]
+    assert values_of(watched) == values[12]
+
+
+def make_look_nowhere(out, parts=()):
+    """The same trainer with an extension of the same name that does nothing."""
+
+    @training.make_extension(trigger=(7, "iteration"), priority=-200)
+    def look(trainer):
+        pass
+
+    return make_small(out, parts=[look, *parts])
+
+
+def test_it_begins_with_the_nearest_snapshot_and_leaves_gradients_and_generators(run):
+    """So the next update is that of the run, and the gradients are those of the iteration."""
+    out, values = run
+    updates = []
+    trainer = replay(functools.partial(make_noting, loss_func=lambda model, x: updates.append(1) or model(x)), out, 10)
+    assert values_of(trainer) == values[10]
+    assert len(updates) == 2
+    gradient = trainer.updater.get_model("main").weight.grad
+    assert gradient is not None
+    assert gradient.abs().sum() > 0
+    assert float(trainer.observation["main/loss"]) > 0
+    trainer.updater.update()
+    assert values_of(trainer) == values[11]
+
+
+def test_what_it_saves_goes_on_to_the_end_of_the_run(run):
+    """Its state, loaded into a new trainer; it is that of a snapshot, triggers included."""
+    out, values = run
+    state = replay(make_noting, out, 5).state_dict()
+    trainer = make_small(out.parent / "again", parts=[Noting({})])
+    trainer.load_state_dict(state)
+    trainer.run()
+    assert values_of(trainer) == values[12]
+
+
+def test_snapshots_of_errors_and_damaged_ones_are_not_used(tmp_path):
+    """The state after an error, of an update that may be incomplete, and one whose bytes have changed."""
+    out = tmp_path / "result"
+
+    @training.make_extension(trigger=(10, "iteration"))
+    def fail(trainer):
+        raise RuntimeError("planned")
+
+    trainer = make_small(out, parts=[fail, Noting(values := {})])
+    trainer.get_extension("snapshot").snapshot_on_error = True
+    with pytest.raises(RuntimeError, match="planned"):
+        trainer.run()
+    assert (out / "snapshot_iter_10_error").is_dir()
+    tensors = out / "snapshot_iter_8" / "rank00000-of-00001.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x77")
+    updates = []
+    make = functools.partial(make_noting, loss_func=lambda model, x: updates.append(1) or model(x))
+    with pytest.warns(UserWarning, match="only there \\['fail'\\]"):
+        assert values_of(replay(make, out, 9)) == values[9]
+    assert len(updates) == 5
+
+
+def test_rows_go_to_no_service_and_the_directory_is_removed_with_the_trainer(tmp_path):
+    """The rows themselves are there."""
+
+    class Service(Writer):
+        def write(self, record):
+            sent.append(record.iteration)
+
+    def make(out):
+        return make_small(out, parts=[extensions.LogReport(trigger=(2, "iteration"), writers=[Service()])])
+
+    sent = []
+    make(tmp_path / "result").run()
+    assert sent == [2, 4, 6, 8, 10, 12]
+    trainer = replay(make, tmp_path / "result", 7)
+    assert len(sent) == 6
+    assert [row["iteration"] for row in trainer.get_extension("LogReport").log] == [2, 4, 6]
+    place = Path(trainer.out)
+    assert place.is_dir()
+    assert not place.is_relative_to(tmp_path)
+    del trainer
+    gc.collect()
+    assert not place.parent.exists()
+
+
+def test_the_threads_are_those_of_the_run(run):
+    """Sums over another number of threads round otherwise; afterwards the number is what it was."""
+    out, _ = run
+    torch.set_num_threads(2)
+    threads = []
+    make = functools.partial(make_noting, loss_func=lambda model, x: threads.append(torch.get_num_threads()) or model(x))
+    replay(make, out, 9)
+    assert threads == [1]
+    assert torch.get_num_threads() == 2
+
+
+def of_two_ranks(comm, out, virtual_ranks):
+    make_small(out, length=4, comm=comm, virtual_ranks=virtual_ranks).run()
+
+
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+def test_a_run_of_two_ranks_is_replayed_where_one_process_computes_the_same_bits(tmp_path, virtual_ranks):
+    """With virtual ranks; otherwise it is refused, with what to do."""
+    out = tmp_path / "result"
+    rank_pair.on_two_ranks(of_two_ranks, out, virtual_ranks)
+    make = functools.partial(make_small, virtual_ranks=virtual_ranks)
+    if virtual_ranks is None:
+        with pytest.raises(NoReplay, match=r"was trained on 2 ranks.*virtual_ranks="):
+            replay(make, out, 5)
+    else:
+        whole = make_small(tmp_path / "whole", virtual_ranks=2, parts=[Noting(values := {})])
+        whole.run()
+        assert values_of(replay(make, out, 6)) == values[6]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "error", "text"),
+    [
+        (99, NoReplay, "ends after iteration 12, before 99; give the arguments"),
+        (-1, ValueError, "0, the state before the first, or more; got -1"),
+        (1.5, TypeError, "an iteration is an integer, got 1.5"),
+        (True, TypeError, "an iteration is an integer, got True"),
+    ],
+)
+def test_other_iterations_are_refused(run, iteration, error, text):
+    """Those that the run does not come to, and what is no number of one."""
+    with pytest.raises(error, match=text):
+        replay(make_noting, run[0], iteration)
+
+
+def test_what_is_no_run_is_refused(run, tmp_path):
+    """A snapshot, an empty directory, nothing at all, and a function that makes no trainer."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoReplay, match="is a snapshot; give the directory of the run"):
+        replay(make_noting, run[0] / "snapshot_iter_4", 4)
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        replay(make_noting, tmp_path / "empty", 4)
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
+        replay(make_noting, tmp_path / "nowhere", 4)
+    with pytest.raises(TypeError, match="returned a NoneType"):
+        replay(lambda: None, run[0], 4)
