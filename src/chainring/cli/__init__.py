@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from chainring._version import __version__
-from chainring.cli import export, inspect, report, verify, verify_resume
+from chainring.cli import batch, bisect, export, inspect, replay, report, verify, verify_resume
 from chainring.cli._common import help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
 
-_COMMANDS = (report, inspect, verify, verify_resume, export)
+_COMMANDS = (report, inspect, verify, verify_resume, replay, batch, bisect, export)
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them,
@@ -28,6 +28,8 @@ examples:
   chainring verify result                  verify it, after a copy say
   chainring export result mlp.safetensors  the model, for any program
   chainring verify-resume train.py -e 3    kill, resume and compare
+  chainring replay result --to 48123 train.py          any iteration
+  chainring bisect result --bad "main/loss > 10" train.py    the bad batch
 
 exit status:
   0    success, without damage or a difference

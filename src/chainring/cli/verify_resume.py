@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
-from chainring.cli._common import add_command, print_json
+from chainring.cli._common import add_command, ended_by_sigterm, print_json
 from chainring.testing.verify_resume import NotTried, verify_script
 
 _HELP = """
@@ -63,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     settings = {"iterations": options.iterations, "kill_after": options.kill_after, "timeout": options.timeout}
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
-        with steps, _ended_by_sigterm():
+        with steps, ended_by_sigterm():
             verdict = verify_script(options.script, options.arguments, **settings, directory=options.keep)
     except NotTried as error:
         print(f"chainring: {error}", file=sys.stderr)
@@ -78,20 +75,3 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(verdict.report)
     return _STATUS[verdict.name]
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends what was started before it ends this process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(signum: int, frame: Any) -> None:
-        sys.exit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -29,7 +29,7 @@ def record_written(record: Path, directory: str) -> None:
     inside = os.path.join(os.path.realpath(directory), "")
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], (str, bytes)) or not _is_writing(*arguments[1:3]):
+        if event != "open" or not isinstance(arguments[0], (str, bytes)) or not is_writing(*arguments[1:3]):
             return
         path = os.path.realpath(os.fsdecode(arguments[0]))
         if path in seen or path.startswith((inside, "/dev/", "/proc/")) or any(part in path for part in _NOT_RESULTS):
@@ -45,7 +45,8 @@ def record_written(record: Path, directory: str) -> None:
     sys.addaudithook(audit)
 
 
-def _is_writing(mode: Any, flags: Any) -> bool:
+def is_writing(mode: Any, flags: Any) -> bool:
+    """Return whether an ``open`` of this mode, or of these flags, may change the file."""
     return any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool((flags or 0) & _WRITING)
 
 

@@ -1,0 +1,144 @@
+"""What `replay`, `batch` and `bisect` share: the run, the script and its arguments, and the words for what was found."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chainring.cli._common import ended_by_sigterm, printable
+from chainring.testing._replay_process import replay_script
+from chainring.testing._replaying import require_run, start_in_force, starts_between
+from chainring.training._run_directory import read_record
+
+_MOST_SHOWN = 8
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the run."""
+    parser.add_argument("run_directory", metavar="RUN", help="the directory of the run (its out); nothing is changed there")
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its arguments, which come last."""
+    parser.add_argument("script", metavar="SCRIPT", help="the script that trained it")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments (default: those in run.json)"
+    )
+
+
+def iteration_number(text: str) -> int:
+    """Return the number of an iteration; the type of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"an iteration is a whole number of 0 or more, got {text!r}")
+    return int(text)
+
+
+class RecordedRun:
+    """A run with its record, of which iterations are replayed.
+
+    Attributes:
+        directory: that of the run.
+        replays: how many replays were made.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.directory = require_run(options.run_directory)
+        self.replays = 0
+        self._script, self._given = options.script, options.arguments
+        self._record = read_record(self.directory)
+
+    def replay(self, iteration: int, **settings: Any) -> dict[str, Any]:
+        """Replay with the arguments with which the run computed an iteration; see `replay_script`."""
+        arguments = self._given or [str(each) for each in start_in_force(self._record, iteration).get("argv", ())][1:]
+        threads = self._record.get("threads")
+        self.replays += 1
+        with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
+            found = replay_script(
+                self.directory, self._script, arguments, threads=threads if isinstance(threads, int) else None, **settings
+            )
+        found["notes"] = self._notes(found, iteration)
+        return found
+
+    def _notes(self, found: Mapping[str, Any], iteration: int) -> list[str]:
+        notes, begin = [], found["origin"]["iteration"]
+        if not found["is_exact"]:
+            notes.append(
+                f"The run was one of {found['origin']['ranks']} ranks: one process computes the same examples with other "
+                "last bits"
+            )
+        starts = starts_between(self._record, begin, iteration)
+        if any(start.get("changed") or start.get("argv") != starts[0].get("argv") for start in starts[1:]):
+            places = ", ".join(str(start["iteration"]) for start in starts[1:])
+            notes.append(f"The run was started again in between, at iteration {places}, with other settings or arguments")
+        return notes
+
+
+def same(found: Mapping[str, Any]) -> bool | None:
+    """Return whether a replay is the recorded run; ``None`` if nothing of it is recorded."""
+    comparison = found["comparison"]
+    return None if comparison is None else comparison["difference"] is None
+
+
+def describe_origin(found: Mapping[str, Any]) -> str:
+    """Return where a replay began, in words."""
+    name = found["origin"]["snapshot"]
+    return "the beginning" if name is None else printable(name)
+
+
+def describe_comparison(found: Mapping[str, Any]) -> str:
+    """Return in words how a replay was compared with the recorder."""
+    comparison = found["comparison"]
+    if comparison is None:
+        return "nothing of it is recorded to compare it with (extensions.Recorder does that)"
+    if comparison["difference"] is not None:
+        return str(comparison["difference"])
+    count = comparison["count"]
+    rest = f", which ends with iteration {comparison['last']}" if comparison["last"] < found["iteration"] else ""
+    return f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"
+
+
+def indices_of(batches: Mapping[str, Any]) -> list[int] | None:
+    """Return the indices of the main iterator, or of the only one; ``None`` if they are not known."""
+    names = [name for name in batches if name == "main"] or list(batches)
+    found = batches[names[0]] if names else None
+    return found if isinstance(found, list) else None
+
+
+def batch_lines(batches: Mapping[str, Any]) -> list[str]:
+    """Return a line for each iterator from which examples were taken."""
+    return [f"{printable(name)}: {_describe_batch(found)}" for name, found in batches.items() if found != []]
+
+
+def _describe_batch(found: Any) -> str:
+    if isinstance(found, list):
+        return " ".join(map(str, found))
+    if found is None:
+        return "not known"
+    begin, end = found["from"], found["to"]
+    return f"from position {begin[1]} of epoch {begin[0]} to {end[1]} of {end[0]}; its loader does not tell the indices"
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    return ", ".join(map(printable, names[:_MOST_SHOWN])) + more
+
+
+def refuse_inside(run: Path, directory: str) -> None:
+    """Refuse to save into the directory of the run, or over anything.
+
+    Raises:
+        FileExistsError: something is there.
+        ValueError: it lies in the directory of the run.
+    """
+    path = Path(directory)
+    if path.resolve().is_relative_to(run):
+        raise ValueError(f"{directory} lies in {run}, where a replay changes nothing; save elsewhere")
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(f"{directory} is there already; give a new directory")

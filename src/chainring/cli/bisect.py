@@ -1,0 +1,186 @@
+"""``chainring bisect RUN --bad CONDITION SCRIPT``: the iteration in which a run went wrong, and its batch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from chainring._files import to_json
+from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._replays import (
+    RecordedRun,
+    add_run,
+    add_script,
+    batch_lines,
+    describe_comparison,
+    describe_origin,
+    indices_of,
+    iteration_number,
+    same,
+    shorten,
+)
+from chainring.testing._evidence import Condition, Evidence, collect
+from chainring.testing._replaying import NoReplay
+
+_HELP = """
+Find the first iteration of a run for which a reported value is bad, the
+examples of its batch, and which parameters were first not finite. A condition
+is KEY, one of < <= > >= ==, and a number; a value that is NaN or infinite
+satisfies every one.
+
+What extensions.Recorder or a log with a row for every iteration tells is not
+computed again: then a few iterations are replayed, from the nearest snapshot
+before. Otherwise all are, from the first that is not known. With --monotone
+only those after the last snapshot for which it does not hold: enough if it
+goes on to hold once it does, as with NaN. Options come before SCRIPT.
+
+examples:
+  chainring bisect result --bad "main/loss > 10" train.py
+  chainring bisect result --bad "main/loss == inf" train.py    not finite
+  chainring bisect --json result --bad "main/loss > 10" train.py | jq .indices
+
+exit status:
+  0  it is found
+  1  it never holds, or the replay goes another way than the recorder says
+  2  there is no run, no such value, or the script fails"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = add_command(commands, "bisect", run, "the first iteration for which a value is bad, and its batch", _HELP)
+    parser.add_argument("--bad", type=_condition, required=True, metavar="CONDITION", help='such as "main/loss > 10"')
+    parser.add_argument(
+        "--monotone", action="store_true", help="look only after the last snapshot for which it does not hold"
+    )
+    parser.add_argument(
+        "--to", type=iteration_number, metavar="K", help="the last iteration to look at (default: the last that is known)"
+    )
+    add_run(parser)
+    add_script(parser)
+
+
+def _condition(text: str) -> Condition:
+    try:
+        return Condition.parse(text)
+    except NoReplay as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find the iteration, print it, and return the exit status."""
+    recorded, condition = RecordedRun(options), options.bad
+    evidence = collect(recorded.directory, condition.key, looks_into_snapshots=options.monotone)
+    last = evidence.last if options.to is None else options.to
+    found = None
+    goes_on = options.to is None
+    if evidence.first_unknown(condition) <= last or goes_on:
+        found = _search(recorded, condition, evidence, options, last)
+        _require_key(condition, found, evidence)
+    answer = _answer(options, recorded, evidence, found, last)
+    if options.json:
+        print_json(to_json(answer))
+    else:
+        print(*_lines(answer, found, condition), sep="\n")
+    return 0 if answer["found"] else 1
+
+
+def _search(
+    recorded: RecordedRun, condition: Condition, evidence: Evidence, options: argparse.Namespace, last: int
+) -> dict[str, Any]:
+    """Replay the iterations of which it is not known whether the condition holds, until it does."""
+    first = evidence.first_unknown(condition)
+    if evidence.holds(first, condition):
+        found = _replay(recorded, condition, first - 1, first)
+        if found["found"] is None and same(found) is not False:
+            raise NoReplay(
+                f"the run has {condition.key} = {evidence.values[first]!r} in iteration {first}, and the replay has not: it "
+                "goes another way; `chainring verify-resume` finds why"
+            )
+        return found
+    if options.monotone:
+        begin, end = evidence.bounds(condition)
+        found = _replay(recorded, condition, begin, min(end, last), goes_on=options.to is None and end >= last)
+        if found["found"] is not None or end >= last:
+            return found
+    return _replay(recorded, condition, first - 1, last, goes_on=options.to is None)
+
+
+def _replay(
+    recorded: RecordedRun, condition: Condition, latest: int, until: int, *, goes_on: bool = False
+) -> dict[str, Any]:
+    settings = {"condition": condition, "goes_on": goes_on, "needs_same_bits": False}
+    return recorded.replay(until, latest=latest, until=until, **settings)
+
+
+def _answer(
+    options: argparse.Namespace, recorded: RecordedRun, evidence: Evidence, found: dict[str, Any] | None, last: int
+) -> dict[str, Any]:
+    sight = found["found"] if found is not None else None
+    is_same = same(found) if found is not None else None
+    not_finite = found["not_finite"] if found is not None else None
+    return {
+        "run": options.run_directory,
+        "bad": str(options.bad),
+        "found": sight is not None and is_same is not False,
+        "iteration": sight and sight["iteration"],
+        "value": sight and sight["value"],
+        "indices": sight and indices_of(sight["batches"]),
+        "batches": sight and sight["batches"],
+        "not_finite": not_finite and {"iteration": not_finite[0], "parameters": not_finite[1]},
+        "looked_at": [1, found["iteration"] if found else last],
+        "known_to": last,
+        "assumed": max(found["origin"]["iteration"] - evidence.first_unknown(options.bad) + 1, 0) if found else 0,
+        "replays": recorded.replays,
+        "from": found and found["origin"]["snapshot"],
+        "same": is_same,
+        "difference": found and found["comparison"] and found["comparison"]["difference"],
+        "error": found and found["error"],
+        "notes": found["notes"] if found else [],
+    }
+
+
+def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition: Condition) -> list[str]:
+    if answer["same"] is False:
+        lines = [f"{printable(answer['difference'])}"]
+    elif answer["iteration"] is None:
+        lines = [f"never: {printable(condition)} does not hold in iterations 1 to {answer['looked_at'][1]}"]
+    else:
+        lines = [
+            f"iteration {answer['iteration']} is the first with {printable(condition)}: it is {answer['value']!r}",
+            *batch_lines(answer["batches"]),
+        ]
+    if found is None:
+        return [*lines, "All of them are recorded, and nothing was replayed"]
+    lines.append(_parameters(answer["not_finite"]))
+    if answer["assumed"]:
+        lines.append(
+            f"By --monotone it is taken not to hold in the {answer['assumed']} iterations before "
+            f"{found['origin']['iteration'] + 1} that are not known"
+        )
+    if answer["looked_at"][1] > answer["known_to"]:
+        lines.append(f"The run is known to have come to iteration {answer['known_to']}, and may have come further")
+    if answer["error"]:
+        lines.append(f"The replay ended with {printable(answer['error'])}")
+    if answer["same"] is not False:
+        lines.append(f"Replayed from {describe_origin(found)}: {describe_comparison(found)}")
+    return [*lines, *answer["notes"]]
+
+
+def _parameters(not_finite: Mapping[str, Any] | None) -> str:
+    if not_finite is None:
+        return "All parameters are finite"
+    return f"Parameters were first not finite after iteration {not_finite['iteration']}: {shorten(not_finite['parameters'])}"
+
+
+def _require_key(condition: Condition, found: Mapping[str, Any], evidence: Evidence) -> None:
+    """Refuse a key that nothing has reported.
+
+    Raises:
+        NoReplay: there is no such key.
+    """
+    if condition.key in found["seen"] or evidence.values or evidence.means:
+        return
+    near = difflib.get_close_matches(condition.key, found["seen"], 1) or found["seen"][:5]
+    raise NoReplay(f"nothing has reported {condition.key!r}; reported: {', '.join(near) or 'nothing'}")

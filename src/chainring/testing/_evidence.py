@@ -1,0 +1,167 @@
+"""A condition on a reported value, and what the files of a run tell about it without a replay."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from chainring._files import from_json, open_regular
+from chainring.serializers._store import DirectoryStore
+from chainring.testing._recorded import ledger_of
+from chainring.testing._replaying import NoReplay, origins, read_values
+from chainring.training._run_directory import read_record
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+_CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition such as ``main/loss > 10``. A value that is not finite satisfies every one."""
+
+    key: str
+    operator: str
+    number: float
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Return the condition that a text is.
+
+        Raises:
+            NoReplay: it is not one.
+        """
+        match = _CONDITION.fullmatch(text)
+        try:
+            number = float(match[3]) if match else math.nan
+        except ValueError:
+            number = math.nan
+        if match is None or math.isnan(number):
+            raise NoReplay(
+                f'a condition is KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10", got {text!r}; a value that is not '
+                "finite satisfies every one"
+            )
+        return cls(match[1], match[2], number)
+
+    def holds(self, value: float) -> bool:
+        return not math.isfinite(value) or _OPERATORS[self.operator](value, self.number)
+
+    def holds_in_one_of(self, mean: float) -> bool:
+        """Return whether a mean shows that it holds for one of the values."""
+        return not math.isfinite(mean) or (self.operator != "==" and _OPERATORS[self.operator](mean, self.number))
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.operator} {self.number:g}"
+
+
+@dataclass
+class Evidence:
+    """What is known of a key without a replay.
+
+    Attributes:
+        values: by iteration the value; ``None`` where it was not reported.
+        means: the means of intervals, each with the iterations before its first and with which it ends.
+        last: the last iteration that the run is known to have reached.
+    """
+
+    values: dict[int, float | None] = field(default_factory=dict)
+    means: list[tuple[int, int, float]] = field(default_factory=list)
+    last: int = 0
+
+    def first_unknown(self, condition: Condition) -> int:
+        """Return the first iteration of which it is not known that the condition does not hold."""
+        iteration = 1
+        while iteration in self.values and not self.holds(iteration, condition):
+            iteration += 1
+        return iteration
+
+    def holds(self, iteration: int, condition: Condition) -> bool:
+        """Return whether the condition is known to hold for an iteration."""
+        value = self.values.get(iteration)
+        return value is not None and condition.holds(value)
+
+    def bounds(self, condition: Condition) -> tuple[int, int]:
+        """Return the last iteration for which it does not hold before the first for which it does, and that one."""
+        shown = [iteration for iteration in self.values if self.holds(iteration, condition)]
+        shown += [end for _, end, mean in self.means if condition.holds_in_one_of(mean)]
+        end = min(shown, default=self.last)
+        known = [i for i, value in self.values.items() if value is not None and i < end and not condition.holds(value)]
+        return max(known, default=0), end
+
+
+def collect(run: Path, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
+    """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
+    found = Evidence()
+    found.last = max(
+        (manifest.iteration for _, manifest in DirectoryStore(run).listing() if manifest is not None), default=0
+    )
+    for log in _logs(run):
+        _add_rows(found, log, key)
+    for origin in origins(run) if looks_into_snapshots else ():
+        assert origin.snapshot is not None
+        if (value := _observed(origin.snapshot, f"observation/{key}")) is not None:
+            found.values[origin.iteration] = value
+    ledger = ledger_of(run)
+    if ledger is not None and len(ledger.iterations):
+        found.last = max(found.last, int(ledger.iterations[-1]))
+        if key in ledger.names:
+            for iteration in ledger.iterations.tolist():
+                row = ledger.row(iteration)
+                assert row is not None
+                found.values[iteration] = row.value(key) if key in row.losses else None
+    return found
+
+
+def _observed(snapshot: Path, path: str) -> float | None:
+    """Return a number in a snapshot, which may be a tensor; ``None`` if it has none of that path."""
+    value = read_values(snapshot).get(path)
+    if isinstance(value, (int, float)):
+        return float(value)
+    for file in sorted(snapshot.glob("*.safetensors")) if value is not None else ():
+        with safe_open(file, framework="pt") as tensors:
+            if path in tensors.keys():  # noqa: SIM118 - it is not a mapping
+                return float(tensors.get_tensor(path))
+    return None
+
+
+def _logs(run: Path) -> Iterator[Path]:
+    for name in read_record(run).get("files", ()):
+        path = run / name
+        if name.endswith(".jsonl") and not name.endswith(".media.jsonl") and not os.path.isabs(name) and path.is_file():
+            yield path
+
+
+def _add_rows(found: Evidence, log: Path, key: str) -> None:
+    before = 0
+    with open(open_regular(log), "rb") as file:
+        for line in file:
+            row = _row(line)
+            iteration = row.get("iteration")
+            if not isinstance(iteration, int) or iteration < before:
+                continue
+            found.last = max(found.last, iteration)
+            mean = row.get(key)
+            if isinstance(mean, (int, float)):
+                found.means.append((before, iteration, float(mean)))
+                if iteration == before + 1:
+                    found.values[iteration] = float(mean)
+            before = iteration
+
+
+def _row(line: bytes) -> dict[str, Any]:
+    """Return a row; an empty one for a line that is being written, or that a person has changed."""
+    try:
+        row = from_json(json.loads(line))
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

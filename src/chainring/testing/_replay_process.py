@@ -1,0 +1,212 @@
+"""The process of a replay of a script, and what starts it and waits for its result.
+
+``python -m chainring.testing._replay_process TASK SCRIPT [ARGUMENTS]`` runs a script so.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from chainring import serializers
+from chainring._files import from_json, to_json
+from chainring.reporting.summary import is_scalar
+from chainring.testing import _recorded
+from chainring.testing._evidence import Condition
+from chainring.testing._fingerprint import fingerprint
+from chainring.testing._processes import failure_of, run, script_starter
+from chainring.testing._replaying import NoReplay, Replay, Watch
+from chainring.testing._subprocess import ProcessTask, run_script
+from chainring.testing._written import is_writing
+from chainring.testing.replay import recorded_threads
+from chainring.training.trainer import Trainer
+
+_MODULE = "chainring.testing._replay_process"
+_SECONDS = 0.1  # between two notes of where a replay is
+_REMEDY = "write a function that makes the one, for chainring.testing.replay"
+_CHANGES = {  # by the name of an audit event, the positions of the paths that it changes
+    "os.remove": (0,), "os.rmdir": (0,), "os.mkdir": (0,), "os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,),
+    "os.truncate": (0,), "os.chmod": (0,), "os.utime": (0,), "shutil.rmtree": (0,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ReplayTask(ProcessTask):
+    """A replay in a process of its own.
+
+    Attributes:
+        source: the directory of the run.
+        latest: the iteration of the latest snapshot with which it may begin.
+        until: the iteration with which it ends.
+        goes_on: True to go on as far as the run may have come, see `Replay`.
+        condition: key, operator and number of the condition that ends it.
+        save: where the state is saved at the end.
+        needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
+        threads: of torch.
+    """
+
+    source: str
+    latest: int
+    until: int
+    goes_on: bool = False
+    condition: tuple[str, str, float] | None = None
+    save: str | None = None
+    needs_same_bits: bool = True
+    threads: int | None = None
+
+
+def main() -> None:
+    """Replay with the script of the command line, up to the end of its trainer's run."""
+    task = ReplayTask(**json.loads(sys.argv[1]))
+    _refuse_writes(task.source)
+    with recorded_threads(task.threads):
+        run_script(task, functools.partial(_replay, task), _REMEDY)
+
+
+def _refuse_writes(run_directory: str) -> None:
+    """Refuse whatever this process would change in the directory of the run, also by the script's own code."""
+    inside = os.path.join(os.path.realpath(run_directory), "")
+
+    def refuse(path: Any) -> None:
+        if isinstance(path, (str, bytes)):
+            folder, name = os.path.split(os.fsdecode(path))
+            if os.path.join(os.path.realpath(folder or "."), name, "").startswith(inside):
+                text = "a replay changes nothing in the run that it reads; give arguments with which SCRIPT writes elsewhere"
+                raise PermissionError(errno.EACCES, text, os.fsdecode(path))
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and is_writing(*arguments[1:3]):
+            refuse(arguments[0])
+        elif event in _CHANGES and not (event == "os.mkdir" and os.path.lexists(arguments[0])):
+            for position in _CHANGES[event]:
+                refuse(arguments[position])
+
+    sys.addaudithook(audit)
+
+
+def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
+    condition = None if task.condition is None else Condition(*task.condition)
+    watch = Watch() if condition is None else Watch(condition.key, condition.holds)
+    facts: dict[str, Any] = {"error": None}
+    try:
+        replaying = Replay(
+            trainer, Path(task.source), Path(task.directory), latest=task.latest, until=task.until, goes_on=task.goes_on,
+            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=_position_writer(task),
+            needs_same_bits=task.needs_same_bits,
+        )  # fmt: skip
+        facts["origin"] = {**asdict(replaying.origin), "snapshot": _name(replaying.origin.snapshot)}
+        task.path("origin").write_text(str(replaying.origin.iteration))
+        replaying.run(run_trainer)
+    except NoReplay as error:
+        task.exit_with_reason(str(error))
+    except Exception as error:
+        if condition is None:
+            raise
+        facts["error"] = f"{type(error).__name__}: {error}"
+    reached = watch.found.iteration if watch.found else trainer.updater.iteration
+    comparison = _recorded.compare(Path(task.source), trainer, replaying.origin.iteration, reached)
+    facts |= {
+        "iteration": reached,
+        "batches": replaying.last_batches,
+        "is_exact": replaying.is_exact,
+        "found": watch.found and asdict(watch.found),
+        "not_finite": watch.not_finite,
+        "seen": sorted(watch.seen),
+        "comparison": comparison and {**asdict(comparison), "difference": comparison.difference},
+    }
+    task.path("result").write_text(json.dumps(to_json(facts)))
+    task.path("done").touch()
+
+
+def _name(snapshot: Path | None) -> str | None:
+    return None if snapshot is None else snapshot.name
+
+
+def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None:
+    """Write down the trainer as it is at the end, and save it."""
+    texts = {name: texts for name, texts in fingerprint(trainer).items() if name not in ("batch", "observation")}
+    facts["digest"] = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
+    facts["observation"] = {key: float(value) for key, value in trainer.observation.items() if is_scalar(value)}
+    if task.save is not None:
+        serializers.save(task.save, trainer)
+
+
+def _position_writer(task: ReplayTask) -> Callable[[int], None]:
+    """Return what notes the iteration, a few times a second."""
+    due = 0.0
+
+    def write(iteration: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + _SECONDS
+            task.path("position").write_text(str(iteration))
+
+    return write
+
+
+# --- in the process that starts it ---
+
+
+def replay_script(
+    run_directory: Path,
+    script: str,
+    arguments: Sequence[str],
+    *,
+    latest: int,
+    until: int,
+    goes_on: bool = False,
+    condition: Condition | None = None,
+    save: str | None = None,
+    needs_same_bits: bool = True,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Replay a run with the script that trained it, in a process of its own, with a progress bar; return what was found.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+        NoReplay: the script fails, or does not come to the iteration.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}")
+    directory = tempfile.mkdtemp(prefix="chainring-replay-")
+    try:
+        task = ReplayTask(
+            "replay", directory, os.path.join(directory, "out"), secrets.token_hex(16), source=str(run_directory),
+            latest=latest, until=until, goes_on=goes_on, save=save, needs_same_bits=needs_same_bits, threads=threads,
+            condition=None if condition is None else (condition.key, condition.operator, condition.number),
+        )  # fmt: skip
+        with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr) as bar:
+            code = run(script_starter(_MODULE, script, arguments), task, functools.partial(_show, task, bar))
+        if not task.path("result").exists():
+            raise NoReplay(failure_of(task, code, "the script failed in the replay"))
+        found: dict[str, Any] = from_json(task.read("result"))
+        return found
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _show(task: ReplayTask, bar: Any) -> None:
+    """Show in a bar where the process is."""
+    begin, position = "".join(task.lines("origin")), "".join(task.lines("position"))
+    if begin.isdigit() and position.isdigit():
+        bar.total = task.until - int(begin)
+        if (count := int(position) - int(begin)) != bar.n:
+            bar.update(count - bar.n)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""chainring replay, batch and bisect: any iteration of a run, its examples, and where it went wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import forked
+from chainring import serializers
+from chainring.cli import main
+from chainring.serializers._store import DirectorySnapshot
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+import chainring
+from chainring import iterators, training
+from chainring.training import extensions
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="result")
+parser.add_argument("--poison", type=int)
+parser.add_argument("--value", type=float, default=1e3)
+parser.add_argument("--length", type=int, default=120)
+parser.add_argument("--policy")
+parser.add_argument("--note")
+arguments = parser.parse_args()
+chainring.deterministic(3)
+
+
+class Data(chainring.datasets.DatasetMixin):
+    def __len__(self):
+        return 400
+
+    def get_example(self, i):
+        return torch.randn(4) + i / 400 * (arguments.value if i == arguments.poison else 1.0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(4, 1), nn.Dropout(0.3)
+
+    def forward(self, x):
+        loss = nn.functional.smooth_l1_loss(self.layer(self.dropout(x)), x[:, :1])
+        chainring.report({"loss": loss}, self)
+        return loss
+
+
+model = Net()
+data = iterators.SerialIterator(Data(), 4, seed=1)
+updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=0.02), model)
+trainer = training.Trainer(updater, (arguments.length, "iteration"), out=arguments.out)
+trainer.extend(extensions.LogReport(trigger=(20, "iteration")))
+trainer.extend(extensions.snapshot(), trigger=(25, "iteration"))
+if arguments.policy:
+    trainer.extend(extensions.FailOnNonNumber(arguments.policy))
+if arguments.note:
+    open(arguments.note, "w").write("begun")
+trainer.run()
+"""
+POISON = 77  # of which the batch is that of iteration 30 in this order
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A script, and runs of it: one, one with an example that is too large, and one in which it is not a number."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "train.py").write_text(SCRIPT)
+    poisoned = ["--poison", str(POISON)]
+    runs = {"sound": [], "large": poisoned, "nan": [*poisoned, "--value", "nan", "--policy", "stop"]}
+    for name, arguments in runs.items():
+        forked.run([str(root / "train.py"), "--out", str(root / name), *arguments])
+    return root
+
+
+def content(directory):
+    """Every file of a directory, with its bytes and when it was written."""
+    paths = [path for path in Path(directory).rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+
+def state_in(snapshot):
+    """The parameters in a snapshot."""
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(4, 1)})
+    serializers.load(snapshot, model)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+def test_replay_saves_the_state_of_an_iteration_without_a_snapshot(place, tmp_path, capsys):
+    """It is that from which the run came to its next snapshot; the arguments are those of the run, which is only read."""
+    out, script = place / "large", str(place / "train.py")
+    before = content(out)
+    assert main(["replay", str(out), "--to", "49", "--save", str(tmp_path / "state"), script]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("iteration 49, replayed from snapshot_iter_25: nothing of it is recorded")
+    assert DirectorySnapshot(tmp_path / "state").read_manifest().iteration == 49
+    later = tmp_path / "later"
+    later.mkdir()
+    shutil.copytree(tmp_path / "state", later / "snapshot_iter_49")
+    shutil.copy(out / "run.json", later)
+    assert main(["replay", str(later), "--to", "50", "--save", str(tmp_path / "next"), script]) == 0
+    assert capsys.readouterr().out.startswith("iteration 50, replayed from snapshot_iter_49")
+    assert state_in(tmp_path / "next") == state_in(out / "snapshot_iter_50")
+    assert content(out) == before
+
+
+def test_replay_prints_json_and_takes_a_snapshot_as_it_is(place, capsys):
+    """No iteration is computed where one was saved."""
+    assert main(["replay", "--json", str(place / "sound"), "--to", "75", str(place / "train.py")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["iteration"], found["from"], found["replayed"]) == (75, "snapshot_iter_75", 0)
+    assert (found["same"], found["saved"], list(found["observation"])) == (None, None, ["main/loss"])
+
+
+def test_a_replay_changes_nothing_in_the_run_even_where_the_script_would(place, capsys):
+    """It says what to do."""
+    note = str(place / "sound" / "note")
+    arguments = ["--out", str(place / "sound"), "--note", note]
+    assert main(["replay", str(place / "sound"), "--to", "3", str(place / "train.py"), *arguments]) == 2
+    assert "a replay changes nothing in the run that it reads; give arguments" in capsys.readouterr().err
+    assert not Path(note).exists()
+
+
+def test_batch_prints_the_indices_of_the_examples(place, capsys):
+    """On the first line; those of the order of the data."""
+    assert main(["batch", str(place / "sound"), "26", str(place / "train.py")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    indices = list(map(int, lines[0].split()))
+    assert len(indices) == 4
+    assert lines[1].startswith("iteration 26, replayed from snapshot_iter_25")
+    assert main(["batch", "--json", str(place / "sound"), "1", str(place / "train.py")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["iteration"], found["from"], len(found["indices"])) == (1, None, 4)
+    assert found["batches"] == {"main": found["indices"]}
+    assert not set(found["indices"]) & set(indices)
+
+
+def test_bisect_names_the_iteration_and_the_batch_of_an_example_that_is_too_large(place, capsys):
+    """The value was as before some iterations later; only the mean of its interval, and no snapshot, shows it."""
+    arguments = ["--bad", "main/loss > 20", str(place / "train.py")]
+    assert main(["bisect", "--json", str(place / "large"), *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert POISON in found["indices"]
+    assert found["value"] > 20
+    assert (found["not_finite"], found["replays"], found["assumed"]) == (None, 1, 0)
+    assert main(["bisect", str(place / "sound"), *arguments]) == 1
+    assert capsys.readouterr().out.startswith("never: main/loss > 20 does not hold in iterations 1 to 120\n")
+
+
+def test_bisect_names_the_parameters_that_were_first_not_finite(place, capsys):
+    """The run has ended with the error before it wrote anything; every condition holds for what is not a number."""
+    assert main(["bisect", str(place / "nan"), "--bad", "main/loss == 1e9", str(place / "train.py")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    iteration = lines[0].split()[1]
+    assert lines[0] == f"iteration {iteration} is the first with main/loss == 1e+09: it is nan"
+    assert str(POISON) in lines[1].split()
+    assert lines[2] == f"Parameters were first not finite after iteration {iteration}: main/layer/weight, main/layer/bias"
+
+
+def test_bisect_looks_after_the_last_good_snapshot_alone_where_that_is_enough(place, capsys):
+    """With --monotone; it says which iterations it has not looked at. The mean of an interval shows that it has come."""
+    shown = ["--monotone", "--bad", "main/loss > 5", str(place / "train.py")]
+    assert main(["bisect", "--json", str(place / "large"), *shown]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert POISON in found["indices"]
+    assert found["replays"] == 1
+    assert found["from"] == (f"snapshot_iter_{found['assumed']}" if found["assumed"] else None)
+    assert found["assumed"] == (found["iteration"] - 1) // 25 * 25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["replay", "{run}", "--to", "999", "{script}"], "ends after iteration 120, before 999"),
+        (["replay", "{run}", "--to", "-1", "{script}"], "an iteration is a whole number of 0 or more, got '-1'"),
+        (["replay", "{run}", "--to", "5", "{run}/nothing.py"], "there is no script"),
+        (["replay", "{run}", "--to", "5", "--save", "{run}/state", "{script}"], "where a replay changes nothing"),
+        (["replay", "{run}", "--to", "5", "--save", "{script}", "{script}"], "is there already"),
+        (["replay", "nowhere", "--to", "5", "{script}"], "there is no directory nowhere"),
+        (["batch", "{run}", "0", "{script}"], "the first iteration is 1"),
+        (["bisect", "{run}", "--bad", "main/loss", "{script}"], 'KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10"'),
+        (["bisect", "{run}", "--bad", "main/loss > much", "{script}"], "got 'main/loss > much'"),
+        (["bisect", "{run}", "--bad", "mian/loss > 3", "{script}"], "nothing has reported 'mian/loss'; reported: main/loss"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_2(place, capsys, arguments, text):
+    """And says why."""
+    given = [each.format(run=place / "sound", script=place / "train.py") for each in arguments]
+    try:
+        status = main(given)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert text in " ".join(capsys.readouterr().err.split())
