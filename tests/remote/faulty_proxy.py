@@ -9,7 +9,8 @@
         proxy.dropped_headers = {"if-none-match"}   # as a store does that knows no conditions
         ... proxy.url ... proxy.requests ...
 
-A fault is one of `FAULTS`. "stall" ends when the client goes away, or with the proxy.
+A fault is one of `FAULTS`, or a status and a code of S3's, such as "403 AccessDenied", before it is carried out; the body
+of such an answer repeats what the client has sent. "stall" ends when the client goes away, or with the proxy.
 """
 
 import http.client
@@ -18,6 +19,7 @@ import select
 import socket
 import struct
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -86,10 +88,11 @@ class FaultyProxy:
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
+        self._http.cut()
 
     def fail(self, fault, *, times=1, method=None, key="", skip=0):
         """Break the next requests of that method with that text in their path or query."""
-        assert fault in FAULTS, fault
+        assert fault in FAULTS or fault[:3].isdigit(), fault
         with self._lock:
             self._orders.append(Order(fault, times, method, key, skip))
 
@@ -131,8 +134,22 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.open = []
+
+    def process_request(self, request, client_address):
+        self.open.append(request)
+        super().process_request(request, client_address)
+
     def shutdown_request(self, request):
         self.close_request(request)  # without a polite word first
+
+    def cut(self):
+        """End the connections that clients keep."""
+        for request in self.open:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request, client_address):
         """Clients go away, as they were made to."""
@@ -168,8 +185,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = self._read(size // 2 if fault == "cut request" else size)
         if fault in ("cut", "cut request"):
             raise _CutError
-        if fault in ("500", "503"):
-            return self._answer(int(fault), {}, b"")
+        if fault[:3].isdigit() and not fault.endswith("after"):
+            error = f"<Error><Code>{fault[4:]}</Code><Message>You sent {self.path} {self.headers}</Message></Error>"
+            return self._answer(int(fault[:3]), {}, error.encode() if self.command != "HEAD" else b"")
         status, answered, body = self._forward(content)
         if fault == "stall after":
             self._stall()

@@ -14,8 +14,8 @@ from chainring._remote.errors import ChangedError, RemoteError, Trouble, is_miss
 
 Result = TypeVar("Result")
 
-_FIRST_PAUSE = 0.1  # seconds
-_LONGEST_PAUSE = 8.0
+_FIRST_PAUSE = 1 / 600  # of `Patience.retry`, before the second try; each is twice the one before
+_LONGEST_PAUSE = 1 / 8
 _PART_TRIES = 24  # of a part after the first, so that their pauses are `Patience.retry` together
 _OWN_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
              "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")  # fmt: skip
@@ -109,7 +109,7 @@ class Connection:
             RemoteError: anything else.
         """
         _refuse_fork()
-        begun, pause, was_sent = time.monotonic(), _FIRST_PAUSE, False
+        begun, pause, was_sent = time.monotonic(), _FIRST_PAUSE * self._patience.retry, False
         while True:
             result, failure = self._attempt(place, request)
             if failure is None:
@@ -120,13 +120,13 @@ class Connection:
                 raise failure
             was_sent = was_sent or not failure.is_silent
             waits = self._has_answered or not failure.is_silent
-            patience = self._patience.retry if waits else min(self._patience.start, self._patience.retry)
             seconds = time.monotonic() - begun
-            if not (tries_again and failure.heals) or seconds + pause > patience:
+            left = (self._patience.retry if waits else min(self._patience.start, self._patience.retry)) - seconds
+            if not (tries_again and failure.heals) or left <= 0:
                 after = f" after {seconds:.0f} s" if seconds >= 1 else ""
                 raise RemoteError(f"{place} cannot be {deed}{after}: {failure}")
-            time.sleep(pause * _chance.uniform(0.5, 1))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            time.sleep(min(pause * _chance.uniform(0.5, 1), left))
+            pause = min(2 * pause, _LONGEST_PAUSE * self._patience.retry)
 
     def _attempt(self, place: str, request: Callable[[], Result]) -> tuple[Result | None, Trouble | OSError | None]:
         """Return what a request returns, or what it came to: errors of obstore go no further, as they have all of it."""
@@ -139,7 +139,7 @@ class Connection:
             if is_missing(error):
                 return None, FileNotFoundError(f"there is no {place}")
             is_condition = isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError))
-            if is_condition and not trouble.heals:
+            if is_condition and not trouble.heals and not trouble.remedy:  # obstore takes more for a condition
                 return None, ChangedError(f"{place} was written by somebody else")
             return None, trouble
         self._has_answered = True

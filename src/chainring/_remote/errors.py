@@ -103,6 +103,7 @@ def _refusal(status: int, code: str) -> Trouble:
 
 
 def _silence(text: str) -> Trouble:
+    never_sent = "kind: Connect," in text
     if "dns error" in text:
         return Trouble("the name of the store is not known", _ENDPOINT, heals=True, is_silent=True)
     if "ConnectionRefused" in text:
@@ -112,7 +113,7 @@ def _silence(text: str) -> Trouble:
     if "NotSupported" in text or "not supported" in text or "NotImplemented" in text:
         return Trouble("the store is set not to do this", "unset AWS_CONDITIONAL_PUT")
     if re.search(r"[Tt]imed ?[Oo]ut|Timeout", text):
-        return Trouble("the store has not answered in time", _ENDPOINT, heals=True, is_silent="kind: Connect" in text)
+        return Trouble("the store has not answered in time", _ENDPOINT, heals=True, is_silent=never_sent)
     if "Http" in text or "reqwest" in text or "HTTP" in text:
-        return Trouble("the connection to the store broke", heals=True, is_silent="kind: Connect" in text)
+        return Trouble("the connection to the store broke or stood still", _ENDPOINT, heals=True, is_silent=never_sent)
     return Trouble("obstore failed")
