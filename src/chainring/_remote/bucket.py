@@ -91,7 +91,7 @@ class Bucket:
         obstore()
         self._connection = Connection(scheme, self._name, patience)
         self._prefix = f"{prefix}/" if prefix else ""
-        self.url = f"{scheme}://{self._name}/{prefix}".rstrip("/")
+        self.url = f"{scheme}://{self._name}" + (f"/{prefix}" if prefix else "")
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"

@@ -16,7 +16,7 @@ from typing import Any
 
 from chainring.serializers._checkpoint import STATE
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, SavedSnapshot, find_snapshot
+from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, SavedSnapshot, find_snapshot, open_file
 
 _RUN = "run.json"
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -54,7 +54,7 @@ def describe_foreign_file(path: Path) -> str | None:
     """Return words for a file that Chainring neither writes nor opens; ``None`` if it may be a model's, sound or not."""
     if not path.is_file():
         return "neither a regular file nor a directory"
-    if is_pickle(path):
+    if is_pickle(open_file(path)):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python, "
             "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them anew"

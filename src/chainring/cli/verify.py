@@ -8,7 +8,7 @@ from typing import Any
 
 from chainring.cli._common import add_command, describe_file, describe_foreign_file, print_json, printable, snapshots
 from chainring.serializers import _safetensors
-from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, open_file
 
 _HELP = """
 Read every byte of a snapshot or of a model's file, and compare it with the
@@ -68,8 +68,7 @@ def _verify_file(path: Path) -> _Result:
     if describe_foreign_file(path) is not None:
         raise ValueError(f"{path} is {describe_file(path)}")
     try:
-        has_checksum = _safetensors.verify_checksum(path)
-        tensors = len(_safetensors.read(path))
+        tensors, has_checksum = _safetensors.verify_file(open_file(path))
     except ValueError as error:
         return {"path": str(path), "sound": False}, CorruptError(str(error))
     facts = {"path": str(path), "sound": True, "tensors": tensors, "bytes": path.stat().st_size}

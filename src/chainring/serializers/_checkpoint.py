@@ -39,6 +39,7 @@ from chainring.serializers._store import (
     WriteFile,
     Written,
     find_snapshot,
+    open_file,
     open_store,
     split,
 )
@@ -143,30 +144,22 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
     snapshot, comm = find_snapshot(path), as_communicator(getattr(obj, "comm", Communicator()))
-    if snapshot.is_local:
-        source = Path(path)
-        plan = _plan_together(comm.world, source, obj, path_in_snapshot, strict)
+    if snapshot.is_local or not snapshot.exists():
+        plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
         if plan is not None:
             report = plan.apply()
             if comm.is_main if comm.world.size > 1 else _rank() == 0:
                 info(report)
             return
-        if not source.is_dir():
-            _load_file(source, obj, path_in_snapshot, strict)
+        if not snapshot.is_local or not Path(path).is_dir():
+            _load_file(path, obj, path_in_snapshot, strict)
             return
-    elif not snapshot.exists():
-        from chainring.serializers._object_store import fetched  # which few programs need
-
-        with fetched(os.fspath(path)) as copy:
-            _load_file(copy, obj, path_in_snapshot, strict)
-        return
     load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
 
 
-def _load_file(source: Path, obj: Any, path_in_snapshot: str, strict: bool) -> None:
+def _load_file(source: Place, obj: Any, path_in_snapshot: str, strict: bool) -> None:
     """Load the file of a model."""
-    _safetensors.verify_checksum(source)
-    tensors = _safetensors.read(source)
+    tensors = _safetensors.read_verified(open_file(source))
     if not is_module(obj):
         raise TypeError(
             f"{source} holds a model, and a {type(obj).__name__} is continued from a snapshot directory; "
@@ -185,7 +178,7 @@ def _load_file(source: Path, obj: Any, path_in_snapshot: str, strict: bool) -> N
         )
 
 
-def _plan_together(comm: Communicator, source: Path, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+def _plan_together(comm: Communicator, source: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them.
 
     Raises:
@@ -209,11 +202,14 @@ def _plan_together(comm: Communicator, source: Path, obj: Any, path: str, strict
     return plan
 
 
-def _plan_foreign(source: Path, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how a checkpoint of another library is loaded; ``None`` for what `save` wrote."""
+    if is_url(place):
+        return _plan_object(os.fspath(place), obj, path, strict)
+    source = Path(place)
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
-    if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(source)):
+    if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(open_file(source))):
         return None
     from chainring.serializers.foreign import ForeignPlan, read_foreign  # which builds on this file
 
@@ -224,6 +220,22 @@ def _plan_foreign(source: Path, obj: Any, path: str, strict: bool) -> ForeignPla
             "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
         )
     return None if found is None else ForeignPlan(source, found, obj, path, strict)
+
+
+def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
+    from chainring.serializers._object_store import explain_absence, fetched  # which few programs need
+
+    try:
+        file = open_file(url)
+    except FileNotFoundError:
+        raise explain_absence(url) from None
+    if find_snapshot(url).name != split(url)[1]:  # a link, and to nothing
+        raise explain_absence(url)
+    if not _safetensors.is_pickle(file):
+        return None
+    with fetched(file) as copy:
+        return _plan_foreign(copy, obj, path, strict)
 
 
 def load_snapshot(
@@ -423,7 +435,8 @@ def _load_state(
     if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
         raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)
-    saved.directory, saved.place, saved.origin = source.folder_beside(stored.manifest), source.place, stored
+    saved.place, saved.origin = source.place, stored
+    saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
     saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
     saved.visit("", unwrap(obj))
 

@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -41,6 +42,8 @@ _LARGEST_LINK = 1000  # bytes
 _READERS = 8  # manifests read at once
 _DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
+_FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")
+_RECORD = "run.json"
 
 
 class Guard(Protocol):
@@ -88,8 +91,11 @@ class ObjectSnapshot(SavedSnapshot):
         found = {entry.key.removeprefix(folder): entry.size for entry in self._bucket.list(folder)}
         return {name: size for name, size in found.items() if manifest.folder or name != MANIFEST}
 
+    def path_of(self, file: str, manifest: Manifest) -> str:
+        return f"{self.place}/{self._folder(manifest)}{file}"
+
     def open(self, file: str, manifest: Manifest) -> StoredFile:
-        return _Object(self._bucket, self._folder(manifest) + file)
+        return ObjectFile(self._bucket, self._folder(manifest) + file)
 
     def folder_beside(self, manifest: Manifest) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="chainring-beside-"))
@@ -111,15 +117,16 @@ class ObjectSnapshot(SavedSnapshot):
         return f"{self.name}/{manifest.folder}/" if manifest.folder else f"{self.name}/"
 
 
-class _Object(StoredFile):
+class ObjectFile(StoredFile):
     """An object that is read in parts."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
-        self._bucket, self._key = bucket, key
-        self.path, self.size = f"{bucket.url}/{key}", bucket.head(key).size
+        self._reader = bucket.open(key)
+        weakref.finalize(self, self._reader.close)
+        self.path, self.size = f"{bucket.url}/{key}", self._reader.size
 
     def read_into(self, start: int, view: memoryview) -> None:
-        view[:] = self._bucket.read(self._key, start, len(view))
+        view[:] = self._reader.read(start, len(view))
 
 
 class ObjectStore(Store):
@@ -141,16 +148,8 @@ class ObjectStore(Store):
     def snapshot(self, name: str) -> ObjectSnapshot:
         return ObjectSnapshot(self.bucket, name)
 
-    def open_object(self, name: str) -> StoredFile:
-        """Return an object beside the snapshots.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
-        return _Object(self.bucket, name)
-
     def begin(self, name: str) -> str:
-        if self.snapshot(check_name(name)).exists():
+        if self.snapshot(check_name(name)).exists() or self._find_link(name)[0] != MISSING:
             raise FileExistsError(
                 f"{self.place}/{name} is there already; a snapshot is never written over: choose another name"
             )
@@ -314,8 +313,14 @@ def _link_target(bucket: Bucket, name: str) -> str | None:
 
 @contextmanager
 def replacing_object(url: str) -> Iterator[BinaryIO]:
-    """Open a new file that becomes the object at an address when the block ends; whoever writes it may go back in it."""
+    """Open a new file that becomes the object at an address when the block ends; whoever writes it may go back in it.
+
+    Raises:
+        FileExistsError: a snapshot has that name.
+    """
     place, name = split(url)
+    if ObjectSnapshot(Bucket(place), name).exists():
+        raise FileExistsError(f"{url} is a snapshot, and is not replaced by a file; choose another name")
     with tempfile.TemporaryFile(prefix="chainring-") as content:
         yield content
         content.seek(0)
@@ -325,19 +330,34 @@ def replacing_object(url: str) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def fetched(url: str) -> Iterator[Path]:
-    """Copy an object into a file that is there during the block.
-
-    Raises:
-        FileNotFoundError: there is no such object.
-    """
-    place, name = split(url)
-    file = ObjectStore(Bucket(place)).open_object(name)
+def fetched(file: StoredFile) -> Iterator[Path]:
+    """Copy an object into a file that is there during the block."""
     with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
-        path = Path(folder, name)
+        path = Path(folder, file.path.rpartition("/")[2])
         with open(path, "wb") as copy:
             for start in range(0, file.size, PART):
                 part = bytearray(min(PART, file.size - start))
                 file.read_into(start, memoryview(part))
                 copy.write(part)
         yield path
+
+
+def explain_absence(url: str) -> Exception:
+    """Return the error of an address where neither a snapshot nor an object is, with what is there instead."""
+    above, name = split(url)
+    if (target := _link_target(Bucket(above), name)) is not None:
+        return FileNotFoundError(f"{url} is a link to {above}/{target}, which is not there")
+    bucket = Bucket(url)
+    if names := ObjectStore(bucket).names():
+        return FileNotFoundError(f"{url} is a run, not a snapshot; give one of its own, such as {bucket.url}/{names[0]}")
+    keys = [entry.key for entry in bucket.list()]
+    if any(_FILE.fullmatch(key) for key in keys):
+        return CorruptError(f"{url} has files of a snapshot and no {MANIFEST}: it is damaged, or was not finished")
+    if _RECORD in keys:
+        return FileNotFoundError(
+            f"{url} belongs to a run that has taken no snapshot. In the script, "
+            'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
+        )
+    if keys:
+        return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {bucket.url}/{keys[0]}")
+    return FileNotFoundError(f"there is no {url}")

@@ -110,6 +110,12 @@ def read_header(file: StoredFile) -> tuple[int, dict[str, Stored]]:
         ValueError: the file is damaged, or not a safetensors file; or it holds a dtype that this version does not write.
         OSError: it cannot be read.
     """
+    text, stored = _read_stored(file)
+    return zlib.crc32(text), stored
+
+
+def _read_stored(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
+    """Return the header of a file as text, and what it says of each tensor, in the order of the file."""
     text, header, texts = _read_entries(file)
     try:
         metadata = _parse_metadata(texts)
@@ -128,12 +134,12 @@ def read_header(file: StoredFile) -> tuple[int, dict[str, Stored]]:
             stored[name] = Stored(dtype, shape, strides, (start, end), order[source], offsets, same_as)
     except ValueError as error:
         raise _refusal(file, error) from error
-    return zlib.crc32(text), stored
+    return text, dict(sorted(stored.items(), key=lambda item: (item[1].part, item[1].same_as is not None, item[0])))
 
 
 def read_tensors(file: StoredFile, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by its header, in memory of their own on the CPU. Tied ones are one tensor again."""
-    found = {name: _read_tensor(file, entry) for name, entry in stored.items() if entry.same_as is None}
+    found = {name: _to_tensor(_read(file, entry), entry) for name, entry in stored.items() if entry.same_as is None}
     return {name: found[stored[name].same_as or name] for name in sorted(stored)}
 
 
@@ -211,10 +217,15 @@ def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _read_tensor(file: StoredFile, entry: Stored) -> torch.Tensor:
-    """Return a tensor with the dtype and the strides that were written."""
+def _read(file: StoredFile, entry: Stored) -> torch.Tensor:
+    """Return the bytes of a tensor."""
     start, end = entry.place
-    tensor = file.read(start, end - start).view(entry.dtype).reshape(entry.shape)
+    return file.read(start, end - start)
+
+
+def _to_tensor(content: torch.Tensor, entry: Stored) -> torch.Tensor:
+    """Return a tensor with the dtype and the strides that were written."""
+    tensor = content.view(entry.dtype).reshape(entry.shape)
     if entry.strides is None:
         return tensor
     return torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype).copy_(tensor)
@@ -388,32 +399,52 @@ def write_with_checksum(file: BinaryIO, tensors: Mapping[str, torch.Tensor], loa
     file.write(b"%08x" % crc)
 
 
-def verify_checksum(path: str | os.PathLike[str]) -> bool:
-    """Compare a file with the checksum that `write_with_checksum` wrote; return whether it has one.
+def verify_file(file: StoredFile) -> tuple[int, bool]:
+    """Read a file once, in chunks, and compare it with its checksum, which `write_with_checksum` wrote.
+
+    Returns:
+        The number of its tensors, and whether it has a checksum.
 
     Raises:
-        ValueError: the file is not what was written, or not a regular file.
+        ValueError: the file is not what was written, or not a safetensors file.
+        OSError: it cannot be read.
     """
-    if not Path(path).is_file():  # to open a pipe would be to wait for ever
-        raise ValueError(f"{path} is not a regular file; give the path of a model's file")
-    with Path(path).open("rb") as file:
-        header_size = 8 + min(int.from_bytes(file.read(8), "little"), _MAX_HEADER)
-        file.seek(0)
-        header = file.read(header_size)
-        found = _CHECKSUM.search(header)
-        if found is None and not _WRITER.search(header):
-            return False
-        if found is not None:
-            crc = zlib.crc32(header[: found.start(1)] + b"00000000" + header[found.end(1) :])
-            while chunk := file.read(CHUNK):
-                crc = zlib.crc32(chunk, crc)
-            if found.group(1) == b"%08x" % crc:
-                return True
-    raise ValueError(f"{path} is damaged: its checksum is another. Use another copy")
+    text, stored = _read_stored(file)
+    expected, crc = _recorded_checksum(file, text)
+    _compare(file, expected, file.checksum(len(text), crc))
+    return len(stored), expected is not None
 
 
-def is_pickle(path: Path) -> bool:
+def read_verified(file: StoredFile) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, see `read_tensors`, which is read once; raise as `verify_file` does."""
+    text, stored = _read_stored(file)
+    expected, crc = _recorded_checksum(file, text)
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in stored.items():
+        if entry.same_as is None:
+            content = _read(file, entry)
+            crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
+            found[name] = _to_tensor(content, entry)
+    _compare(file, expected, crc)
+    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
+
+
+def _recorded_checksum(file: StoredFile, header: bytes) -> tuple[bytes | None, int]:
+    """Return the checksum in a header, if it has one, and the CRC-32 of the header without it."""
+    found = _CHECKSUM.search(header)
+    if found is None:
+        if _WRITER.search(header):
+            _compare(file, b"", 0)
+        return None, zlib.crc32(header)
+    return found.group(1), zlib.crc32(header[: found.start(1)] + b"00000000" + header[found.end(1) :])
+
+
+def _compare(file: StoredFile, expected: bytes | None, crc: int) -> None:
+    if expected not in (None, b"%08x" % crc):
+        raise ValueError(f"{file.path} is damaged: its checksum is another. Use another copy")
+
+
+def is_pickle(file: StoredFile) -> bool:
     """Return whether a file begins as those of ``torch.save`` and NumPy do, an archive or a pickle, not as safetensors."""
-    with path.open("rb") as file:
-        start = file.read(9)
+    start = bytes(file.read(0, min(9, file.size)).numpy())
     return start.startswith((b"PK\x03\x04", b"\x80")) and start[8:] != b"{"

@@ -31,6 +31,7 @@ from torch import Tensor
 from chainring._files import (
     Sink,
     flush,
+    is_regular,
     is_temporary,
     is_url,
     open_regular,
@@ -116,12 +117,15 @@ class StoredFile(ABC):
         self.read_into(0, memoryview(content))
         return bytes(content)
 
-    def checksum(self) -> int:
-        """Return the CRC-32 of the content, which is read in chunks; raise as `read_into` does."""
-        crc, buffer = 0, bytearray(min(self.size, _CHUNK))
-        for start in range(0, self.size, _CHUNK):
-            view = memoryview(buffer)[: min(_CHUNK, self.size - start)]
-            self.read_into(start, view)
+    def checksum(self, start: int = 0, crc: int = 0) -> int:
+        """Return the CRC-32 of the content from ``start`` on, which is read in chunks; raise as `read_into` does.
+
+        ``crc`` is that of what stands before.
+        """
+        buffer = bytearray(min(self.size, _CHUNK))
+        for position in range(start, self.size, _CHUNK):
+            view = memoryview(buffer)[: min(_CHUNK, self.size - position)]
+            self.read_into(position, view)
             crc = zlib.crc32(view, crc)
         return crc
 
@@ -161,6 +165,10 @@ class SavedSnapshot(ABC):
         """Return the bytes of each file that is there, without the manifest; ``None`` of what is not a regular file."""
 
     @abstractmethod
+    def path_of(self, file: str, manifest: Manifest) -> str:
+        """Return where a file lies, a path or an address."""
+
+    @abstractmethod
     def open(self, file: str, manifest: Manifest) -> StoredFile:
         """Open a file.
 
@@ -189,12 +197,12 @@ class SavedSnapshot(ABC):
             raise CorruptError(f"{self.path} is not what was written: missing {missing}, too many {extra}")
         for name, (size, _) in manifest.files.items():
             if present[name] is None:  # opening a pipe would wait for ever
-                raise CorruptError(f"{self.path}/{name} is not a regular file")
+                raise CorruptError(f"{self.path_of(name, manifest)} is not a regular file")
             if present[name] != size:
-                raise CorruptError(f"{self.path}/{name} has {present[name]} bytes, {size} were written")
+                raise CorruptError(f"{self.path_of(name, manifest)} has {present[name]} bytes, {size} were written")
         for name, (_, crc) in manifest.files.items() if content else ():
             if self.open(name, manifest).checksum() != crc:
-                raise CorruptError(f"{self.path}/{name} has other bytes than were written")
+                raise CorruptError(f"{self.path_of(name, manifest)} has other bytes than were written")
         return manifest
 
 
@@ -224,11 +232,14 @@ class DirectorySnapshot(SavedSnapshot):
         folder = self.directory / manifest.folder
         entries = {entry.name: os.lstat(entry) for entry in os.scandir(folder)} if folder.is_dir() else {}
         if not manifest.folder:
-            del entries[MANIFEST]
+            entries.pop(MANIFEST, None)
         return {name: entry.st_size if stat.S_ISREG(entry.st_mode) else None for name, entry in entries.items()}
 
+    def path_of(self, file: str, manifest: Manifest) -> str:
+        return str(self.directory / manifest.folder / file)
+
     def open(self, file: str, manifest: Manifest) -> StoredFile:
-        return LocalFile(self.directory / manifest.folder / file)
+        return LocalFile(Path(self.path_of(file, manifest)))
 
     def folder_beside(self, manifest: Manifest) -> Path:
         return self.directory.resolve().parent
@@ -584,11 +595,42 @@ def find_newest(
 
 
 def split(place: Place) -> tuple[str, str]:
-    """Return the path or the address above one, and its name there."""
-    if is_url(place):
-        url, _, name = os.fspath(place).rstrip("/").rpartition("/")
-        return url, name
-    return str(Path(place).parent), Path(place).name
+    """Return the path or the address above one, and its name there.
+
+    Raises:
+        ValueError: it is an address that has no name in a bucket.
+    """
+    if not is_url(place):
+        return str(Path(place).parent), Path(place).name
+    from chainring._remote.bucket import Bucket
+
+    url = os.fspath(place)
+    above, _, name = Bucket(url).url.rpartition("/")
+    if "://" not in above:
+        raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
+    return above, name
+
+
+def open_file(place: Place) -> StoredFile:
+    """Open a file at a path or an address.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        OSError: it cannot be opened.
+        ValueError: it is not a regular file.
+    """
+    if not is_url(place):
+        resolved = Path(os.path.realpath(place))  # a person may have made a link to it
+        if os.path.lexists(resolved) and not is_regular(resolved):
+            raise ValueError(f"{place} is not a regular file; give the path of a model's file")
+        file = LocalFile(resolved)
+        file.path = os.fspath(place)
+        return file
+    from chainring._remote.bucket import Bucket
+    from chainring.serializers._object_store import ObjectFile
+
+    above, name = split(place)
+    return ObjectFile(Bucket(above), name)
 
 
 def open_store(place: Place) -> Store:
