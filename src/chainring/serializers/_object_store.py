@@ -15,14 +15,16 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, Tag
+from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, RemoteError, Tag
+from chainring._remote.lease import Fence, Lease, read_fence
 from chainring.serializers._store import (
     MANIFEST,
     CorruptError,
@@ -38,22 +40,18 @@ from chainring.serializers._store import (
     split,
 )
 
+if TYPE_CHECKING:
+    from chainring._remote.mirror import Mirror
+
+LEASE = "lease"  # the key of a manifest for the stamp of the lease under which it was written
+
 _LARGEST_LINK = 1000  # bytes
+_OLD = timedelta(days=1)  # of an upload that nobody will finish
 _READERS = 8  # manifests read at once
 _DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")
 _RECORD = "run.json"
-
-
-class Guard(Protocol):
-    """What allows a run to write, see `chainring._remote.lease.Lease`."""
-
-    def renew(self) -> None:
-        """Raise an `OSError` unless this run may write, and go on writing for a while."""
-
-    def check(self) -> None:
-        """Raise an `OSError` if this run may not write any more."""
 
 
 class ObjectSnapshot(SavedSnapshot):
@@ -80,6 +78,13 @@ class ObjectSnapshot(SavedSnapshot):
         return True
 
     def read_manifest(self) -> Manifest:
+        manifest = self.parse_manifest()
+        if LEASE in manifest.about and not _admits(read_fence(self._bucket), manifest):
+            raise CorruptError(f"{self.path} was written by a run that had lost its lease, and is not valid")
+        return manifest
+
+    def parse_manifest(self) -> Manifest:
+        """Return the manifest as `read_manifest` does, also if its writer had lost the lease of the run."""
         try:
             text = self._bucket.get(f"{self.name}/{MANIFEST}").content
         except FileNotFoundError:
@@ -118,7 +123,7 @@ class ObjectSnapshot(SavedSnapshot):
 
 
 class ObjectFile(StoredFile):
-    """An object that is read in parts."""
+    """An object that is read in parts, and ahead."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._reader = bucket.open(key)
@@ -134,22 +139,24 @@ class ObjectStore(Store):
 
     Args:
         bucket: the objects of the run.
-        guard: what allows this process to write; without one it may.
-        persist: called with a file that is to be put into the store.
+
+    Attributes:
+        lease: of the run that writes here; without one, anybody may.
+        files: the files beside the snapshots, as far as this process writes them.
     """
 
-    def __init__(
-        self, bucket: Bucket, guard: Guard | None = None, persist: Callable[[Path], None] = lambda path: None
-    ) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket, self.place = bucket, bucket.url
-        self._guard, self._persist = guard, persist
-        self._manifests: dict[str, tuple[Tag, Manifest | None]] = {}  # by name, as they were when they were listed
+        self.lease: Lease | None = None
+        self.files: Mirror | None = None
+        # By name, as they were when they were listed; None before. Of a run that has the lease, nobody else changes them.
+        self._manifests: dict[str, tuple[Tag, Manifest | None]] | None = None
 
     def snapshot(self, name: str) -> ObjectSnapshot:
         return ObjectSnapshot(self.bucket, name)
 
     def begin(self, name: str) -> str:
-        if self.snapshot(check_name(name)).exists() or self._find_link(name)[0] != MISSING:
+        if self.exists_as_snapshot(check_name(name)) or self._find_link(name)[0] != MISSING:
             raise FileExistsError(
                 f"{self.place}/{name} is there already; a snapshot is never written over: choose another name"
             )
@@ -160,28 +167,29 @@ class ObjectStore(Store):
             return write(upload)
 
     def publish(self, draft: str, name: str, manifest: Manifest) -> None:
-        content = format_manifest(replace(manifest, folder=draft.rpartition("/")[2]))
-        key = f"{name}/{MANIFEST}"
-        if self._guard is not None:
-            self._guard.renew()
+        stamp = {} if self.lease is None else {LEASE: self.lease.stamp}
+        manifest = replace(manifest, folder=draft.rpartition("/")[2], about={**manifest.about, **stamp})
+        if self.lease is not None:
+            self.lease.check()
         try:
-            tag = self.bucket.put(key, content, MISSING)
+            tag = self.bucket.put(f"{name}/{MANIFEST}", format_manifest(manifest), MISSING)
         except ChangedError:
             raise FileExistsError(f"{self.place}/{name} was written by somebody else meanwhile") from None
-        if self._guard is not None:
-            try:
-                self._guard.check()
-            except BaseException:
-                self.bucket.delete([key])
-                raise
-        self._manifests[name] = tag, replace(parse_manifest(content, name), parts={})
+        if self.lease is not None:
+            self.lease.renew()  # which proves that it was there in time; see the lease
+        if self._manifests is not None:
+            self._manifests[name] = tag, replace(manifest, parts={})
+        if self.files is not None:
+            with suppress(RemoteError):  # they are tried again, and what the snapshot refers to is there
+                self.files.put()
 
     def discard(self, draft: str) -> None:
         with suppress(OSError):  # the next run removes it
             self.bucket.delete(entry.key for entry in self.bucket.list(f"{draft}/"))
 
     def persist(self, path: Path) -> None:
-        self._persist(path)
+        if self.files is not None:
+            self.files.persist(path)
 
     def link(self, name: str, target: str) -> None:
         tag, earlier = self._find_link(check_name(name))
@@ -204,7 +212,6 @@ class ObjectStore(Store):
         self.bucket.delete([name])
 
     def links(self) -> dict[str, str]:
-        """Return the links by name, with their targets."""
         small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size < _LARGEST_LINK]
         return {name: target for name in small if (target := _link_target(self.bucket, name)) is not None}
 
@@ -213,16 +220,16 @@ class ObjectStore(Store):
 
     def candidates(self) -> list[str]:
         self._refresh()
-        return list(self._manifests)
+        return list(self._manifests or ())
 
     def known_manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a snapshot as it was last listed or written."""
-        if not self._manifests:
+        """Return the manifest of a snapshot; where this run has the lease, as it was last listed or written."""
+        if self._manifests is None or self.lease is None:
             self._refresh()
-        return self._manifests.get(name, (MISSING, None))[1]
+        return (self._manifests or {}).get(name, (MISSING, None))[1]
 
     def _refresh(self) -> None:
-        """Read the manifests that are new, or that have changed."""
+        """Read the manifests that are new, or that have changed, but those of a writer that had lost the lease."""
         found: dict[str, Tag] = {}
         for entry in self.bucket.list():
             name, slash, rest = entry.key.partition("/")
@@ -230,22 +237,52 @@ class ObjectStore(Store):
                 found[name] = entry.tag
             elif slash and _DRAFT.fullmatch(entry.key):
                 found.setdefault(name, MISSING)
-        new = [name for name, tag in found.items() if self._manifests.get(name, (None,))[0] != tag or tag == MISSING]
-        with ThreadPoolExecutor(_READERS) as pool:
-            read = dict(zip(new, pool.map(self._read_manifest, new), strict=True))
-        known = self._manifests
-        self._manifests = {name: (tag, read[name] if name in read else known[name][1]) for name, tag in found.items()}
+        known = self._manifests or {}
+        new = [name for name, tag in found.items() if tag != MISSING and known.get(name, (None,))[0] != tag]
+        manifests = {name: each[1] for name, each in known.items()} | self._read_manifests(new)
+        fence = self._fence()
+        self._manifests = {
+            name: (tag, None if tag == MISSING else manifests[name])
+            for name, tag in found.items()
+            if tag == MISSING or _admits(fence, manifests[name])
+        }
 
-    def _read_manifest(self, name: str) -> Manifest | None:
+    def _fence(self) -> Fence:
+        return read_fence(self.bucket) if self.lease is None else self.lease.fence
+
+    def _read_manifests(self, names: Sequence[str]) -> dict[str, Manifest | None]:
+        """Return the manifests of snapshots, ``None`` for those that are damaged."""
+
+        def read(name: str) -> Manifest | None:
+            try:
+                return replace(self.snapshot(name).parse_manifest(), parts={})
+            except CorruptError:
+                return None
+
+        with ThreadPoolExecutor(_READERS) as pool:
+            return dict(zip(names, pool.map(read, names), strict=True))
+
+    def stamps(self) -> list[tuple[str | None, str]]:
+        """Return of every snapshot, also in archives, the stamp of the lease under which it was written, and its folder."""
+        keys = [entry.key for entry in self.bucket.list()]
+        names = [key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")]
+        manifests = self._read_manifests([name for name in names if "/" not in name or _ARCHIVED.fullmatch(name)])
+        return [(_stamp(each), each.folder.rpartition("/")[2]) for each in manifests.values() if each is not None]
+
+    def exists_as_snapshot(self, name: str) -> bool:
+        """Return whether a valid snapshot, or a damaged one, has that name."""
+        snapshot = self.snapshot(name)
+        if not snapshot.exists():
+            return False
         try:
-            return replace(self.snapshot(name).read_manifest(), parts={})
+            return _admits(self._fence(), snapshot.parse_manifest())
         except CorruptError:
-            return None
+            return True
 
     def remove(self, name: str) -> None:
         """Remove a snapshot: its manifest first, so that it is never there in part."""
         self.bucket.delete([f"{check_name(name)}/{MANIFEST}"])
-        self._manifests.pop(name, None)
+        self._forget(name)
         self.bucket.delete(entry.key for entry in self.bucket.list(f"{name}/") if entry.key not in self._in_use(name))
 
     def _in_use(self, name: str) -> set[str]:
@@ -257,9 +294,12 @@ class ObjectStore(Store):
         """Return the folders of the files of snapshots that were moved elsewhere."""
         keys = [entry.key for archive in ("previous/", "abandoned/") for entry in self.bucket.list(archive)]
         moved = [key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")]
-        with ThreadPoolExecutor(_READERS) as pool:
-            manifests = pool.map(self._read_manifest, filter(_ARCHIVED.fullmatch, moved))
+        manifests = self._read_manifests(list(filter(_ARCHIVED.fullmatch, moved))).values()
         return {manifest.folder.removeprefix("../../") for manifest in manifests if manifest is not None}
+
+    def _forget(self, name: str) -> None:
+        if self._manifests is not None:
+            self._manifests.pop(name, None)
 
     def move(self, name: str, archive: str) -> None:
         key = f"{name}/{MANIFEST}"
@@ -276,7 +316,7 @@ class ObjectStore(Store):
             content = format_manifest(replace(manifest, folder=f"../../{name}/{manifest.folder}".rstrip("/")))
         self.bucket.put(f"{archive}/{key}", content, MISSING)
         self.bucket.delete([key])
-        self._manifests.pop(name, None)
+        self._forget(name)
 
     def _move_object(self, name: str, archive: str) -> None:
         try:
@@ -286,18 +326,51 @@ class ObjectStore(Store):
         self.bucket.put(f"{archive}/{name}", content, MISSING)
         self.bucket.delete([name])
 
+    def leave_probe(self) -> str:
+        name = f".probe-{secrets.token_hex(8)}"
+        self.bucket.put(name, b"")
+        return name
+
+    def sees_probe(self, name: str) -> bool:
+        try:
+            self.bucket.head(name)
+        except OSError:
+            return False
+        return True
+
+    def remove_probe(self, name: str) -> None:
+        self.bucket.delete([name])
+
     def sweep(self) -> list[str]:
         keys = [entry.key for entry in self.bucket.list()]
         drafts = {match["draft"]: match["name"] for key in keys if (match := _DRAFT.fullmatch(key))}
-        in_use = {f"{name}/{manifest.folder}" for name, manifest in self.listing() if manifest is not None}
+        listed = dict(self.listing())
+        in_use = {f"{name}/{manifest.folder}" for name, manifest in listed.items() if manifest is not None}
         # Of a snapshot whose manifest cannot be read nobody knows which are its files.
-        unknown = {name for name, manifest in self.listing() if manifest is None and f"{name}/{MANIFEST}" in keys}
+        unknown = {name for name, manifest in listed.items() if manifest is None and f"{name}/{MANIFEST}" in keys}
         if drafts.keys() - in_use:
             in_use |= self._archived_drafts()
-        unfinished = [draft for draft, name in drafts.items() if draft not in in_use and name not in unknown]
-        self.bucket.delete(key for key in keys if any(key.startswith(f"{draft}/") for draft in unfinished))
-        self._manifests = {}
-        return unfinished
+        unfinished = {draft for draft, name in drafts.items() if draft not in in_use and name not in unknown}
+        invalid = {key for key in keys if key.endswith(f"/{MANIFEST}") and key.count("/") == 1} - {
+            f"{name}/{MANIFEST}" for name in listed
+        }
+        parts = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
+        self.bucket.delete([*invalid, *parts])
+        self.bucket.abort_uploads(_OLD)
+        return sorted(unfinished)
+
+
+def _stamp(manifest: Manifest) -> str | None:
+    stamp = manifest.about.get(LEASE)
+    return stamp if isinstance(stamp, str) else None
+
+
+def _admits(fence: Fence, manifest: Manifest | None) -> bool:
+    """Return whether a snapshot, or a damaged one, is not that of a writer that had lost the lease."""
+    try:
+        return manifest is None or fence.admits(_stamp(manifest), manifest.folder.rpartition("/")[2])
+    except ValueError:
+        return True
 
 
 def _link_target(bucket: Bucket, name: str) -> str | None:

@@ -387,6 +387,10 @@ class Store(ABC):
         """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
 
     @abstractmethod
+    def links(self) -> dict[str, str]:
+        """Return the links by name, with their targets."""
+
+    @abstractmethod
     def unlink(self, name: str) -> None:
         """Remove a link."""
 
@@ -431,6 +435,18 @@ class Store(ABC):
     @abstractmethod
     def move(self, name: str, archive: str) -> None:
         """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""
+
+    @abstractmethod
+    def leave_probe(self) -> str:
+        """Leave something by which other processes find out whether they see the same store; return its name."""
+
+    @abstractmethod
+    def sees_probe(self, name: str) -> bool:
+        """Return whether a probe is there."""
+
+    @abstractmethod
+    def remove_probe(self, name: str) -> None:
+        """Remove a probe."""
 
     @abstractmethod
     def sweep(self) -> list[str]:
@@ -507,10 +523,11 @@ class DirectoryStore(Store):
             raise write_error(error, path) from error
 
     def link_target(self, name: str) -> str | None:
-        try:
-            return os.readlink(self.root / check_name(name))
-        except OSError:
-            return None
+        return _target(self.root / check_name(name))
+
+    def links(self) -> dict[str, str]:
+        names = [entry.name for entry in os.scandir(self.root) if entry.is_symlink()]
+        return {name: target for name in sorted(names) if (target := _target(self.root / name)) is not None}
 
     def unlink(self, name: str) -> None:
         os.unlink(self.root / name)
@@ -540,6 +557,17 @@ class DirectoryStore(Store):
     def move(self, name: str, archive: str) -> None:
         os.rename(self.root / name, self.root / archive / name)
 
+    def leave_probe(self) -> str:
+        probe = temporary_path(self.root)
+        probe.touch(exist_ok=False)
+        return probe.name
+
+    def sees_probe(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def remove_probe(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
+
     def sweep(self) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this.
 
@@ -559,6 +587,13 @@ class DirectoryStore(Store):
             folders[:] = [name for name in folders if name not in unfinished]
             swept += unfinished
         return swept
+
+
+def _target(link: Path) -> str | None:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return None
 
 
 @lru_cache(4096)

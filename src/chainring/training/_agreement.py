@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
 import re
 from collections.abc import Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,6 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._environment import versions
-from chainring._files import temporary_path
 from chainring._naming import name_cleaner, unwrap
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import Trigger, describe_setting
@@ -28,6 +25,7 @@ from chainring.training.updaters.base import hyperparameters, parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
 if TYPE_CHECKING:
+    from chainring.serializers._store import Store
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
@@ -63,24 +61,24 @@ def check_agreement(trainer: Trainer) -> None:
             _raise_first_difference(name, world.gather_object(settings.get(name)))
 
 
-def check_out(out: str, comm: Communicator) -> None:
-    """Refuse an ``out`` that is not the same directory for all ranks, which a resumed run could not read.
+def check_out(store: Store, comm: Communicator) -> None:
+    """Refuse an ``out`` that is not the same place for all ranks, which a resumed run could not read.
 
     Raises:
         ValueError: a rank does not see what rank 0 has written there.
     """
-    probe, comm = temporary_path(Path(out)), comm.world
-    if comm.is_main:
-        probe.touch(exist_ok=False)
+    comm = comm.world
+    probe = store.leave_probe() if comm.is_main else ""
     try:
-        name = comm.broadcast_object(probe.name)
-        is_seen = comm.gather_object(os.path.exists(Path(out) / name))
+        probe = comm.broadcast_object(probe)
+        is_seen = comm.gather_object(store.sees_probe(probe))
     finally:
-        probe.unlink(missing_ok=True)
+        if comm.is_main:
+            store.remove_probe(probe)
     blind = [rank for rank, seen in enumerate(is_seen) if not seen]
     if blind and is_seen[0]:
         raise ValueError(
-            f"out is one directory for all ranks, from which each of them resumes, and {out!r} of rank {blind[0]} is not "
+            f"out is one directory for all ranks, from which each of them resumes, and {str(store)!r} of rank {blind[0]} is not "
             "that of rank 0: give a path on storage that all machines share"
         )
 

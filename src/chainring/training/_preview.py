@@ -238,7 +238,7 @@ def _state_put_back(trainer: Trainer) -> Generator[None]:
     """Give the trainer a scratch directory as ``out``, and put all state back at the end come what may."""
     saved = DictionarySerializer()
     _visit_state(saved, trainer)
-    out, observation = trainer.out, trainer.observation
+    out, observation = trainer.url or trainer.out, trainer.observation
     try:
         with _random.preserve_rng(), tempfile.TemporaryDirectory(prefix="chainring-rehearsal-") as scratch:
             trainer.out, trainer.is_rehearsing = scratch, True

@@ -29,6 +29,8 @@ from chainring.training.triggers import IntervalTrigger
 from chainring.training.triggers.base import describe_setting, serialize_extension_trigger
 
 if TYPE_CHECKING:
+    from chainring.serializers._store import Store
+    from chainring.training._remote_run import RemoteRun
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
@@ -257,7 +259,9 @@ class Run:
         self.earlier_time = 0.0  # seconds of training in the runs before a resume
         self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
         self.ended_at: float | None = None
+        self.store: Store | None = None  # in which this process alone writes, while the run goes on
         self._directory: RunDirectory | None = None
+        self._remote: RemoteRun | None = None
         self._started_triggers: list[Any] = []
 
     @contextmanager
@@ -273,11 +277,10 @@ class Run:
                 if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
                     trainer.comm.begin()  # ranks that compute a model together need no comm
                 if trainer.comm.is_main:  # the only rank that writes there
-                    create_out(trainer.out)
-                    self._directory = RunDirectory(trainer.out)
+                    self._open(trainer)
                 if several:
                     check_agreement(trainer)
-                    check_out(trainer.out, trainer.comm)
+                    check_out(trainer.store, trainer.comm)
                 if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
                     check_generators(trainer.comm)
                 self._start(trainer, initialized, lambda: _load_newest(trainer, self.loaded_state))
@@ -288,6 +291,8 @@ class Run:
                 reason.add_note(f"raised {_position(trainer)}")
                 failure = trainer.comm.failed(reason)
             failure = _end(trainer, initialized, failure)
+            if self._remote is not None:
+                failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.close)
             trainer.comm.end()
             self.ended_at = time.monotonic()
             if self._directory is not None:
@@ -296,6 +301,16 @@ class Run:
                 failure = trainer.interruption.error()
         if failure is not None:
             raise failure
+
+    def _open(self, trainer: Trainer) -> None:
+        """Take the place in which the run writes for this process."""
+        if trainer.url is not None:
+            from chainring.training._remote_run import RemoteRun  # which few programs need
+
+            self._remote = RemoteRun(trainer.url, trainer.out)
+            self.store = self._remote.store
+        create_out(trainer.out)
+        self._directory = RunDirectory(trainer.out, trainer.store)
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""

@@ -24,6 +24,7 @@ from chainring import _environment
 from chainring._files import (
     DirectoryLock,
     flush,
+    is_url,
     make_numbered_directory,
     read_regular,
     replace_file,
@@ -33,7 +34,7 @@ from chainring._files import (
 )
 from chainring._messages import info
 from chainring._naming import name_cleaner
-from chainring.serializers._store import DirectoryStore
+from chainring.serializers._store import Store
 from chainring.serializers.base import announce_change
 from chainring.training.triggers.base import describe
 
@@ -51,17 +52,24 @@ _LARGEST_RECORD = 16 << 20  # bytes
 _MAX_FIELDS = 1000  # of all names in a record
 
 
-def resolve_out(out: str) -> str:
-    """Return the absolute path of ``out``, which is, or can become, a directory to write to; nothing is created."""
+def resolve_out(out: str) -> tuple[str, str | None]:
+    """Return the absolute path of ``out``, which is, or can become, a directory to write to; nothing is created.
+
+    Of an address in an object store it is that of a directory on this machine; then return the address too.
+    """
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
+    if is_url(out):
+        from chainring.training._remote_run import find_place  # which few programs need
+
+        return find_place(out)
     path = Path(out).absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
         raise NotADirectoryError(f"out must be a directory, and {existing} is not a directory; choose another out")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
-    return path if isinstance(out, Path) else str(path)  # a Path that is given stays one
+    return (path if isinstance(out, Path) else str(path)), None  # a Path that is given stays one
 
 
 def create_out(out: str | os.PathLike[str]) -> None:
@@ -82,11 +90,10 @@ class RunDirectory:
     Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
     """
 
-    def __init__(self, out: str | os.PathLike[str]) -> None:
-        self.path = Path(out)
+    def __init__(self, out: str | os.PathLike[str], store: Store) -> None:
+        self.path, self._store = Path(out), store
         self._lock = DirectoryLock(out)
         self.release = self._lock.release
-        self._store = DirectoryStore(out)
         try:
             self._store.sweep()
         except BaseException:
@@ -98,7 +105,7 @@ class RunDirectory:
         names = list(self._find(templates))
         if names:
             archive = self._move(names, "previous")
-            info(f"{self.path} holds an earlier run: {_list_names(names)} moved to {archive}")
+            info(f"{self._store} holds an earlier run: {_list_names(names)} moved to {archive}")
 
     def archive_later_snapshots(self, templates: Iterable[str], iteration: int) -> None:
         """Move snapshots of later iterations to ``abandoned/<n>``, for a run that continues from this one.
@@ -114,7 +121,7 @@ class RunDirectory:
         A restart with ``autoload`` would else continue the run that was here, if this one is killed before it has saved.
         """
         if moved := self._archive_snapshots(templates, -1):
-            info(f"resumed from {source}: of the run that was in {self.path}, {moved}")
+            info(f"resumed from {source}: of the run that was in {self._store}, {moved}")
 
     def _archive_snapshots(self, templates: Iterable[str], after: int) -> str:
         """Move the snapshots after an iteration to ``abandoned/<n>``; return what was moved in words."""
@@ -123,7 +130,7 @@ class RunDirectory:
         if not later:
             return ""
         # Links go first, so that none is left dangling when the process is killed in between.
-        links = [name for name in found if "/" not in name and self._store.link_target(name) in later]
+        links = [name for name, target in self._store.links().items() if name in found and target in later]
         later = list(dict.fromkeys([*links, *later]))
         files = [name for name in found if (self.path / name).is_file() and name not in later]
         return f"{_list_names(later)} moved to {self._move(later, 'abandoned', copies=files)}"
@@ -131,9 +138,10 @@ class RunDirectory:
     def _find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
         patterns = {template: NamePattern(template) for template in templates}
-        manifests = dict(self._store.listing())
+        manifests, links = dict(self._store.listing()), self._store.links()
         found: dict[str, float | None] = {}
-        names = sorted(name for name in os.listdir(self.path) if not name.startswith(".") and name not in _ARCHIVES)
+        there = {*os.listdir(self.path), *manifests, *links}
+        names = sorted(name for name in there if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
             matches = [match for pattern in patterns.values() if (match := pattern.match(name))]
             manifest = manifests.get(name)
@@ -142,7 +150,7 @@ class RunDirectory:
             elif matches:
                 iterations = [match.iteration for match in matches if match.iteration is not None]
                 found[name] = next(iter(iterations), math.inf if name in manifests else None)
-        found |= {name: None for name in names if name not in found and self._store.link_target(name) in found}
+        found |= {name: None for name in names if name not in found and links.get(name) in found}
         for template, pattern in patterns.items():
             folder = template.partition("{")[0].rpartition("/")[0]
             if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
@@ -159,17 +167,21 @@ class RunDirectory:
         paths = (Path(where, name) for where, _, names in os.walk(place) for name in names)
         return sorted(path.relative_to(self.path).as_posix() for path in paths)
 
-    def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> Path:
+    def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> str:
         archive = make_numbered_directory(self.path / archives)
+        place = f"{archives}/{archive.name}"
         for name in (*copies, *names):
             (archive / name).parent.mkdir(parents=True, exist_ok=True)
         for name in copies:
             shutil.copy2(self.path / name, archive / name)
         for name in names:
-            os.rename(self.path / name, archive / name)
+            if os.path.lexists(self.path / name):
+                os.rename(self.path / name, archive / name)
+            else:
+                self._store.move(name, place)
         flush(archive)
         flush(self.path)
-        return archive
+        return f"{self._store}/{place}"
 
 
 @dataclass(frozen=True, slots=True)

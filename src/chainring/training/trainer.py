@@ -53,11 +53,13 @@ class Trainer(Stateful):
         stop_trigger: when training ends. A pair means *reached*: ``(20, "epoch")``, ``(1000, "iteration")``,
             ``(3600, "second")``, those before a resume included. ``None`` trains until the data end.
         out: the directory in which the run writes; it is created when the run starts. A relative path is resolved here, so
-            that a later change of the working directory does not move the run.
+            that a later change of the working directory does not move the run. Or an address in an object store, such as
+            ``"s3://bucket/run"``, also with ``gs``, ``az`` or ``memory``; it needs ``chainring[remote]``.
         extensions: extensions to begin with, as by `extend`.
         config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
 
     Attributes:
+        url: the address of the run, if it is in an object store.
         reporter: collects the reported values.
         observation: the values that the updater and the extensions have reported in this iteration so far.
         extension_name: the name of the extension that is being initialized or called, ``None`` outside of extensions.
@@ -87,7 +89,7 @@ class Trainer(Stateful):
             raise TypeError(f"config is a mapping of settings, such as vars(args); got {type(config).__name__}")
         self.updater = updater
         self.stop_trigger = get_stop_trigger(stop_trigger)
-        self.out = resolve_out(out)
+        self.out = out
         self.config = dict(config or {})
         self.reporter = Reporter()
         self.observation: dict[str, Any] = {}
@@ -110,9 +112,21 @@ class Trainer(Stateful):
         return comm if isinstance(comm, Communicator) else as_communicator(comm)
 
     @property
+    def out(self) -> str:
+        """The directory in which the run writes.
+
+        Of a run in an object store it is one on this machine, whose files are put beside the snapshots there.
+        """
+        return self._out
+
+    @out.setter
+    def out(self, out: str) -> None:
+        self._out, self.url = resolve_out(out)
+
+    @property
     def store(self) -> Store:
-        """The snapshots in ``out``."""
-        return open_store(self.out)
+        """The snapshots of the run, in ``out`` or in an object store."""
+        return self._run.store or open_store(self.url or self.out)
 
     @property
     def elapsed_time(self) -> float:

@@ -235,7 +235,7 @@ class Snapshot(Extension):
         iteration, store, comm = trainer.updater.iteration, trainer.store, trainer.comm
         name, siblings = self._series.name(trainer), [entry.extension for entry in self._siblings(trainer)]
         BackgroundWriter.wait_for([each._background for each in siblings if each._begun_iteration == iteration])
-        is_saved = store.holds(self._series.directory(name, iteration), iteration)
+        is_saved = comm.is_main and store.holds(self._series.directory(name, iteration), iteration)
         if comm.world.size > 1:
             name, is_saved = comm.broadcast_object((name, is_saved))
         if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
