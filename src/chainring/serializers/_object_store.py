@@ -49,6 +49,7 @@ _LARGEST_LINK = 1000  # bytes
 _OLD = timedelta(days=1)  # of an upload that nobody will finish
 _READERS = 8  # manifests read at once
 _DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
+_IN_ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")
 _RECORD = "run.json"
@@ -61,18 +62,22 @@ class ObjectSnapshot(SavedSnapshot):
 
     def __init__(self, bucket: Bucket, name: str) -> None:
         self._bucket = bucket
-        self.name, self.place, self.path = name, bucket.url, f"{bucket.url}/{name}"
+        self.path = f"{bucket.url}/{name}"
+        self.place, _, self.name = self.path.rpartition("/")
+        self._key = name
 
     @classmethod
     def find(cls, bucket: Bucket, name: str) -> ObjectSnapshot:
         """Return the snapshot of a name, or to which the link of that name points."""
+        if match := _IN_ARCHIVE.fullmatch(bucket.url):
+            return cls(Bucket(match["run"]), f"{match['archive']}/{name}")
         snapshot = cls(bucket, name)
         target = None if snapshot.exists() else _link_target(bucket, name)
         return snapshot if target is None else cls(bucket, target)
 
     def exists(self) -> bool:
         try:
-            self._bucket.head(f"{self.name}/{MANIFEST}")
+            self._bucket.head(f"{self._key}/{MANIFEST}")
         except FileNotFoundError:
             return False
         return True
@@ -86,7 +91,7 @@ class ObjectSnapshot(SavedSnapshot):
     def parse_manifest(self) -> Manifest:
         """Return the manifest as `read_manifest` does, also if its writer had lost the lease of the run."""
         try:
-            text = self._bucket.get(f"{self.name}/{MANIFEST}").content
+            text = self._bucket.get(f"{self._key}/{MANIFEST}").content
         except FileNotFoundError:
             raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
         return parse_manifest(text, self.path)
@@ -105,9 +110,10 @@ class ObjectSnapshot(SavedSnapshot):
     def folder_beside(self, manifest: Manifest) -> Path:
         folder = Path(tempfile.mkdtemp(prefix="chainring-beside-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        beside = self._key.rpartition("/")[0]
         for name in ("run.json", *manifest.beside):
             try:
-                content = self._bucket.get(name).content
+                content = self._bucket.get(f"{beside}/{name}".lstrip("/")).content
             except FileNotFoundError:
                 continue  # whoever needs it says so
             path = folder / name
@@ -119,7 +125,7 @@ class ObjectSnapshot(SavedSnapshot):
         """Return the beginning of the keys of the files."""
         if manifest.folder.startswith("../../"):
             return f"{manifest.folder.removeprefix('../../')}/"
-        return f"{self.name}/{manifest.folder}/" if manifest.folder else f"{self.name}/"
+        return f"{self._key}/{manifest.folder}/" if manifest.folder else f"{self._key}/"
 
 
 class ObjectFile(StoredFile):
@@ -169,12 +175,8 @@ class ObjectStore(Store):
     def publish(self, draft: str, name: str, manifest: Manifest) -> None:
         stamp = {} if self.lease is None else {LEASE: self.lease.stamp}
         manifest = replace(manifest, folder=draft.rpartition("/")[2], about={**manifest.about, **stamp})
-        if self.lease is not None:
-            self.lease.check()
-        try:
-            tag = self.bucket.put(f"{name}/{MANIFEST}", format_manifest(manifest), MISSING)
-        except ChangedError:
-            raise FileExistsError(f"{self.place}/{name} was written by somebody else meanwhile") from None
+        self._check_lease()
+        tag = self._put_manifest(draft, name, format_manifest(manifest))
         if self.lease is not None:
             self.lease.renew()  # which proves that it was there in time; see the lease
         if self._manifests is not None:
@@ -182,6 +184,24 @@ class ObjectStore(Store):
         if self.files is not None:
             with suppress(RemoteError):  # they are tried again, and what the snapshot refers to is there
                 self.files.put()
+
+    def _put_manifest(self, draft: str, name: str, content: bytes) -> Tag:
+        """Put a manifest in the place of none, or of one that is not valid.
+
+        From now on the draft is not discarded: the manifest may be there, although no answer has come. The next run sweeps.
+        """
+        key = f"{name}/{MANIFEST}"
+        try:
+            return self.bucket.put(key, content, MISSING)
+        except ChangedError:
+            if self.exists_as_snapshot(name):
+                self.discard(draft)
+                raise FileExistsError(f"{self.place}/{name} was written by somebody else meanwhile") from None
+            return self.bucket.put(key, content, self.bucket.head(key).tag)  # of a writer that had lost the lease
+
+    def _check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
 
     def discard(self, draft: str) -> None:
         with suppress(OSError):  # the next run removes it
@@ -192,6 +212,7 @@ class ObjectStore(Store):
             self.files.persist(path)
 
     def link(self, name: str, target: str) -> None:
+        self._check_lease()
         tag, earlier = self._find_link(check_name(name))
         if tag != MISSING and earlier is None:
             raise FileExistsError(f"{self.place}/{name} is in the way of a link to {target!r}; choose another name")
@@ -209,6 +230,7 @@ class ObjectStore(Store):
         return tag, _link_target(self.bucket, name)
 
     def unlink(self, name: str) -> None:
+        self._check_lease()
         self.bucket.delete([name])
 
     def links(self) -> dict[str, str]:
@@ -281,6 +303,7 @@ class ObjectStore(Store):
 
     def remove(self, name: str) -> None:
         """Remove a snapshot: its manifest first, so that it is never there in part."""
+        self._check_lease()
         self.bucket.delete([f"{check_name(name)}/{MANIFEST}"])
         self._forget(name)
         self.bucket.delete(entry.key for entry in self.bucket.list(f"{name}/") if entry.key not in self._in_use(name))
@@ -302,6 +325,7 @@ class ObjectStore(Store):
             self._manifests.pop(name, None)
 
     def move(self, name: str, archive: str) -> None:
+        self._check_lease()
         key = f"{name}/{MANIFEST}"
         try:
             content = self.bucket.get(key).content

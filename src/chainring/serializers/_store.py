@@ -303,7 +303,7 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, draft: str, name: str, manifest: Manifest) -> None:
-        """Give a draft, of which all files are written, its manifest and its name.
+        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done.
 
         Raises:
             OSError: it could not be written.
@@ -351,16 +351,17 @@ class Store(ABC):
             self.persist(path)
         draft = self.begin(name)
         try:
-            written = write_files(draft)
+            try:
+                written = write_files(draft)
+            except BaseException:
+                self.discard(draft)
+                raise
             parts = {file: each[2] for file, each in written.items() if len(each) > 2}
             sizes = {check_name(file): each[:2] for file, each in written.items()}
             names = tuple(path.name for path in beside)
             self.publish(draft, name, Manifest(iteration, sizes, dict(about or {}), parts, beside=names))
-        except BaseException as error:
-            self.discard(draft)
-            if isinstance(error, OSError):
-                raise self.explain(error, name) from error
-            raise
+        except OSError as error:
+            raise self.explain(error, name) from error
 
     def explain(self, error: OSError, name: str) -> OSError:
         """Return the error of a snapshot that could not be written, with what helps to understand it."""
@@ -491,13 +492,17 @@ class DirectoryStore(Store):
 
     def publish(self, draft: str, name: str, manifest: Manifest) -> None:
         temporary = Path(draft)
-        write_bytes(temporary / MANIFEST, format_manifest(manifest))
-        self._at("wrote manifest")
-        flush(temporary)
-        self._at("flushed")
-        os.rename(temporary, self.root / check_name(name))
-        self._at("renamed")
-        flush(self.root)
+        try:
+            write_bytes(temporary / MANIFEST, format_manifest(manifest))
+            self._at("wrote manifest")
+            flush(temporary)
+            self._at("flushed")
+            os.rename(temporary, self.root / check_name(name))
+            self._at("renamed")
+            flush(self.root)
+        except BaseException:
+            self.discard(draft)
+            raise
         self._at("committed")
 
     def explain(self, error: OSError, name: str) -> OSError:

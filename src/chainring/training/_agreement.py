@@ -78,8 +78,8 @@ def check_out(store: Store, comm: Communicator) -> None:
     blind = [rank for rank, seen in enumerate(is_seen) if not seen]
     if blind and is_seen[0]:
         raise ValueError(
-            f"out is one directory for all ranks, from which each of them resumes, and {str(store)!r} of rank {blind[0]} is not "
-            "that of rank 0: give a path on storage that all machines share"
+            f"out is one directory for all ranks, from which each of them resumes, and {str(store)!r} of rank {blind[0]} is "
+            "not that of rank 0: give a path on storage that all machines share"
         )
 
 
