@@ -3,12 +3,24 @@
 import itertools
 import json
 import os
+import queue
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
 
 import pytest
+from stepped import TimedBucket, World
 
-from chainring._remote.bucket import Bucket
+from chainring._remote.bucket import Bucket, RemoteError
 from chainring._remote.lease import Lease, LeaseLostError
-from chainring._remote.mirror import Mirror
+from chainring._remote.mirror import Mirror, working_directory
 
 URLS = (f"memory:///mirror-{number}" for number in itertools.count())
 
@@ -129,6 +141,14 @@ def test_a_renamed_file_is_put_under_its_new_name_and_gone_under_its_old(bucket,
     assert objects(bucket) == {"previous/0/log": "older", "previous/1/log": "[1]"}
 
 
+def wait_until(condition):
+    """Waits for what threads do."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def take_away(bucket):
     """Lets another process have the lease, without a look at when that may."""
     document = json.loads(bucket.get(".lease").content)
@@ -179,3 +199,348 @@ def test_the_holder_of_the_lease_writes_over_what_came_late_from_an_earlier_one(
     write(folder, log="[1, 2]", rows="1 2", new="mine")
     mirror.put()
     assert objects(bucket) == {"log": "[1, 2]", "rows": "1 2", "new": "mine"}
+
+
+ODD = [
+    "a b",
+    "50%",
+    "a%41",
+    "%0A",
+    "a\nb",
+    "a\\b",
+    "é",
+    "e\u0301",
+    "a#?*",
+    "c/0123456789abcdef/x",
+    "c/0123456789abcdef",
+    "~",
+    "\x7f",
+]
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_name_of_a_file_comes_back(s3, folder):
+    """Also one that no object can have, and one of a folder that a store of snapshots would take for its own."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None)
+    odd = [*ODD, os.fsdecode(b"not \xff text")]
+    odd.remove("c/0123456789abcdef")  # which is a folder here
+    mirror = Mirror(bucket, folder, lease, look=None)
+    mirror.fetch()
+    write(folder, **{name: f"content of {name!a}" for name in odd})
+    before = files(folder)
+    mirror.close()
+    assert not any(re.fullmatch("[^/]+/[0-9a-f]{16}/.*", entry.key) for entry in bucket.list())
+    mirror = Mirror(bucket, folder, lease, look=None)
+    mirror.fetch()
+    assert files(folder) == before
+    for name in odd:
+        (folder / name).unlink()
+    mirror.close()
+    assert objects(bucket) == {}
+    lease.release()
+
+
+def test_a_file_is_put_again_only_after_the_pause(s3, proxy, folder, clock):
+    """Whatever it does meanwhile; a new file does not wait for it, and what has not changed is not put."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None, clock=lambda: 0.0)
+    mirror = Mirror(bucket, folder, lease, look=None, pause=30, clock=clock)
+    mirror.fetch()
+    for second in range(1, 200):
+        clock.seconds = second
+        write(folder, log="." * second, once="x")
+        mirror.put_due()
+    assert (proxy.count("PUT", "/log"), proxy.count("PUT", "/once")) == (7, 1)
+    mirror.close()
+    assert objects(bucket)["log"] == "." * 199
+    lease.release()
+
+
+def test_a_file_on_which_a_snapshot_rests_is_put_at_once(s3, proxy, folder, tmp_path):
+    """As far as it is written; if it has not changed without a request. What lies elsewhere is the user's."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=None)
+    mirror.fetch()
+    with open(folder / "log", "w") as file:
+        file.write("[1]")
+        file.flush()
+        file.write("[2]")
+        mirror.persist(folder / "log")
+        assert objects(bucket) == {"log": "[1]"}
+    mirror.persist(str(folder / "log"))
+    count = len(proxy.requests)
+    (tmp_path / "other").mkdir()
+    write(tmp_path, other__log="of another")
+    (folder / "link").symlink_to(tmp_path / "other")
+    for path in "log", "../other/log", "none", ".", "..":
+        mirror.persist(folder / path)
+    for path, reason in {"link": "it is a link", "link/log": "or in one", ".hidden": "begin with a dot.*rename"}.items():
+        with pytest.warns(UserWarning, match=f"'{path}' of .* is left out: .*{reason}"):
+            mirror.persist(folder / path)
+    assert len(proxy.requests) == count
+    assert objects(bucket) == {"log": "[1][2]"}
+    mirror.close()
+    lease.release()
+
+
+def test_a_file_that_changes_without_another_size_is_put(bucket, folder, mirror):
+    """Also right after it was put, when its time may be the same."""
+    for number in range(200):
+        write(folder, counter=f"{number:03}")
+        mirror.put()
+        assert bucket.get("counter").content == b"%03d" % number
+
+
+def test_what_is_not_a_file_or_is_hidden_is_left_out(bucket, folder, tmp_path, mirror):
+    """Links are not followed, to files or folders; nobody waits for a pipe."""
+    write(tmp_path, secret="s", secrets__secret="s")
+    write(folder, log="[1]", **{".lock": "1", ".chainring-0123456789abcdef.tmp": "x", ".hidden/file": "x"})
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / "links").symlink_to(tmp_path / "secrets")
+    os.mkfifo(folder / "pipe")
+    mirror.put()
+    assert objects(bucket) == {"log": "[1]"}
+
+
+def test_a_file_may_become_a_folder_and_a_folder_a_file(bucket, folder, mirror):
+    """The objects follow."""
+    write(folder, log="file", plots__a="a")
+    mirror.put()
+    (folder / "log").unlink()
+    shutil.rmtree(folder / "plots")
+    write(folder, log__x="x", plots="file")
+    mirror.put()
+    assert objects(bucket) == {"log/x": "x", "plots": "file"}
+
+
+def test_an_object_that_is_a_folder_too_is_left_out_with_a_warning(bucket, folder, lease):
+    """No disk holds both. An empty object by which consoles mark a folder is passed over."""
+    for key, content in {"log": b"file", "log/x": b"x", "empty": b"", "empty/x": b"x"}.items():
+        bucket.put(key, content)
+    with pytest.warns(UserWarning, match="'log' of memory://.* is left out: it is a folder too.*rename") as caught:
+        Mirror(bucket, folder, lease, look=None).fetch()
+    assert len(caught) == 1
+    assert files(folder) == {"log": None, "log/x": "x", "empty": None, "empty/x": "x"}
+
+
+def test_a_large_file_goes_and_comes_in_parts(s3, proxy, folder):
+    """No request has more of it than a part; what is cut off is tried again."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None)
+    content = random.Random(0).randbytes(20 << 20)
+    mirror = Mirror(bucket, folder, lease, look=None)
+    mirror.fetch()
+    (folder / "big").write_bytes(content)
+    proxy.fail("500", times=2, method="PUT", key="/big")
+    mirror.close()
+    Mirror(bucket, folder, lease, look=None).fetch()
+    assert (folder / "big").read_bytes() == content
+    assert max(request.received for request in proxy.requests) <= 8 << 20
+    assert max(request.sent for request in proxy.requests) <= 8 << 20
+    lease.release()
+
+
+def test_a_snapshot_that_a_program_has_saved_there_is_put_with_its_manifest_last(s3, proxy, folder, clock):
+    """And not while a file of it waits."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=None, clock=clock)
+    mirror.fetch()
+    write(folder, final__model="m" * (9 << 20), final__trainer="t", **{"final/manifest.json": "{}"})
+    mirror.put_due(is_large=False)
+    assert objects(bucket) == {"final/trainer": "t"}
+    mirror.put_due(is_large=True)
+    mirror.put_due(is_large=False)
+    assert objects(bucket).keys() == {"final/model", "final/trainer", "final/manifest.json"}
+    mirror.close()
+    lease.release()
+
+
+def test_a_file_that_a_link_in_the_store_hides_is_left_out_with_a_warning(bucket, folder, mirror):
+    """The link stays: it says which snapshot is the best."""
+    link = b'{"chainring": "link", "target": "snapshot_1"}'
+    bucket.put("best", link)
+    write(folder, best="mine", log="[1]")
+    with pytest.warns(UserWarning, match="'best' of .* is left out: in the store a link to a snapshot has its name; rename"):
+        mirror.put()
+    mirror.put()
+    assert objects(bucket) == {"best": link.decode(), "log": "[1]"}
+
+
+def test_a_name_that_is_too_long_for_the_store_or_the_disk_is_left_out_with_a_warning(bucket, folder, lease):
+    """The others are there."""
+    bucket.put("x" * 300, b"too long for a file")
+    mirror = Mirror(bucket, folder, lease, look=None)
+    with pytest.warns(UserWarning, match=r"'x+' of .* is left out: it cannot be written to .*File name too long"):
+        mirror.fetch()
+    write(folder, log="[1]", **{"/".join(["y" * 200] * 6): "too long for an object"})
+    with pytest.warns(UserWarning, match="more than 1024 bytes; give it a shorter name"):
+        mirror.close()
+    assert objects(bucket) == {"x" * 300: "too long for a file", "log": "[1]"}
+
+
+def test_the_files_of_a_run_that_could_not_put_them_are_kept(folder, tmp_path):
+    """The error says where, and the next run, which empties the directory, does not touch them."""
+    bucket = TimedBucket(next(URLS), World())
+    lease = Lease(bucket, list, period=None)
+    for number in (1, 2):
+        mirror = Mirror(bucket, folder, lease, look=None)
+        mirror.fetch()
+        write(folder, log=f"[{number}]")
+        bucket.fault = "away"
+        with pytest.raises(RemoteError, match=f"last files of .* the store is away. .*kept in {tmp_path}/run-kept-"):
+            mirror.close()
+        bucket.fault = None
+        mirror.close()
+    assert [files(tmp_path / f"run-kept-{number}") for number in (1, 2)] == [{"log": "[1]"}, {"log": "[2]"}]
+    assert objects(bucket) == {}
+    lease.release()
+
+
+def test_a_put_whose_answer_was_lost_is_no_other_writer(folder):
+    """The file may grow before it is put again."""
+    bucket = TimedBucket(next(URLS), World())
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=None)
+    mirror.fetch()
+    for content in "1", "12", "123":
+        write(folder, log=content)
+        bucket.fault = "silent"
+        with pytest.raises(RemoteError):
+            mirror.put()
+        bucket.fault = None
+    write(folder, log="1234")
+    mirror.put()
+    assert objects(bucket) == {"log": "1234"}
+    (folder / "log").unlink()
+    mirror.close()
+    assert objects(bucket) == {}
+    lease.release()
+
+
+def test_the_files_wait_while_the_store_is_away_and_that_is_said_once(folder):
+    """They are put when it is back."""
+    world = World()
+    bucket = TimedBucket(next(URLS), world)
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
+    mirror.fetch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bucket.fault = "away"
+        write(folder, log="[1]")
+        wait_until(lambda: world.requests.count("put log") > 5)
+        bucket.fault = None
+        wait_until(lambda: "log" in objects(bucket))
+    (warning,) = caught
+    assert re.fullmatch(f"the files of memory://.* wait in {folder}: the store is away", str(warning.message))
+    mirror.close()
+    lease.release()
+
+
+def test_a_directory_that_somebody_else_could_write_to_is_refused(bucket, lease, folder, tmp_path):
+    """It would be emptied, and its files would be this run's. Nothing there is touched."""
+    write(tmp_path, mine__file="x")
+    places = {
+        folder: "not a directory",
+        tmp_path / "mine": "open to others.*TMPDIR",
+        tmp_path / "open" / "run": "open to others",
+        tmp_path / "link" / "run": "not a directory",
+        Path.home() / "run": "below the temporary directory",
+        Path(tempfile.gettempdir()): "below the temporary directory",
+        tmp_path / "file": "not a directory",
+    }
+    write(tmp_path, file="x")
+    folder.symlink_to(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").chmod(0o755)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for place, reason in places.items():
+        with pytest.raises(OSError, match=reason):
+            Mirror(bucket, place, lease, look=None).fetch()
+    assert files(tmp_path / "mine") == {"file": "x"}
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "open", 65534, 65534)
+        with pytest.raises(OSError, match="another user's"):
+            Mirror(bucket, tmp_path / "open" / "run", lease, look=None).fetch()
+
+
+def test_two_runs_do_not_work_in_one_directory(bucket, folder, lease, mirror):
+    """As those with one address in two stores. The files of the first stay, and the place is free when it ends."""
+    write(folder, log="[1]")
+    other = Bucket(next(URLS))
+    second = Mirror(other, folder, Lease(other, list, period=None), look=None)
+    with pytest.raises(BlockingIOError, match="another run on this machine writes there; wait for it to end"):
+        second.fetch()
+    assert files(folder) == {"log": "[1]"}
+    mirror.close()
+    second.fetch()
+    assert files(folder) == {}
+    second.close()
+
+
+def test_the_working_directory_of_an_address_is_private_and_the_same_for_all_processes_but_in_memory(monkeypatch):
+    """Two stores with the same address, as told by the environment, have two."""
+    code = "import sys; from chainring._remote.mirror import working_directory as f; print(*map(f, sys.argv[1:]), sep='\\n')"
+    urls = ["s3://bucket/run", "memory:///run", "s3://bucket/rün 1", "s3://bucket/"]
+    out = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout.splitlines()
+    own = [str(working_directory(url)) for url in urls]
+    assert [here == there for here, there in zip(own, out, strict=True)] == [True, False, True, True]
+    assert re.fullmatch(rf"{tempfile.gettempdir()}/chainring-{os.getuid()}/r_n_1-[0-9a-f]{{16}}", own[2])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert str(working_directory(urls[0])) != own[0]
+
+
+def test_nothing_is_deleted_when_the_directory_is_removed(bucket, folder, mirror):
+    """By somebody who tidies up, say."""
+    write(folder, log="[1]")
+    mirror.put()
+    shutil.rmtree(folder)
+    with pytest.raises(OSError, match="the working directory of the run was removed"):
+        mirror.put()
+    with pytest.raises(OSError, match="They are lost"):
+        mirror.close()
+    assert objects(bucket) == {"log": "[1]"}
+
+
+class SignallingBucket(Bucket):
+    """Says when an object was put."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.puts = queue.SimpleQueue()
+
+    def put(self, key, content, expected=None):
+        tag = super().put(key, content, expected)
+        if key[0] != ".":
+            self.puts.put((key, content))
+        return tag
+
+
+def test_threads_put_what_changes_while_the_program_goes_on(folder):
+    """They end with it."""
+    bucket = SignallingBucket(next(URLS))
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
+    mirror.fetch()
+    for content in "1", "2":
+        write(folder, log=content)
+        assert bucket.puts.get(timeout=60) == ("log", content.encode())
+    mirror.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("chainring-mirror")]
+    lease.release()
+
+
+def test_a_child_process_leaves_the_files_to_its_parent(bucket, folder, mirror):
+    """It neither puts them when it closes all it has, nor keeps the directory from the next run."""
+    write(folder, log="[1]")
+    if (child := os.fork()) == 0:
+        mirror.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert objects(bucket) == {}
+    mirror.close()
+    assert objects(bucket) == {"log": "[1]"}

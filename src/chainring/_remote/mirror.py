@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -45,7 +46,7 @@ _TRIES = 5  # of an object that is written while it is read or written
 _LONGEST_ADDRESS = 1024  # bytes
 _LARGEST_LINK = 1000  # bytes
 _MANIFEST = "manifest.json"
-_ARCHIVED = re.compile(r"((?:previous|abandoned)/\d+)/.+", re.DOTALL)
+_ARCHIVED = re.compile(r"(?P<archive>(?:previous|abandoned)/)((?P<number>[0-9]{1,15})/)?.*", re.DOTALL)
 _DRAFT = re.compile(r"([^/]+)/([0-9a-f]{16})/.+", re.DOTALL)  # what is not finished of a snapshot lies in such folders
 _NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\udc80-\udcff]|%(?=[0-9A-F]{2})")
 _ESCAPE = re.compile(r"(?:%[0-9A-F]{2})+")
@@ -163,17 +164,21 @@ class Mirror:
         self._put(is_due)
 
     def persist(self, path: str | os.PathLike[str]) -> None:
-        """Put one file now, as far as it is written, if it has changed; one that lies elsewhere is left alone.
+        """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone.
 
         Raises:
             LeaseLostError: another run has the lease.
             RemoteError: the store does not answer.
         """
         folder, place = self.folder.absolute(), Path(os.path.abspath(path))
-        if not place.is_relative_to(folder):
+        if place == folder or not place.is_relative_to(folder):
             return
         parts = place.relative_to(folder).parts
-        if parts and not any(part.startswith(".") for part in parts) and not _has_link(folder, parts[:-1]):
+        if any(part.startswith(".") for part in parts):
+            self._leave_out("/".join(parts), "names that begin with a dot are those of what is not kept; rename it")
+        elif _has_link(folder, parts):
+            self._leave_out("/".join(parts), "it is a link, or in one, and none is followed; give the file another place")
+        else:
             self._lease.check()
             self._put_file("/".join(parts))
 
@@ -201,16 +206,13 @@ class Mirror:
     def _copy(self, entries: list[Entry]) -> None:
         """Copy objects into the empty directory."""
         for entry in entries:
-            if match := _ARCHIVED.fullmatch(entry.key):
-                (self.folder / match[1]).mkdir(parents=True, exist_ok=True)
+            if (match := _ARCHIVED.fullmatch(entry.key)) and match["number"]:
+                (self.folder / match["archive"] / match["number"]).mkdir(parents=True, exist_ok=True)
         files = dict(self._choose(entries))
         folders = {str(folder) for name in files for folder in Path(name).parents}
         for name in sorted(folders & files.keys()):
             if files.pop(name).size:  # consoles mark a folder by an empty object
                 self._leave_out(name, "it is a folder too, which no disk can hold; rename the object, or move it away")
-        for folder in sorted({Path(name).parent for name in files}):
-            with suppress(OSError):  # whose files say why
-                (self.folder / folder).mkdir(parents=True, exist_ok=True)
         errors = _in_parallel(lambda name: self._get_file(name, files[name]), files)
         if errors:
             raise errors[0]
@@ -228,20 +230,12 @@ class Mirror:
             if slash and folder in snapshots:
                 continue
             name = _name_of(entry.key)
-            if _key_of(name) != entry.key or any(part.startswith(".") for part in name.split("/")):
+            if any(part.startswith(".") for part in name.split("/")):
+                continue
+            if key_of(name) != entry.key or "\0" in name:
                 self._leave_out(entry.key, "no file has such a key; rename the object, or move it away")
-            elif not self._is_link(entry):
+            else:
                 yield name, entry
-
-    def _is_link(self, entry: Entry) -> bool:
-        """Return whether an object stands for a symbolic link to a snapshot."""
-        if "/" in entry.key or entry.size > _LARGEST_LINK:
-            return False
-        try:
-            document = json.loads(self._bucket.get(entry.key).content)
-        except (FileNotFoundError, ValueError, RecursionError):
-            return False
-        return isinstance(document, dict) and document.get("chainring") == "link"
 
     def _is_manifest(self, entry: Entry) -> bool:
         """Return whether an object is a manifest of a snapshot that was copied here from a disk, by its checksum."""
@@ -252,44 +246,47 @@ class Mirror:
         return checksum == b"%08x" % zlib.crc32(body)
 
     def _get_file(self, name: str, entry: Entry) -> None:
-        """Copy an object into the directory, unless it was deleted meanwhile."""
+        """Copy an object into the directory, unless it is a link, or was deleted meanwhile."""
+        file, path = self._file(name), self.folder / name
         try:
-            descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+            pieces = self._download(entry, file)
+            first = next(pieces, b"")
+            if _is_link(entry, first):
+                file.forget()
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "xb") as output:
+                output.writelines(itertools.chain((first,), pieces))
+        except (FileNotFoundError, RemoteError) as error:
+            path.unlink(missing_ok=True)
+            file.forget()
+            if isinstance(error, RemoteError):
+                raise
         except OSError as error:
-            self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
-            return
-        file = self._file(name)
-        try:
-            with open(descriptor, "wb") as output:
-                file.digest, file.tag = self._download(entry, output)
-            file.status = _status(os.lstat(self.folder / name)).unless_recent()
-            file.size = os.path.getsize(self.folder / name)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._leave_out(name, f"it cannot be written to {self.folder} ({error.strerror})")
+                return
+            rule = f"{error.strerror}; free some space, or set TMPDIR to a directory that has it"
+            raise OSError(error.errno, rule, str(path)) from error
+        else:
+            file.status, file.size = _status(os.lstat(path)).unless_recent(), os.path.getsize(path)
             file.may_be_there = file.is_put = True
-        except FileNotFoundError:
-            (self.folder / name).unlink(missing_ok=True)
-        except RemoteError:
-            raise
-        except OSError as error:
-            rule = f"{error.strerror or error}; free some space, or set TMPDIR to a directory that has it"
-            raise OSError(error.errno, rule, str(self.folder / name)) from error
 
-    def _download(self, entry: Entry, output: BinaryIO) -> tuple[bytes, Tag]:
-        """Write an object into a file; return the digest of its content, and its state."""
+    def _download(self, entry: Entry, file: _File) -> Iterator[bytes | memoryview]:
+        """Return an object in pieces; take note of its state and of the digest of its content."""
         if entry.size <= _LARGE:
             found = self._bucket.get(entry.key)
-            output.write(found.content)
-            return _digest([found.content]), found.tag
-        for _ in range(_TRIES):
-            output.seek(0)
-            output.truncate()
-            head, digest = self._bucket.head(entry.key), hashlib.blake2b()
-            for start in range(0, head.size, PART):
-                piece = self._bucket.read(entry.key, start, min(PART, head.size - start))
-                output.write(piece)
-                digest.update(piece)
-            if self._bucket.head(entry.key).tag == head.tag:
-                return digest.digest(), head.tag
-        raise RemoteError(f"{self._bucket.url}/{entry.key} is written again and again; try again later")
+            file.tag, file.digest = found.tag, _digest([found.content])
+            yield found.content
+            return
+        head, hasher = self._bucket.head(entry.key), hashlib.blake2b()
+        for start in range(0, head.size, PART):
+            piece = self._bucket.read(entry.key, start, min(PART, head.size - start))
+            hasher.update(piece)
+            yield piece
+        if self._bucket.head(entry.key).tag != head.tag:
+            raise RemoteError(f"{self._bucket.url}/{entry.key} was written while it was read; try again")
+        file.tag, file.digest = head.tag, hasher.digest()
 
     def _keep(self, look: float, is_large: bool) -> None:
         """Put what is due until this run ends or loses the lease."""
@@ -362,7 +359,7 @@ class Mirror:
 
     def _put_file(self, name: str) -> None:
         """Put a file as it is, up to its size when this begins, unless it is as it was put."""
-        file, key = self._file(name), _key_of(name)
+        file, key = self._file(name), key_of(name)
         if len(f"{self._bucket.url}/{key}".encode()) > _LONGEST_ADDRESS:
             self._leave_out(name, f"its address would have more than {_LONGEST_ADDRESS} bytes; give it a shorter name")
             return
@@ -395,7 +392,7 @@ class Mirror:
 
     def _put_small(self, name: str, file: _File, source: BinaryIO, size: int, hasher: hashlib.blake2b) -> int:
         """Put a file by one request; return its size."""
-        content, key = b"".join(_pieces(source, size)), _key_of(name)
+        content, key = b"".join(_pieces(source, size)), key_of(name)
         hasher.update(content)
         for _ in range(_TRIES):
             expected, file.may_be_there, file.is_put = file.tag, True, False
@@ -412,7 +409,7 @@ class Mirror:
     def _put_large(self, name: str, file: _File, source: BinaryIO, size: int, hasher: hashlib.blake2b) -> int:
         """Put a file in parts, which no condition can be set on: the lease is renewed before, and asked for at the end."""
         self._lease.renew()
-        sent, key = 0, _key_of(name)
+        sent, key = 0, key_of(name)
         if file.tag == MISSING:
             self._find(name)
         file.may_be_there, file.is_put = True, False
@@ -428,10 +425,11 @@ class Mirror:
     def _find(self, name: str) -> Tag:
         """Return the state of the object of a file, which this run may write over; but not if it is a link."""
         try:
-            entry = self._bucket.head(_key_of(name))
+            entry = self._bucket.head(key_of(name))
+            content = self._bucket.get(entry.key).content if entry.size <= _LARGEST_LINK else b""
         except FileNotFoundError:
             return MISSING
-        if self._is_link(entry):
+        if _is_link(entry, content):
             raise _UnfitError("in the store a link to a snapshot has its name; rename it")
         return entry.tag
 
@@ -450,7 +448,7 @@ class Mirror:
             self._lease.renew()
             manifests = [name for name in gone if name.endswith(f"/{_MANIFEST}")]
             for batch in manifests, [name for name in gone if name not in manifests]:
-                self._bucket.delete(map(_key_of, batch))
+                self._bucket.delete(map(key_of, batch))
             for name in gone:
                 self._files[name].forget()
 
@@ -517,11 +515,22 @@ class _File:
         self.tag, self.status, self.digest, self.may_be_there, self.is_put = MISSING, None, b"", False, False
 
 
+def _is_link(entry: Entry, content: bytes | memoryview) -> bool:
+    """Return whether an object stands for a symbolic link to a snapshot."""
+    if "/" in entry.key or entry.size > _LARGEST_LINK:
+        return False
+    try:
+        document = json.loads(bytes(content))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("chainring") == "link"
+
+
 class _UnfitError(Exception):
     """A file cannot be put, whatever the store says."""
 
 
-def _key_of(name: str) -> str:
+def key_of(name: str) -> str:
     """Return the key of a path: itself, but for what no store takes, or what belongs to a snapshot."""
     key = _NOT_IN_KEYS.sub(lambda match: f"%{ord(match[0]) & 0xFF:02X}", name)
     if match := _DRAFT.fullmatch(key):
@@ -531,7 +540,7 @@ def _key_of(name: str) -> str:
 
 
 def _name_of(key: str) -> str:
-    """Return the path of which `_key_of` has made a key."""
+    """Return the path of which `key_of` has made a key."""
     return _ESCAPE.sub(lambda match: os.fsdecode(bytes.fromhex(match[0].replace("%", ""))), key)
 
 
@@ -544,7 +553,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _has_link(folder: Path, parts: Iterable[str]) -> bool:
-    """Return whether one of the folders below a folder is a link."""
+    """Return whether the last of the names below a folder, or one on the way to it, is a link."""
     for part in parts:
         folder /= part
         if folder.is_symlink():
