@@ -133,13 +133,17 @@ def digest_tensor(tensor: Tensor) -> int:
 
 def _sum(shards: Sequence[Shard], device: torch.device) -> Tensor:
     """Return the sum over parts of a tensor of the products of bits and numbers, without a dimension."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    sums = []
     for shard in shards:
         bits = _as_integers(shard.tensor)
         shape = (*shard.shape, *bits.shape[len(shard.shape) :])
         offsets = (*shard.offsets, *[0] * (bits.ndim - len(shard.offsets)))
-        total += _sum_region(bits, offsets, shape).to(device)
-    return total
+        sums.append(_sum_region(bits, offsets, shape).to(device))
+    return _add_up(sums, device)
+
+
+def _add_up(sums: Sequence[Tensor], device: torch.device) -> Tensor:
+    return sums[0] if len(sums) == 1 else sum(sums, torch.zeros((), dtype=torch.int64, device=device))
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -172,21 +176,23 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
 
 def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
-    at = 0
+    sums, at = [], 0
     while at < len(bits):
         row, column = divmod(start + at, _ROW)
         rows = min(len(bits) - at, _CHUNK) // _ROW if column == 0 else 0
-        if rows:
-            part = bits[at : at + rows * _ROW].view(rows, _ROW)
-            total += part.to(torch.int64).mul_(in_row).sum(1).mul_(numbers[row : row + rows]).sum()
-            at += rows * _ROW
-        else:
-            part = bits[at : at + _ROW - column]
-            total += part.to(torch.int64).mul_(in_row[column : column + len(part)]).sum().mul_(numbers[row])
-            at += len(part)
-    return total
+        part = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
+        of_rows = _multiply(part, in_row[column : column + part.shape[1]])
+        sums.append(of_rows.mul_(numbers[row : row + len(part)]).sum())
+        at += part.numel()
+    return _add_up(sums, bits.device)
+
+
+def _multiply(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return for each row of integers the sum of their products with numbers of 64 bits."""
+    if rows.device.type == "cpu":  # in one pass over the memory, and the same on any number of threads
+        return torch.from_numpy(np.einsum("ij,j->i", rows.numpy(), numbers.numpy()))
+    return rows.to(torch.int64).mul_(numbers).sum(1)
 
 
 def _numbers(elements: int, device: torch.device) -> Tensor:
