@@ -1,5 +1,6 @@
 """What every test has: one thread, and generators that the test before it has not touched."""
 
+import gc
 import multiprocessing
 import signal
 
@@ -32,3 +33,9 @@ def said(capsys):
         return [line for line in printed if not line.startswith("resumed with stop trigger")]
 
     return lines
+
+
+def pytest_collection_finish():
+    """Leave all that was imported to the garbage that is never collected: forked workers would copy every page of it."""
+    gc.collect()
+    gc.freeze()
