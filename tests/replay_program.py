@@ -83,6 +83,7 @@ def make_trainer(out="result", workers=2, length=ITERATIONS):
     trainer.extend(extensions.ExponentialMovingAverage(model, 0.9))
     trainer.extend(extensions.FailOnNonNumber("rollback"))
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
+    trainer.extend(extensions.Recorder((10, "iteration")))
     trainer.extend(extensions.snapshot(n_retains=3, autoload=True), trigger=(7, "iteration"))
     best = triggers.MinValueTrigger("main/loss", trigger=(5, "iteration"))
     trainer.extend(extensions.snapshot("best"), trigger=best)

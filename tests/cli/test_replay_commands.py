@@ -27,6 +27,8 @@ parser.add_argument("--value", type=float, default=1e3)
 parser.add_argument("--length", type=int, default=120)
 parser.add_argument("--policy")
 parser.add_argument("--note")
+parser.add_argument("--recorded", action="store_true")
+parser.add_argument("--lr", type=float, default=0.02)
 arguments = parser.parse_args()
 chainring.deterministic(3)
 
@@ -52,12 +54,14 @@ class Net(nn.Module):
 
 model = Net()
 data = iterators.SerialIterator(Data(), 4, seed=1)
-updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=0.02), model)
+updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=arguments.lr), model)
 trainer = training.Trainer(updater, (arguments.length, "iteration"), out=arguments.out)
 trainer.extend(extensions.LogReport(trigger=(20, "iteration")))
 trainer.extend(extensions.snapshot(), trigger=(25, "iteration"))
 if arguments.policy:
     trainer.extend(extensions.FailOnNonNumber(arguments.policy))
+if arguments.recorded:
+    trainer.extend(extensions.Recorder())
 if arguments.note:
     open(arguments.note, "w").write("begun")
 trainer.run()
@@ -71,7 +75,12 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     (root / "train.py").write_text(SCRIPT)
     poisoned = ["--poison", str(POISON)]
-    runs = {"sound": [], "large": poisoned, "nan": [*poisoned, "--value", "nan", "--policy", "stop"]}
+    runs = {
+        "sound": [],
+        "large": poisoned,
+        "recorded": [*poisoned, "--recorded"],
+        "nan": [*poisoned, "--value", "nan", "--policy", "stop"],
+    }
     for name, arguments in runs.items():
         forked.run([str(root / "train.py"), "--out", str(root / name), *arguments])
     return root
@@ -170,6 +179,37 @@ def test_bisect_looks_after_the_last_good_snapshot_alone_where_that_is_enough(pl
     assert found["replays"] == 1
     assert found["from"] == (f"snapshot_iter_{found['assumed']}" if found["assumed"] else None)
     assert found["assumed"] == (found["iteration"] - 1) // 25 * 25
+    assert main(["bisect", str(place / "large"), "--monotone", "--bad", "main/loss > 20", str(place / "train.py")]) == 1
+    assert capsys.readouterr().out.startswith("not found: main/loss > 20 does not hold in iterations 101 to 120\n")
+
+
+def test_bisect_computes_nothing_again_that_is_recorded(place, capsys):
+    """It begins with the snapshot before the iteration, which the recorder knows, and nothing is replayed before it."""
+    run, script = str(place / "recorded"), str(place / "train.py")
+    assert main(["bisect", "--json", run, "--bad", "main/loss > 20", script]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert POISON in found["indices"]
+    before = (found["iteration"] - 1) // 25 * 25
+    assert (found["from"], found["replays"], found["same"]) == (f"snapshot_iter_{before}" if before else None, 1, True)
+    assert main(["bisect", run, "--to", "120", "--bad", "main/loss > 1e9", script]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "never: main/loss > 1e+09 does not hold in iterations 1 to 120",
+        "All of them are recorded, and nothing was replayed",
+    ]
+
+
+def test_a_replay_that_goes_another_way_than_was_recorded_fails_with_1(place, tmp_path, capsys):
+    """With another learning rate; its state is not kept."""
+    run, script = str(place / "recorded"), str(place / "train.py")
+    assert main(["replay", run, "--to", "20", script]) == 0
+    assert ": the same as the recorder says in 20 iterations\n" in capsys.readouterr().out
+    other = [script, "--recorded", "--lr", "0.03", "--poison", str(POISON)]
+    assert main(["replay", run, "--to", "20", "--save", str(tmp_path / "state"), *other]) == 1
+    assert "goes another way than the run: the loss main/loss of iteration 2 is another one" in capsys.readouterr().out
+    assert not (tmp_path / "state").exists()
+    assert main(["batch", "--json", run, "3", *other]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["difference"].startswith("the replay goes another way")) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import forked
 import rank_pair
 import replay_program as program
 from chainring import _random, iterators, training
-from chainring.testing import NoReplay, replay
+from chainring.testing import NoReplay, ReplayDiffers, replay
 from chainring.training import extensions
 from chainring.writers import Writer
 
@@ -109,6 +109,29 @@ def test_any_iteration_is_to_the_last_bit_what_the_run_had(finished):
     assert content(out) == before
 
 
+def make_recorded(out, changed=None, **settings):
+    """With what each iteration was; after one of them a weight is another one."""
+
+    @training.make_extension(priority=2000)
+    def change(trainer):
+        if trainer.updater.iteration == changed:
+            trainer.updater.get_model("main").weight.data[0, 0] += 1e-6
+
+    return make_small(out, parts=[change, extensions.Recorder((3, "iteration"))], **settings)
+
+
+def test_a_replay_that_goes_another_way_than_was_recorded_is_an_error(tmp_path):
+    """The first iteration and what differs in it are named; what is recorded is the same where nothing has changed."""
+    out = tmp_path / "result"
+    make_recorded(out).run()
+    for iteration in (0, 3, 4, 11):
+        assert replay(make_recorded, out, iteration).updater.iteration == iteration
+    with pytest.raises(ReplayDiffers, match=r"another way than the run: the loss main/loss of iteration 11 is another one"):
+        replay(functools.partial(make_recorded, changed=10), out, 11)
+    with pytest.raises(ReplayDiffers, match=r"the tensor updater/model:main/weight of iteration 3 is another one"):
+        replay(functools.partial(make_recorded, changed=3), out, 3)
+
+
 def test_a_run_that_goes_on_is_only_read(tmp_path):
     """It holds the lock of its directory, and goes on as if nothing had been."""
     out, seen = tmp_path / "result", []
@@ -180,7 +203,10 @@ def test_snapshots_of_errors_and_damaged_ones_are_not_used(tmp_path):
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x77")
     updates = []
     make = functools.partial(make_noting, loss_func=lambda model, x: updates.append(1) or model(x))
-    with pytest.warns(UserWarning, match="only there \\['fail'\\]"):
+    with (
+        pytest.warns(UserWarning, match="snapshot 'snapshot_iter_8' is passed over: "),
+        pytest.warns(UserWarning, match="only there \\['fail'\\]"),
+    ):
         assert values_of(replay(make, out, 9)) == values[9]
     assert len(updates) == 5
 

@@ -144,6 +144,9 @@ def _answer(
 def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition: Condition) -> list[str]:
     if answer["same"] is False:
         lines = [f"{printable(answer['difference'])}"]
+    elif answer["iteration"] is None and answer["assumed"]:
+        first, end = found["origin"]["iteration"] + 1 if found else 1, answer["looked_at"][1]
+        lines = [f"not found: {printable(condition)} does not hold in iterations {first} to {end}"]
     elif answer["iteration"] is None:
         lines = [f"never: {printable(condition)} does not hold in iterations 1 to {answer['looked_at'][1]}"]
     else:
@@ -154,6 +157,8 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
     if found is None:
         return [*lines, "All of them are recorded, and nothing was replayed"]
     lines.append(_parameters(answer["not_finite"]))
+    if answer["not_finite"] is not None and found["may_go_back"]:
+        lines.append("FailOnNonNumber sends the run back to a snapshot then, so that later iterations are without them")
     if answer["assumed"]:
         lines.append(
             f"By --monotone it is taken not to hold in the {answer['assumed']} iterations before "

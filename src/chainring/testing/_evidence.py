@@ -18,6 +18,7 @@ from chainring._files import from_json, open_regular
 from chainring.serializers._store import DirectoryStore
 from chainring.testing._recorded import ledger_of
 from chainring.testing._replaying import NoReplay, origins, read_values
+from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -115,10 +116,10 @@ def collect(run: Path, key: str, *, looks_into_snapshots: bool = False) -> Evide
     if ledger is not None and len(ledger.iterations):
         found.last = max(found.last, int(ledger.iterations[-1]))
         if key in ledger.names:
-            for iteration in ledger.iterations.tolist():
-                row = ledger.row(iteration)
-                assert row is not None
-                found.values[iteration] = row.value(key) if key in row.losses else None
+            column = ledger.names.index(key)
+            bits, types = ledger.bits[:, column].tolist(), ledger.types[:, column].tolist()
+            for iteration, each, kind in zip(ledger.iterations.tolist(), bits, types, strict=True):
+                found.values[iteration] = loss_value(each, kind) if kind else None
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chainring.training._ledger import Ledger, Row
+from chainring.training._ledger import Ledger, LedgerError, Row
 from chainring.training.extensions import Recorder
 
 if TYPE_CHECKING:
@@ -47,9 +48,13 @@ class Comparison:
 
 
 def ledger_of(run: Path, trainer: Trainer | None = None) -> Ledger | None:
-    """Return the ledger of a run, ``None`` if it has none."""
+    """Return the ledger of a run, ``None`` if it has none that can be read; a damaged one is warned about."""
     path = run / (_DEFAULT if trainer is None else _filename(trainer))
-    return Ledger.read(path) if path.is_file() else None
+    try:
+        return Ledger.read(path) if path.is_file() else None
+    except LedgerError as error:
+        warnings.warn(f"what is recorded is passed over: {error}", stacklevel=2)
+        return None
 
 
 def compare(run: Path, trainer: Trainer, after: int, until: int) -> Comparison | None:

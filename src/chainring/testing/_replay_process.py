@@ -38,9 +38,10 @@ from chainring.training.trainer import Trainer
 _MODULE = "chainring.testing._replay_process"
 _SECONDS = 0.1  # between two notes of where a replay is
 _REMEDY = "write a function that makes the one, for chainring.testing.replay"
-_CHANGES = {  # by the name of an audit event, the positions of the paths that it changes
-    "os.remove": (0,), "os.rmdir": (0,), "os.mkdir": (0,), "os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,),
-    "os.truncate": (0,), "os.chmod": (0,), "os.utime": (0,), "shutil.rmtree": (0,),
+_CHANGES = {  # by the name of an audit event, the positions of the paths that it changes, and from where on of descriptors
+    "os.remove": ((0,), 1), "os.rmdir": ((0,), 1), "os.mkdir": ((0,), 2), "os.rename": ((0, 1), 2), "os.link": ((1,), 2),
+    "os.symlink": ((1,), 2), "os.truncate": ((0,), 2), "os.chmod": ((0,), 2), "os.utime": ((0,), 3),
+    "shutil.rmtree": ((0,), 1),
 }  # fmt: skip
 
 
@@ -92,8 +93,10 @@ def _refuse_writes(run_directory: str) -> None:
         if event == "open" and is_writing(*arguments[1:3]):
             refuse(arguments[0])
         elif event in _CHANGES and not (event == "os.mkdir" and os.path.lexists(arguments[0])):
-            for position in _CHANGES[event]:
-                refuse(arguments[position])
+            positions, descriptors = _CHANGES[event]
+            if all(descriptor in (-1, None) for descriptor in arguments[descriptors:]):  # -1 but within rmtree
+                for position in positions:
+                    refuse(arguments[position])
 
     sys.addaudithook(audit)
 
@@ -123,6 +126,7 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         "iteration": reached,
         "batches": replaying.last_batches,
         "is_exact": replaying.is_exact,
+        "may_go_back": replaying.may_go_back,
         "found": watch.found and asdict(watch.found),
         "not_finite": watch.not_finite,
         "seen": sorted(watch.seen),
@@ -191,6 +195,8 @@ def replay_script(
         )  # fmt: skip
         with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr) as bar:
             code = run(script_starter(_MODULE, script, arguments), task, functools.partial(_show, task, bar))
+            if task.path("result").exists():
+                bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))
         if not task.path("result").exists():
             raise NoReplay(failure_of(task, code, "the script failed in the replay"))
         found: dict[str, Any] = from_json(task.read("result"))

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 _LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
 _ITERATION = "updater/iteration"
-_TRIES = 5  # snapshots that may be removed by the run, or prove to be damaged, while one is looked for
 
 
 class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
@@ -146,11 +146,17 @@ class Watch:
             return
         self.seen.update(trainer.observation)
         value: Any = trainer.observation.get(self.key)
+        value = value[0] if type(value) is tuple and len(value) == 2 else value  # with its weight
         if not is_scalar(value):
             return
         number = float(value)
         if self.holds(number):
             self.found = Sight(iteration, number, batches.taken(is_undone=is_undone))
+
+    def forget_after(self, iteration: int) -> None:
+        """Forget what was after an iteration to which the run has gone back."""
+        if self.not_finite is not None and self.not_finite[0] > iteration:
+            self.not_finite = None
 
     def look_at_parameters(self, trainer: Trainer, iteration: int) -> None:
         """Remember the first iteration after which parameters were not finite."""
@@ -187,6 +193,7 @@ class Replay:
     Attributes:
         origin: where it begins.
         is_over: True when the iteration was reached, or found.
+        may_go_back: whether an extension may send the run back to a snapshot.
         is_exact: False if the run was one of several ranks, and one process computes other bits.
     """
 
@@ -206,11 +213,12 @@ class Replay:
     ) -> None:
         self.trainer, self.run_directory, self._directory = trainer, run, directory
         self._until, self._goes_on, self._watch = until, goes_on, watch or Watch()
+        self._reached = 0
         self._newest_written = 0  # the last iteration with a row or a snapshot
         self._at_end, self._on_iteration, self._needs_same_bits = at_end, on_iteration, needs_same_bits
         self.batches = BatchIndices(trainer.updater)
         self.last_batches: dict[str, Any] = {}
-        self.is_over, self.is_exact = False, True
+        self.is_over, self.is_exact, self.may_go_back = False, True, _may_go_back(trainer)
         self._staged: Path | None = None  # a copy of the snapshot, to which a rollback may go back
         self._undo = contextlib.ExitStack()  # puts back what is changed in the trainer
         self._has_begun = False
@@ -254,18 +262,19 @@ class Replay:
 
     def _load(self, latest: int | None) -> Origin:
         """Load the latest snapshot that is sound; return where the replay begins."""
-        trainer, tried = self.trainer, 0
+        trainer = self.trainer
         for origin in origins(self.run_directory, latest):
-            if tried == _TRIES:
-                break
             assert origin.snapshot is not None
             self._check_ranks(origin)
             try:
-                if self._may_roll_back():
+                if self.may_go_back:
                     self._stage(origin.snapshot)
                 serializers.load(origin.snapshot, trainer)
-            except (CorruptError, FileNotFoundError):  # damaged, or removed by the run, which goes on
-                tried += 1
+            except FileNotFoundError:  # removed by the run, which goes on
+                continue
+            except CorruptError as error:
+                if origin.snapshot.exists():
+                    warnings.warn(f"snapshot {origin.snapshot.name!r} is passed over: {error}", stacklevel=4)
                 continue
             self._copy_media()
             return origin
@@ -279,10 +288,6 @@ class Replay:
                 "the same order with other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any "
                 "number of ranks. `chainring batch` and `chainring bisect` work without"
             )
-
-    def _may_roll_back(self) -> bool:
-        policies = [e.extension.policy for e in self.trainer.entries if isinstance(e.extension, FailOnNonNumber)]
-        return any(policy != "skip" for policy in policies)
 
     def _stage(self, snapshot: Path) -> None:
         """Copy the snapshot: a rollback in the replay goes back to it, as the run went back to one."""
@@ -301,12 +306,11 @@ class Replay:
 
     def _quiet_snapshots(self) -> None:
         """Let no snapshot be loaded; and none be written, unless a rollback may go back to it."""
-        may_roll_back = self._may_roll_back()
         for entry in self.trainer.entries:
             if getattr(entry.extension, "autoload", False):
                 self._set(entry.extension, "autoload", False)
             if entry.is_snapshot or isinstance(entry.extension, LogReport):
-                is_left_out = entry.is_snapshot and not may_roll_back
+                is_left_out = entry.is_snapshot and not self.may_go_back
                 self._set(entry, "call", functools.partial(self._write, None if is_left_out else entry.call))
 
     def _write(self, call: Callable[[Trainer], Any] | None, trainer: Trainer) -> None:
@@ -328,10 +332,13 @@ class Replay:
     def _ends(self) -> bool:
         """Return whether the replay ends at the head of this iteration; take the place of `Trainer.ends`."""
         trainer, iteration = self.trainer, self.trainer.updater.iteration
-        if self._has_begun:
-            self._watch.look(trainer, iteration, self.batches)
-        else:
+        if not self._has_begun:
             self._begin()
+        elif iteration <= self._reached:
+            self._watch.forget_after(iteration)  # the run goes back
+        else:
+            self._watch.look(trainer, iteration, self.batches)
+        self._reached = iteration
         self._on_iteration(iteration)
         if self._watch.found is not None:
             return True
@@ -372,6 +379,11 @@ class Replay:
         self._watch.look(trainer, iteration, self.batches)
         if iteration == self._until:
             self.last_batches = self.batches.taken()
+
+
+def _may_go_back(trainer: Trainer) -> bool:
+    checks = [entry.extension for entry in trainer.entries if isinstance(entry.extension, FailOnNonNumber)]
+    return any(check.policy != "skip" for check in checks)
 
 
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
