@@ -191,13 +191,15 @@ def loaded(comm, directory, out, layouts):
             assert_same(state_of(model, optimizer), state_of(*plain))
             trainer.run()
             assert trainer.updater.iteration == 4
+            serializers.load(f"{directory}/{form}", model)
+            assert_same(state_of(model, optimizer)[0], state_of(*plain)[0])
     return True
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_layout_gets_the_parameters_and_moments_of_one_process(checkpoints, tmp_path, size):
-    """Of each form, also of tied weights and of shards of other sizes or none; training goes on."""
-    assert on_ranks(size, loaded, str(checkpoints), str(tmp_path), LAYOUTS) == [True] * size
+    """Of each form, also of tied weights and of shards of other sizes or none; training goes on. So does a model alone."""
+    assert on_ranks(size, loaded, str(checkpoints), str(tmp_path), LAYOUTS, seconds=120) == [True] * size
 
 
 def told(function, *arguments):
