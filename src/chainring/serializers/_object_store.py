@@ -102,7 +102,7 @@ class ObjectSnapshot(SavedSnapshot):
         return {name: size for name, size in found.items() if manifest.folder or name != MANIFEST}
 
     def path_of(self, file: str, manifest: Manifest) -> str:
-        return f"{self.place}/{self._folder(manifest)}{file}"
+        return f"{self._bucket.url}/{self._folder(manifest)}{file}"
 
     def open(self, file: str, manifest: Manifest) -> StoredFile:
         return ObjectFile(self._bucket, self._folder(manifest) + file)
@@ -380,7 +380,8 @@ class ObjectStore(Store):
         }
         parts = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
         self.bucket.delete([*invalid, *parts])
-        self.bucket.abort_uploads(_OLD)
+        with suppress(RemoteError):  # not everybody may
+            self.bucket.abort_uploads(_OLD)
         return sorted(unfinished)
 
 
