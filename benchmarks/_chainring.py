@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
 from _turns import lap
@@ -19,10 +20,12 @@ from chainring.datasets import TupleDataset
 from chainring.iterators import FunctionIterator, SerialIterator
 from chainring.nn import Classifier
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, make_extension
-from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, snapshot
+from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, Recorder, snapshot
 
 IDLE = 64
 """Idle extensions in the row that prices them."""
+PERCEPTRON_EPOCH = 100
+"""Iterations in an epoch of the perceptron."""
 
 
 class Lapping(StandardUpdater):
@@ -41,6 +44,26 @@ def bare(epochs: int, out: Path, **settings: Any) -> None:
 def staged(epochs: int, out: Path) -> None:
     """Train with a callback, which is the least that leads through the stages of an update."""
     bare(epochs, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
+
+
+def recorded(epochs: int, out: Path) -> None:
+    """Record every iteration, and digests of the parameters each epoch."""
+    trainer = _trainer(epochs, out)
+    trainer.extend(Recorder())
+    trainer.run()
+
+
+def perceptron(epochs: int, out: Path, records: bool) -> None:
+    """Train a perceptron of a million parameters by batches of 100, `PERCEPTRON_EPOCH` of them an epoch."""
+    torch.manual_seed(0)
+    rows = 100 * PERCEPTRON_EPOCH
+    train = TupleDataset(np.random.default_rng(0).random((rows, 784), np.float32), np.arange(rows) % 10)
+    model = Classifier(nn.Sequential(nn.Linear(784, 1_000), nn.ReLU(), nn.Linear(1_000, 210), nn.ReLU(), nn.Linear(210, 10)))
+    updater = Lapping(SerialIterator(train, 100), torch.optim.Adam(model.parameters()), model)
+    trainer = Trainer(updater, (epochs, "epoch"), out=_fresh(out))
+    if records:
+        trainer.extend(Recorder())
+    trainer.run()
 
 
 def idle(epochs: int, out: Path, count: int = IDLE) -> None:

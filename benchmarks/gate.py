@@ -33,7 +33,13 @@ SLACK = 1.25
 ROUNDS = 3
 EPOCHS_OF_ROUND = 5
 ATTEMPTS = 4
-OVERHEAD = [overhead.BARE, "in stages (a callback)", "the script's extensions", "the same and a snapshot an epoch"]
+OVERHEAD = [
+    overhead.BARE,
+    "a recorder",
+    "in stages (a callback)",
+    "the script's extensions",
+    "the same and a snapshot an epoch",
+]
 EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED)]
 
 

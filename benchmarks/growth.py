@@ -7,9 +7,9 @@ Run it on a machine that has nothing else to do::
 A figure is the median of the rounds. Of an iteration it is what it costs more than the loop named beside it, which does the
 same work with as many parameters; of an epoch the part of the time of a hand-written loop over a DataLoader; of data the
 examples a second beside a DataLoader with as many workers; of a snapshot the time for which the loop stands still, beside
-one memcpy of the same tensors, whose number grows while their bytes stay the same. The last part is one run without the end
+one memcpy of the same tensors, whose number grows while their bytes stay the same. Another part is one run without the end
 of an epoch, with ten keys in an open interval and a row of another log every ten iterations: a snapshot after so many
-iterations, and the memory of the process.
+iterations, and the memory of the process. The last is what a recorder adds to an iteration.
 """
 
 from __future__ import annotations
@@ -99,8 +99,17 @@ def lengths(out: Path, args: argparse.Namespace) -> list[Result]:
     return results
 
 
+def recorder(out: Path, args: argparse.Namespace) -> list[Result]:
+    """Return the part of an iteration of a perceptron that a recorder takes; the promise is 1 %."""
+    rows = [Row(name, partial(_chainring.perceptron, out=out, records=name == "recorded")) for name in ("plain", "recorded")]
+    times = measure(rows, Plan(_chainring.PERCEPTRON_EPOCH, args.rounds, args.epochs))
+    percent = [100 * (ratio - 1) for ratio in ratios("recorded", "plain", times)]
+    return [_result("a recorder, % of an iteration", "parameters", 1_000_000, figure(percent), "% more")]
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], list[Result]]] = {
     "iterations": iterations, "epochs": whole_epochs, "data": batches, "snapshots": snapshots, "lengths": lengths,
+    "recorder": recorder,
 }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ def rows_of(out: Path, peers: dict[str, _peers.Loop]) -> list[Row]:
         Row(RAW, _loops.raw),
         Row(BARE, partial(_chainring.bare, out=out), over=RAW, budget=0.0),
         Row("an idle extension more", partial(_chainring.idle, out=out), over=BARE, budget=0.3, share=_chainring.IDLE),
+        Row("a recorder", partial(_chainring.recorded, out=out), over=BARE, budget=30.0),
         Row("in stages (a callback)", partial(_chainring.staged, out=out), over=BARE, budget=8.0),
         Row("the raw loop again", _loops.raw, over=RAW),
         Row(RAW_WITH_LOG, partial(_loops.raw_with_log, out=out)),

@@ -17,6 +17,7 @@ from chainring.training.extensions import (  # fmt: skip
     LogReport,
     PrintReport,
     ProgressBar,
+    Recorder,
     Throughput,
     dump_graph,
     observe_lr,
@@ -110,3 +111,27 @@ def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimize
     assert len(silent) == ITERATIONS - ITERATIONS // EPOCH - 1
     assert set(silent) == {0}
     assert max(more) > 0  # a row of the log has been read
+
+
+def test_a_recorder_reads_once_in_32_iterations(tmp_path):
+    """The losses, and the digests of the parameters that have been taken since, together."""
+    model = model_of()
+    updater = training.StandardUpdater(
+        iterators.SerialIterator(datasets.TupleDataset(*data_of(BATCH * EPOCH)), BATCH),
+        torch.optim.SGD(model.parameters(), 0.1),
+        model,
+    )
+    trainer = training.Trainer(updater, (200, "iteration"), str(tmp_path))
+    trainer.extend(Recorder((3, "iteration")))
+    counts = []
+
+    def count(trainer):
+        counts.append(operations.reads + calls.reads)
+
+    trainer.extend(count, trigger=(1, "iteration"), priority=-1000)
+    with Counting() as operations, CountingCalls() as calls:
+        trainer.run()
+    reading = [
+        iteration for iteration, (earlier, later) in enumerate(itertools.pairwise(counts), start=2) if later > earlier
+    ]
+    assert reading == [33, 65, 97, 129, 161, 193]

@@ -62,12 +62,13 @@ class BatchDigest:
 
 
 class StateDigests:
-    """The digests of the tensors of models and optimizers at one moment; those on a device are read when they are asked for.
+    """The digests of the tensors of models and optimizers at one moment; those on a device stay there until they are read.
 
     All ranks make one together, where parameters are sharded; the digests are complete on the main rank.
 
     Attributes:
         names: the paths of the tensors in a snapshot.
+        sums: integers on the devices, to be read by `read_together`, from which `finish` makes the digests.
     """
 
     def __init__(self, updater: Updater, comm: Communicator) -> None:
@@ -76,26 +77,48 @@ class StateDigests:
         parts = assign_writers(sharded, comm.world) if sharded else {}
         self.names = list(tensors)
         self._salts = [stable_hash(str(tensor.dtype), *tensor.shape) for tensor in tensors.values()]
-        self._sums: list[tuple[list[int], Tensor]] = []
+        self.sums: list[Tensor] = []
+        self._indices: list[list[int]] = []
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for index, (name, tensor) in enumerate(tensors.items() if comm.is_main else ()):
             if name not in sharded:
                 whole = [Shard(tensor, (0,) * tensor.ndim, tensor.shape)]
                 by_device.setdefault(tensor.device, []).append((index, _sum(whole, tensor.device)))
         for pairs in by_device.values():
-            self._sums.append(([index for index, _ in pairs], torch.stack([each for _, each in pairs])))
+            self._add([index for index, _ in pairs], torch.stack([each for _, each in pairs]))
         if sharded:
             device = comm.world.device
             sums = torch.stack([_sum(parts[name], device) for name in sharded])
             comm.world.all_reduce([sums], average=False)
-            self._sums.append(([self.names.index(name) for name in sharded], sums))
+            self._add([index for index, name in enumerate(tensors) if name in sharded], sums)
+
+    def _add(self, indices: list[int], sums: Tensor) -> None:
+        self._indices.append(indices)
+        self.sums.append(sums)
+
+    def finish(self, sums: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:
+        """Return the digests in the order of the names."""
+        found = np.zeros(len(self.names), np.uint64)
+        for indices, values in zip(self._indices, sums, strict=True):
+            found[indices] = values.view(np.uint64)
+        return _mix(found + np.array(self._salts, np.uint64))
 
     def read(self) -> NDArray[np.uint64]:
         """Return the digests in the order of the names, which waits for the devices."""
-        found = np.zeros(len(self.names), np.uint64)
-        for indices, sums in self._sums:
-            found[indices] = sums.cpu().numpy().view(np.uint64)
-        return _mix(found + np.array(self._salts, np.uint64))
+        return self.finish(read_together(self.sums))
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.int64]]:
+    """Return vectors of integers as they are on the host: those of one device by one read."""
+    places: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(index)
+    found: dict[int, NDArray[np.int64]] = {}
+    for indices in places.values():
+        values = torch.cat([tensors[index].to(torch.int64) for index in indices]).cpu().numpy()
+        ends = np.cumsum([len(tensors[index]) for index in indices])
+        found |= zip(indices, np.split(values, ends[:-1]), strict=True)
+    return [found[index] for index in range(len(tensors))]
 
 
 def state_tensors(updater: Updater) -> dict[str, Tensor]:
@@ -191,7 +214,7 @@ def _sum_run(bits: Tensor, start: int) -> Tensor:
 def _multiply(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return for each row of integers the sum of their products with numbers of 64 bits."""
     if rows.device.type == "cpu":  # in one pass over the memory, and the same on any number of threads
-        return torch.from_numpy(np.einsum("ij,j->i", rows.numpy(), numbers.numpy()))
+        return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(rows), np.from_dlpack(numbers)))
     return rows.to(torch.int64).mul_(numbers).sum(1)
 
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from chainring import _random
-from chainring._files import make_folder, open_regular, write_error
+from chainring._files import is_regular, make_folder, open_regular, write_error
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training._digests import BatchDigest, StateDigests
+from chainring.training._digests import BatchDigest, StateDigests, read_together
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
@@ -127,12 +128,14 @@ class Recorder(Extension):
         """Read what waits on a device, and return the block that is not complete; ``None`` if it has no row yet."""
         if self._rows and self._block is None:
             self._block = Block(self._written.count, self._rows[0].iteration)
-        if self._block is not None:
-            losses = _read_losses([row.losses for row in self._rows])
-            for row, bits in zip(self._rows, losses, strict=True):
+        if self._block is not None and (self._rows or self._digests):
+            losses, digests = _Losses([row.losses for row in self._rows]), self._digests.values()
+            found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
+            all_bits = losses.finish([next(found) for _ in losses.bits])
+            for row, bits in zip(self._rows, all_bits, strict=True):
                 self._block.rows.append((row.batch, row.generators, bits))
-            for iteration, digests in self._digests.items():
-                self._block.digests[iteration] = digests.names, digests.read()
+            for iteration, each in self._digests.items():
+                self._block.digests[iteration] = each.names, each.finish([next(found) for _ in each.sums])
             self._rows, self._digests = [], {}
         return self._block
 
@@ -225,7 +228,7 @@ class _LedgerFile:
     def __init__(self, out: Path, name: str, earlier: _Written) -> None:
         make_folder(out, Path(name).parent)
         path = out / name
-        is_here = earlier.size > 0 and earlier.find(path) is not None
+        is_here = earlier.size > 0 and is_regular(path) and earlier.find(path) is not None
         content = HEAD if is_here or not earlier.size else earlier.read()
         if content is None:
             _warn_of_loss(earlier)
@@ -287,19 +290,31 @@ def _find_losses(observation: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _read_losses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Bits]]:
-    """Return the bits of losses; those of one type that lie on one device are read together."""
-    found = [dict.fromkeys(row, (0, 0)) for row in rows]
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, str, Tensor]]] = {}
-    for index, row in enumerate(rows):
-        for name, value in row.items():
-            tensor = _as_tensor(value)
-            groups.setdefault((tensor.dtype, tensor.device), []).append((index, name, tensor))
-    for (dtype, _), group in groups.items():
-        integers = torch.stack([tensor for _, _, tensor in group]).cpu().view(_INTEGERS[dtype.itemsize]).tolist()
-        for (index, name, _), bits in zip(group, integers, strict=True):
-            found[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
-    return found
+class _Losses:
+    """The losses of some iterations, which are read together.
+
+    Attributes:
+        bits: integers on the devices, from which `finish` makes the losses.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._rows = rows
+        groups: dict[tuple[torch.dtype, torch.device], list[tuple[int, str, Tensor]]] = {}
+        for index, row in enumerate(rows):
+            for name, value in row.items():
+                tensor = _as_tensor(value)
+                groups.setdefault((tensor.dtype, tensor.device), []).append((index, name, tensor))
+        self._groups = [(dtype, [(index, name) for index, name, _ in group]) for (dtype, _), group in groups.items()]
+        stacked = [torch.stack([tensor for _, _, tensor in group]) for group in groups.values()]
+        self.bits = [values.view(_INTEGERS[values.dtype.itemsize]) for values in stacked]
+
+    def finish(self, integers: Sequence[NDArray[np.int64]]) -> list[dict[str, Bits]]:
+        """Return the losses of each iteration by name."""
+        found = [dict.fromkeys(row, (0, 0)) for row in self._rows]
+        for (dtype, places), values in zip(self._groups, integers, strict=True):
+            for (index, name), bits in zip(places, values.tolist(), strict=True):
+                found[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
+        return found
 
 
 def _as_tensor(value: Any) -> Tensor:
