@@ -28,7 +28,17 @@ from chainring.writers import CsvWriter
 PATIENCE = 20.0  # seconds for a run
 NAMES = (
     *(".lock", "run.json", "log", "log.jsonl", "log.media.jsonl", "log.csv", "below", "below/log", "below/log.jsonl"),
-    *("snapshot_iter_1", "snapshot_iter_2", "snapshot_iter_3", "best", "best_iter_3", "model", "cg.dot", "cg.json"),
+    *(
+        "snapshot_iter_1",
+        "snapshot_iter_2",
+        "snapshot_iter_3",
+        "best",
+        "best_iter_3",
+        "model",
+        "cg.dot",
+        "cg.json",
+        "recorder.bin",
+    ),
     *("profile.txt", "profile.json", "previous", "abandoned", "previous/1", "abandoned/1"),
     *(".log.tmp", ".run.json.tmp", ".chainring-0123456789abcdef.tmp", "snapshot_iter_2/manifest.json"),
     *("snapshot_iter_2/state.json", "snapshot_iter_2/rank00000-of-00001.safetensors"),
@@ -135,6 +145,7 @@ def build(out, stop, autoload):
     trainer = Trainer(updater, (stop, "iteration"), str(out), config={"a": 1})
     every = (1, "iteration")
     trainer.extend(extensions.LogReport(writers=[CsvWriter()]), trigger=every)
+    trainer.extend(extensions.Recorder(every))
     trainer.extend(extensions.LogReport(filename="below/log"), name="below", trigger=every)
     trainer.extend(extensions.snapshot(n_retains=2, autoload=autoload), trigger=every)
     trainer.extend(extensions.snapshot("best"), name="best", trigger=(3, "iteration"))
