@@ -15,7 +15,7 @@ SCRIPT = (
 EVERYTHING = SCRIPT + "import chainring.cli, chainring.parallel, chainring.testing, chainring.writers\n"
 PROGRAMS = {"chainring": "import chainring", "a script": SCRIPT, "everything": EVERYTHING}
 OPTIONAL = {
-    "IPython", "PIL", "datasets", "ipywidgets", "matplotlib", "mlflow", "pandas", "scipy", "sklearn", "tensorboard",
+    "IPython", "PIL", "boto3", "botocore", "datasets", "ipywidgets", "matplotlib", "mlflow", "obstore", "pandas", "scipy", "sklearn", "tensorboard",
     "torchvision", "tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "transformers", "wandb",
 }  # fmt: skip
 

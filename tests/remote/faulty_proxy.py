@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
+from xml.sax.saxutils import escape
 
 PIECE = 16 << 10  # bytes
 ENDING = (
@@ -186,7 +187,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("cut", "cut request"):
             raise _CutError
         if fault[:3].isdigit() and not fault.endswith("after"):
-            error = f"<Error><Code>{fault[4:]}</Code><Message>You sent {self.path} {self.headers}</Message></Error>"
+            error = (
+                f"<Error><Code>{fault[4:]}</Code><Message>You sent {escape(self.path + str(self.headers))}</Message></Error>"
+            )
             return self._answer(int(fault[:3]), {}, error.encode() if self.command != "HEAD" else b"")
         status, answered, body = self._forward(content)
         if fault == "stall after":

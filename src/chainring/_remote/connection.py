@@ -133,6 +133,8 @@ class Connection:
         exceptions = obstore().exceptions
         try:
             result = request()
+        except RemoteError:  # of settings that cannot be used
+            raise
         except (exceptions.BaseError, OSError) as error:
             trouble = trouble_of(error)
             self._has_answered = self._has_answered or not trouble.is_silent

@@ -84,7 +84,9 @@ def trouble_of(error: BaseException) -> Trouble:
     """Return what an error of obstore's comes to."""
     text = str(error)
     status, code = status_of(error)
-    if re.search(r"169\.254\.|/computeMetadata/|token request|[Cc]redential provider|TokenRequest", text):
+    if re.search(
+        r"169\.254\.|/latest/(api|meta-data)|/computeMetadata/|token request|[Cc]redential provider|TokenRequest", text
+    ):
         return Trouble("no credentials were found", _ACCOUNT, heals=True, is_silent=True)
     if "incorrectly configured region" in text or status in (301, 307, 308):
         return Trouble("the store says that the bucket is elsewhere", _REGION)
