@@ -428,7 +428,6 @@ print((peak() - before) / PART)
 def test_an_upload_holds_a_part_for_each_connection_and_a_reader_its_windows(proxy, s3):
     """Of 128 MB over links that are slower than what writes and reads."""
     proxy.bytes_per_second = 100 << 20
-    for deed, limit in (("write", 5), ("read", 5)):
+    for deed, limit in (("write", 4.5), ("read", 4)):
         done = subprocess.run([sys.executable, "-c", MEMORY, s3, deed], capture_output=True, text=True, check=True)
-        print(deed, done.stdout)
         assert float(done.stdout) < limit
