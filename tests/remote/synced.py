@@ -1,5 +1,6 @@
 """Directories and addresses copied to each other by boto3, as ``aws s3 sync`` does it."""
 
+import functools
 import os
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,7 +10,13 @@ import boto3
 
 def client():
     """A client of the store that the environment names."""
-    return boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
+    return client_of(os.environ["AWS_ENDPOINT_URL"])
+
+
+@functools.cache
+def client_of(address):
+    """A client of the store at an address, which takes long to make."""
+    return boto3.client("s3", endpoint_url=address)
 
 
 def parts(url):

@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str]) -> int:
         status: int | None = options.run(options)
     except BrokenPipeError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         is_damage = isinstance(error, CorruptError) and not isinstance(error, NewerFormat)
         return _fail(1 if is_damage else 2, error)
     except KeyboardInterrupt:

@@ -14,9 +14,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from chainring._files import is_url
 from chainring.serializers._checkpoint import STATE
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, SavedSnapshot, find_snapshot, open_file
+from chainring.serializers._store import (
+    MANIFEST,
+    CorruptError,
+    DirectoryStore,
+    SavedSnapshot,
+    StoredFile,
+    find_snapshot,
+    has_name,
+    open_file,
+    open_store,
+    split,
+)
 
 _RUN = "run.json"
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
@@ -24,56 +36,103 @@ _MAX_NAMES = 3
 _MAX_WIDTH = 100
 
 
-def not_a_snapshot(given: str) -> Exception:
-    """Return the error of a path that is not a snapshot and holds none, with the path to give instead."""
+def find_saved(given: str) -> StoredFile | list[SavedSnapshot]:
+    """Return a file, a snapshot, or all snapshots of a run, the newest first; at a path or an address.
+
+    Raises:
+        FileNotFoundError, ValueError, CorruptError: there is none of them; with the path to give instead.
+        OSError: a store does not answer.
+    """
+    if is_url(given):
+        return _find_in_store(given)
     path = Path(given)
     if not given:
-        return ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
+        raise ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
+    if path.is_file():
+        return open_file(given)
+    if (saved := find_snapshot(given)).exists():
+        return [saved]
+    if names := _snapshot_names(path):
+        return [find_snapshot(path / name) for name in names]
     if not os.path.exists(given):
-        return FileNotFoundError(_absent(path))
+        raise FileNotFoundError(_absent(path))
     if not path.is_dir():
-        return FileNotFoundError(f"{given} is {describe_file(path)}")
+        raise FileNotFoundError(f"{given} is neither a regular file nor a directory")
     if (path / STATE).exists():
-        return CorruptError(f"{given} has a {STATE} and no {MANIFEST}: a snapshot that is damaged, or copied in part")
-    return FileNotFoundError(f"{given} is not a snapshot and holds none: {_contents(path)}")
+        raise CorruptError(f"{given} has a {STATE} and no {MANIFEST}: a snapshot that is damaged, or copied in part")
+    raise FileNotFoundError(f"{given} is not a snapshot and holds none: {_contents(path)}")
 
 
-def describe_file(path: Path) -> str:
+def _find_in_store(url: str) -> StoredFile | list[SavedSnapshot]:
+    from chainring.serializers._object_store import explain_absence  # which few commands need
+
+    store = open_store(url)
+    if has_name(url):
+        saved = find_snapshot(url)
+        if saved.exists():
+            return [saved]
+        if saved.name != split(url)[1]:  # a link to nothing
+            raise explain_absence(url)
+        with contextlib.suppress(FileNotFoundError):
+            return open_file(url)
+    if names := store.names():
+        return [store.snapshot(name) for name in names]
+    raise explain_absence(url)
+
+
+def snapshots(given: str) -> list[SavedSnapshot]:
+    """Return the snapshot itself, or all of a run, the newest first; see `find_saved`.
+
+    Raises:
+        FileNotFoundError: it is a file.
+    """
+    found = find_saved(given)
+    if isinstance(found, StoredFile):
+        raise FileNotFoundError(f"{given} is {describe_file(found)}")
+    return found
+
+
+def describe_file(file: StoredFile) -> str:
     """Return words for a file that is not a snapshot, with a remedy."""
-    parent = path.parent
-    if (parent / MANIFEST).exists():
-        return f"one file of the snapshot {parent}; give the directory"
-    if is_model(path):
+    parent = file.path.rpartition("/")[0] or "."
+    for place in (parent, parent.rpartition("/")[0]):
+        if is_file(f"{place}/{MANIFEST}"):
+            return f"one file of the snapshot {place}; give " + ("its address" if is_url(place) else "the directory")
+    if is_model(file):
         return "the file of a model, not a snapshot: `chainring inspect` and `chainring verify` take it"
-    if (foreign := describe_foreign_file(path)) is not None:
-        return foreign
-    return "not a directory; a snapshot is a directory with a " + MANIFEST
+    return describe_foreign_file(file) or f"not a snapshot, which has a {MANIFEST}, nor the file of a model"
 
 
-def describe_foreign_file(path: Path) -> str | None:
+def describe_foreign_file(file: StoredFile) -> str | None:
     """Return words for a file that Chainring neither writes nor opens; ``None`` if it may be a model's, sound or not."""
-    if not path.is_file():
-        return "neither a regular file nor a directory"
-    if is_pickle(open_file(path)):
+    if is_pickle(file):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python, "
             "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them anew"
         )
-    with path.open("rb") as file:
-        start = file.read(8)
+    start = bytes(file.read(0, min(8, file.size)).numpy())
     if len(start) == 8 and _ASCII.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
-        run = path.parent if (path.parent / _RUN).exists() else None
-        return "text, not a model" + (f"; to look at the run it belongs to, give {run}" if run else "")
+        run = file.path.rpartition("/")[0]
+        is_of_run = is_file(f"{run or '.'}/{_RUN}")
+        return "text, not a model" + (f"; to look at the run it belongs to, give {run or '.'}" if is_of_run else "")
     return None
 
 
-def is_model(path: Path) -> bool:
+def is_model(file: StoredFile) -> bool:
     """Return whether a file begins as safetensors does: the length of a header, and the header."""
-    if not path.is_file():
+    start = bytes(file.read(0, min(9, file.size)).numpy())
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= file.size
+
+
+def is_file(place: str) -> bool:
+    """Return whether there is a regular file at a path or an address."""
+    if is_url(place) and not has_name(place):
         return False
-    with path.open("rb") as file:
-        start = file.read(9)
-    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size
+    try:
+        open_file(place)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _absent(path: Path) -> str:
@@ -106,17 +165,6 @@ def listed(names: list[str], parent: Path | None = None) -> str:
     shown = [str(parent / name) if parent else name for name in names[:_MAX_NAMES]]
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return (", " if more else " or " if parent else ", ").join(shown) + more
-
-
-def snapshots(directory: str) -> list[SavedSnapshot]:
-    """Return the snapshot itself, or all in the directory of a run, the newest first."""
-    path = Path(directory)
-    if directory and (saved := find_snapshot(directory)).exists():
-        return [saved]
-    names = _snapshot_names(path) if directory else []
-    if not names:
-        raise not_a_snapshot(directory)
-    return [find_snapshot(path / name) for name in names]
 
 
 def printable(text: object) -> str:

@@ -15,17 +15,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from chainring._files import atomic_write, flush, temporary_path
-from chainring.cli._common import add_command, print_json, printable, snapshots
-from chainring.serializers._checkpoint import model_prefix, read_state, save_tensors
-from chainring.serializers.base import find_aliases
+from chainring._files import flush, is_url, temporary_path
+from chainring.cli._common import add_command, is_file, print_json, printable, snapshots
+from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
+from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
+from chainring.serializers.base import find_aliases, read_stored
 
 _MODEL = "updater/model:"
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face
 _HELP = """
 Write the model of a snapshot with the names of its state_dict, without the
-code of the model. The snapshot is verified first. What exists is not
-overwritten. The formats:
+code of the model. What is read is verified first, a snapshot on a disk as a
+whole. What exists is not overwritten. The formats:
 
   safetensors  one file, which any reader of the format opens
   torch        one file, for torch.load(file, weights_only=True)
@@ -36,6 +37,7 @@ overwritten. The formats:
 examples:
   chainring export result mlp.safetensors      the newest snapshot of a run
   chainring export result/best gen.pt --model gen --format torch
+  chainring export s3://bucket/run mlp.safetensors     from an object store
   chainring export --json result mlp.safetensors | jq .tensors
 
 exit status:
@@ -55,28 +57,17 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    saved, place = snapshots(options.directory)[0], Path(options.place)
-    if os.path.lexists(place):
-        raise FileExistsError(f"{place} exists and is not overwritten; give another name")
-    own = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
-    beside = set(map(str, own)) if isinstance(own, list) else set()
-    state = {key: value for key, value in read_state(saved).items() if key not in beside}
-    names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
-    if options.model is None and len(names) > 1 and "main" not in names:
-        raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
-    prefix = f"{_MODEL}{options.model}/" if options.model else model_prefix(state, saved)
-    found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
+    saved, place = snapshots(options.directory)[0], options.place
+    _check_place(place, options.format)
+    model, found = _read_model(saved, options.model)
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    if not prefix or not tensors:
-        has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
-        raise ValueError(f"{saved} has no model {options.model or 'of an updater'}; {has}")
     left_out = sorted(name for name, value in found.items() if value is None)
-    place.parent.mkdir(parents=True, exist_ok=True)
+    if not is_url(place):
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
     _WRITERS[options.format](place, tensors)
     if options.json:
-        model = prefix.removeprefix(_MODEL).rstrip("/")
-        files = [place] if place.is_file() else sorted(place.iterdir())
-        facts = {"file": str(place), "format": options.format, "bytes": sum(file.stat().st_size for file in files)}
+        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [place]
+        facts = {"file": place, "format": options.format, "bytes": sum(open_file(file).size for file in files)}
         facts |= {"directory": saved.path, "model": model}
         print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
         return
@@ -86,12 +77,42 @@ def run(options: argparse.Namespace) -> None:
     print(printable(f"{place}: {len(tensors)} tensors of {saved}"))
 
 
-def _write_torch(place: Path, tensors: Mapping[str, Tensor]) -> None:
-    with atomic_write(place, durable=True) as file:
+def _check_place(place: str, form: str) -> None:
+    """Refuse a place where something is, or where the format cannot be written."""
+    if not is_url(place):
+        is_there = os.path.lexists(place)
+    elif form in _DIRECTORIES:
+        raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {place}")
+    else:
+        is_there = is_file(place) or find_snapshot(place).exists()
+    if is_there:
+        raise FileExistsError(f"{place} exists and is not overwritten; give another name")
+
+
+def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model in a snapshot, by default of the only or the main one, and its entries."""
+    own = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
+    beside = set(map(str, own)) if isinstance(own, list) else set()
+    with opened_state(saved) as whole:
+        state = {key: value for key, value in whole.items() if key not in beside}
+        names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+        if name is None and len(names) > 1 and "main" not in names:
+            raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
+        prefix = f"{_MODEL}{name}/" if name else model_prefix(state, saved)
+        found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
+        found = read_stored(found) if prefix else {}
+    if not any(isinstance(value, Tensor) for value in found.values()):
+        has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
+        raise ValueError(f"{saved} has no model {name or 'of an updater'}; {has}")
+    return prefix.removeprefix(_MODEL).rstrip("/"), found
+
+
+def _write_torch(place: str, tensors: Mapping[str, Tensor]) -> None:
+    with replacing(place) as file:
         torch.save(dict(tensors), file)
 
 
-def _write_hf(place: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_hf(place: str, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors of at most 5 GB and their index; a tied tensor once, under its first name, as it is read there."""
     first = find_aliases(tensors)
     files: list[dict[str, Tensor]] = [{}]
@@ -117,7 +138,7 @@ def _write_hf(place: Path, tensors: Mapping[str, Tensor]) -> None:
     _write_directory(place, write)
 
 
-def _write_dcp(place: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_dcp(place: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
 
     with warnings.catch_warnings():
@@ -125,8 +146,9 @@ def _write_dcp(place: Path, tensors: Mapping[str, Tensor]) -> None:
         _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory, no_dist=True))
 
 
-def _write_directory(place: Path, write: Callable[[Path], Any]) -> None:
+def _write_directory(target: str, write: Callable[[Path], Any]) -> None:
     """Make a directory that is complete as soon as it has its name, and flush it to the disk."""
+    place = Path(target)
     temporary = temporary_path(place.parent)
     temporary.mkdir()
     try:
@@ -140,7 +162,8 @@ def _write_directory(place: Path, write: Callable[[Path], Any]) -> None:
         raise
 
 
-_WRITERS: dict[str, Callable[[Path, Mapping[str, Tensor]], None]] = {
+_DIRECTORIES = ("hf", "dcp")
+_WRITERS: dict[str, Callable[[str, Mapping[str, Tensor]], None]] = {
     "safetensors": save_tensors,
     "torch": _write_torch,
     "hf": _write_hf,

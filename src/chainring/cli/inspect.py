@@ -6,12 +6,11 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from chainring.cli._common import add_command, is_model, listed, print_json, printable, snapshots
+from chainring.cli._common import add_command, describe_file, find_saved, is_model, listed, print_json, printable
 from chainring.serializers._safetensors import read_entries
-from chainring.serializers._store import LocalFile, SavedSnapshot, StoredFile
+from chainring.serializers._store import SavedSnapshot, StoredFile
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -25,6 +24,7 @@ examples:
   chainring inspect result                  the newest snapshot of a run
   chainring inspect result/snapshot_iter_150 | grep optimizer
   chainring inspect --json result | jq .iteration
+  chainring inspect s3://bucket/run         the same in an object store
 
 exit status:
   0  it is shown
@@ -42,16 +42,18 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
-    path = Path(options.path)
-    if is_model(path):
-        tensors = _tensors_of(LocalFile(path.resolve()))
+    found = find_saved(options.path)
+    if isinstance(found, StoredFile):
+        if not is_model(found):
+            raise FileNotFoundError(f"{found.path} is {describe_file(found)}")
+        tensors = _tensors_of(found)
         if options.json:
-            print_json({"file": str(path), "bytes": path.stat().st_size, "tensors": tensors})
+            print_json({"file": found.path, "bytes": found.size, "tensors": tensors})
         else:
-            print(f"{printable(path)}: the file of a model")
-            _print_table(tensors, path.stat().st_size)
+            print(f"{printable(found.path)}: the file of a model")
+            _print_table(tensors, found.size)
         return
-    saved, *others = snapshots(options.path)
+    saved, *others = found
     about = _describe(saved)
     if options.json:
         print_json(about)

@@ -15,11 +15,13 @@ settings and their changes at each resume, the plan of extensions, the time by
 phase, parameters, the graph, and snapshots with their state. It needs no
 network, no other file, and not the code that trained. The run may still be
 going on: write the page again to see more. Long curves are drawn with a few
-thousand points.
+thousand points. Of a run in an object store the page is written into the
+current directory; its snapshots are read there, and not copied.
 
 examples:
   chainring report result                  then open result/report.html
   chainring report result --out page.html --no-verify
+  chainring report s3://bucket/run         then open report.html
   chainring report --json result | jq .damaged
 
 exit status:
@@ -33,8 +35,10 @@ def add_to(commands: Any) -> None:
     parser = add_command(
         commands, "report", run, "write a page of a run: curves, log, settings, times, snapshots, in one HTML file", _HELP
     )
-    parser.add_argument("directory", metavar="DIR", help="the directory of a run (its out)")
-    parser.add_argument("--out", metavar="FILE", help="the file to write (default: DIR/report.html)")
+    parser.add_argument("directory", metavar="DIR", help="the directory or the address of a run (its out)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the file to write (default: DIR/report.html; of a run at an address report.html)"
+    )
     parser.add_argument(
         "--no-verify",
         action="store_true",
@@ -44,7 +48,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the page and print its path."""
-    written = write(Path(options.directory), options.out and Path(options.out), verify=not options.no_verify)
+    written = write(options.directory, options.out and Path(options.out), verify=not options.no_verify)
     if options.json:
         about = {"file": str(written.file), "bytes": written.size, "rows": written.rows}
         print_json({**about, "snapshots": written.snapshots, "damaged": written.damaged})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from chainring.cli._common import add_command, describe_file, describe_foreign_file, print_json, printable, snapshots
+from chainring.cli._common import add_command, describe_file, describe_foreign_file, find_saved, print_json, printable
 from chainring.serializers import _safetensors
-from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, open_file
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, StoredFile
 
 _HELP = """
 Read every byte of a snapshot or of a model's file, and compare it with the
@@ -18,6 +17,7 @@ are verified, also those after a damaged one.
 examples:
   chainring verify result                      all snapshots of a run
   chainring verify result/mlp.model            the file of a model
+  chainring verify s3://bucket/run             the same in an object store
   chainring verify result && rsync -a result elsewhere:
 
 exit status:
@@ -35,8 +35,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
-    path = Path(options.path)
-    results = [_verify_file(path)] if path.is_file() else [_verify_snapshot(saved) for saved in snapshots(options.path)]
+    found = find_saved(options.path)
+    results = [_verify_file(found)] if isinstance(found, StoredFile) else [_verify_snapshot(saved) for saved in found]
     if options.json:
         sound = all(error is None for _, error in results)
         print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})
@@ -64,14 +64,14 @@ def _verify_snapshot(saved: SavedSnapshot) -> _Result:
     return {**facts, "sound": True, "iteration": manifest.iteration, "files": len(manifest.files), "bytes": size}, None
 
 
-def _verify_file(path: Path) -> _Result:
-    if describe_foreign_file(path) is not None:
-        raise ValueError(f"{path} is {describe_file(path)}")
+def _verify_file(file: StoredFile) -> _Result:
+    if describe_foreign_file(file) is not None:
+        raise ValueError(f"{file.path} is {describe_file(file)}")
     try:
-        tensors, has_checksum = _safetensors.verify_file(open_file(path))
+        tensors, has_checksum = _safetensors.verify_file(file)
     except ValueError as error:
-        return {"path": str(path), "sound": False}, CorruptError(str(error))
-    facts = {"path": str(path), "sound": True, "tensors": tensors, "bytes": path.stat().st_size}
+        return {"path": file.path, "sound": False}, CorruptError(str(error))
+    facts = {"path": file.path, "sound": True, "tensors": tensors, "bytes": file.size}
     return {**facts, "has_checksum": has_checksum}, None
 
 

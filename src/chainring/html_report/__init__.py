@@ -12,9 +12,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from chainring._files import replace_file
+from chainring._files import is_url, replace_file
 from chainring.html_report._page import SIGN, page_of
-from chainring.html_report._run import DAMAGED, read_run
+from chainring.html_report._run import DAMAGED, directory_of, read_run
+from chainring.serializers._store import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +29,17 @@ class Page:
     damaged: list[str]  # names of snapshots whose bytes are not those that were written
 
 
-def write(directory: Path, file: Path | None = None, *, verify: bool = True) -> Page:
+def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Page:
     """Write the page of a run, which may still be going on; an earlier page is replaced by one rename.
 
-    By default it is ``report.html`` in the directory of the run. With ``verify``, every byte of the snapshots is compared
-    with its checksum. Where there is no run, or where something else has the name of the page, an `OSError` is raised.
+    By default it is ``report.html`` in the directory of the run, or of one at an address in the current directory. With
+    ``verify``, every byte of the snapshots is compared with its checksum. Where there is no run, or where something else has
+    the name of the page, an `OSError` is raised.
     """
-    run = read_run(directory, verify=verify)
-    text = page_of(run, datetime.datetime.now().astimezone()).encode()
-    path = directory / "report.html" if file is None else file
+    with directory_of(place) as (directory, store):
+        run = read_run(directory, store, verify=verify)
+        text = page_of(run, datetime.datetime.now().astimezone()).encode()
+    path = Path("" if is_url(place) else place, "report.html") if file is None else file
     if os.path.lexists(path) and not _is_page(path):
         raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)

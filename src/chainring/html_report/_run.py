@@ -6,19 +6,34 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import from_json
+from chainring._files import from_json, is_url
 from chainring.html_report._media import Series, read_media
-from chainring.serializers._store import MANIFEST, CorruptError, DirectorySnapshot, DirectoryStore, Manifest
+from chainring.serializers._store import (
+    MANIFEST,
+    CorruptError,
+    DirectoryStore,
+    Manifest,
+    Place,
+    Store,
+    find_snapshot,
+    has_name,
+    open_file,
+    open_store,
+    split,
+)
 from chainring.training._run_directory import RECORD, NamePattern, parse_record
 from chainring.writers.base import COUNTERS
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
+_GRAPH = "cg.json"  # the default name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +59,54 @@ class Run:
         return [_model(name, content) for name, content in models.items() if isinstance(content, dict)]
 
 
-def read_run(directory: Path, *, verify: bool = True) -> Run:
-    """Read the directory of a run, which may still be going on; see `write`."""
+@contextmanager
+def directory_of(place: Place) -> Iterator[tuple[Path, Store]]:
+    """Return the directory of a run and the store of its snapshots.
+
+    What a page shows of a run at an address, but for its snapshots, is copied into a directory for the time of the block.
+    """
+    if not is_url(place):
+        yield Path(place), open_store(place)
+        return
+    store = open_store(place)
+    if has_name(os.fspath(place)) and find_snapshot(place).exists():
+        raise FileNotFoundError(f"{place} is a snapshot; give the address of its run, {split(place)[0]}")
+    with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
+        directory = Path(folder, store.place.rpartition("/")[2])
+        directory.mkdir()
+        _fetch(store.place, [RECORD], directory)
+        record, _ = _read_record(directory)
+        files = {name for name in record.get("files", ()) if isinstance(name, str)} | {"log.jsonl", "profile.json", _GRAPH}
+        files |= {f"{name.removesuffix('.jsonl')}.media.jsonl" for name in files if name.endswith(".jsonl")}
+        files |= {f"{name.removesuffix('.json')}.svg" for name in files if name.endswith(".json")}
+        _fetch(store.place, sorted(name for name in files if name.endswith((".json", ".jsonl", ".svg"))), directory)
+        yield directory, store
+
+
+def _fetch(url: str, names: Iterable[str], directory: Path) -> None:
+    """Copy the objects that are there, and whose names do not lead out of the directory."""
+    for name in names:
+        path = directory / name
+        with suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
+            if path.resolve().is_relative_to(directory.resolve()) and not path.exists():
+                file = open_file(f"{url}/{name}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file.copy_to(path)
+
+
+def read_run(directory: Path, store: Store | None = None, *, verify: bool = True) -> Run:
+    """Read the directory of a run, which may still be going on, and its snapshots, by default those there; see `write`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
     if (directory / MANIFEST).exists():
         raise FileNotFoundError(f"{directory} is a snapshot; give the directory of its run, {directory.resolve().parent}")
+    place = directory if store is None else store
     record, record_error = _read_record(directory)
     files = [name for name in record.get("files", ()) if isinstance(name, str)]
-    logs, snapshots = read_logs(directory, files), read_snapshots(directory, files, verify=verify)
+    logs, snapshots = read_logs(directory, files), read_snapshots(store or DirectoryStore(directory), files, verify=verify)
     if not (record or record_error or logs or snapshots):
         raise FileNotFoundError(
-            f"{directory} is not the directory of a run: it has no {RECORD}, no log.jsonl and no snapshot; "
+            f"{place} is not the directory of a run: it has no {RECORD}, no log.jsonl and no snapshot; "
             'give the out= of the Trainer, "result" by default'
         )
     return Run(directory, record, record_error, logs, snapshots, _read_profile(directory), _read_graph(directory, files))
@@ -144,19 +195,18 @@ class Snapshot:
     links: list[str]  # the fixed names that lead to it, such as "best"
 
 
-def read_snapshots(directory: Path, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
+def read_snapshots(store: Store, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
-    store = DirectoryStore(directory)
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
     links: dict[str, list[str]] = {}
-    for name in sorted(os.listdir(directory)):
-        if not name.startswith(".") and (target := store.link_target(name)) is not None:
+    for name, target in sorted(store.links().items()):
+        if not name.startswith("."):
             links.setdefault(target, []).append(name)
     snapshots = []
     for name, manifest in store.listing():
         if store.snapshot(name).exists() or any(pattern.match(name) for pattern in patterns):
-            found = _read_snapshot(store.snapshot(name), manifest, links.get(name, []), verify)
+            found = _read_snapshot(store, name, manifest, links.get(name, []), verify)
             snapshots += [] if found is None else [found]
     return snapshots
 
@@ -169,24 +219,23 @@ def _pattern(template: str) -> NamePattern | None:
         return None
 
 
-def _read_snapshot(saved: DirectorySnapshot, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
+def _read_snapshot(store: Store, name: str, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
     """Read a snapshot; return ``None`` if the run has removed it meanwhile."""
-    path = saved.directory
-    state, note = VERIFIED if verify else COMPLETE, ""
+    saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
     try:
         manifest = saved.verify(content=verify)
     except (CorruptError, OSError) as error:
         state, note = DAMAGED, str(error)
-    if not path.is_dir():
+    if not store.exists(name):
         return None
     if manifest is None:
-        size = sum(file.lstat().st_size for file in path.iterdir() if file.is_file())
-        return Snapshot(path.name, None, None, size, state, note, links)
+        size = sum(size or 0 for size in saved.sizes(Manifest(0, {}, {})).values())
+        return Snapshot(name, None, None, size, state, note, links)
     about = manifest.about
     notes = [note, *(f"{key}: {about[key]}" for key in ("error", "not bit-exact", "left out") if key in about)]
     epoch = about["epoch"] if isinstance(about.get("epoch"), int) else None
     size = sum(size for size, _ in manifest.files.values())
-    return Snapshot(path.name, manifest.iteration, epoch, size, state, "; ".join(filter(None, notes)), links)
+    return Snapshot(name, manifest.iteration, epoch, size, state, "; ".join(filter(None, notes)), links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +297,7 @@ class Graph:
 def _read_graph(directory: Path, files: list[str]) -> Graph | None:
     """Read the first of the graphs that the run has written."""
     stems = [name.removesuffix(".json") for name in sorted(files) if name.endswith(".json")]
-    for stem in [*(stem for stem in stems if f"{stem}.svg" in files), "cg"]:
+    for stem in [*(stem for stem in stems if f"{stem}.svg" in files), _GRAPH.removesuffix(".json")]:
         content = _read_object(directory, f"{stem}.json")
         try:
             inputs = _inputs(content or {})

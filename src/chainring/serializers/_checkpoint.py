@@ -9,10 +9,10 @@ import errno
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -417,6 +417,19 @@ def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
     return _values.decode(snapshot.open(STATE, manifest).read_all(), tensors)
 
 
+@contextmanager
+def opened_state(source: SavedSnapshot) -> Iterator[dict[str, Any]]:
+    """Open a snapshot for one process: its flat state, in which `read_stored` reads large tensors during the block.
+
+    Of a snapshot on a disk every byte is verified first, elsewhere what is read.
+
+    Raises:
+        CorruptError: it is not what was written.
+    """
+    with StoredTensors(source, STATE, Communicator()) as stored:
+        yield _values.decode(stored.text, stored.tensors)
+
+
 def _load_state(
     state: dict[str, Any], obj: Any, path: str, strict: bool, source: SavedSnapshot, stored: StoredTensors
 ) -> None:
@@ -529,7 +542,7 @@ def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None
     """
 
     def write(whole: Mapping[str, Tensor], load: Load | None = None) -> None:
-        with _replacing(target) as file:
+        with replacing(target) as file:
             _safetensors.write_with_checksum(file, whole, load)
 
     if any(map(is_sharded, tensors.values())):
@@ -538,7 +551,7 @@ def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None
         write(tensors)
 
 
-def _replacing(target: Place) -> AbstractContextManager[BinaryIO]:
+def replacing(target: Place) -> AbstractContextManager[BinaryIO]:
     """Open a new file that takes the place of what is at a path or an address when the block ends."""
     if not is_url(target):
         return atomic_write(Path(target), durable=True)

@@ -36,6 +36,7 @@ from chainring.serializers._store import (
     Written,
     check_name,
     format_manifest,
+    has_name,
     parse_manifest,
     split,
 )
@@ -53,6 +54,7 @@ _IN_ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")
 _RECORD = "run.json"
+_MAX_SHOWN = 3  # names in a message
 
 
 class ObjectSnapshot(SavedSnapshot):
@@ -432,11 +434,7 @@ def fetched(file: StoredFile) -> Iterator[Path]:
     """Copy an object into a file that is there during the block."""
     with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
         path = Path(folder, file.path.rpartition("/")[2])
-        with open(path, "wb") as copy:
-            for start in range(0, file.size, PART):
-                part = bytearray(min(PART, file.size - start))
-                file.read_into(start, memoryview(part))
-                copy.write(part)
+        file.copy_to(path)
         yield path
 
 
@@ -458,4 +456,8 @@ def explain_absence(url: str) -> Exception:
         )
     if keys:
         return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {bucket.url}/{keys[0]}")
-    return FileNotFoundError(f"there is no {url}")
+    others = ObjectStore(Bucket(above)).names() if has_name(above) else []
+    more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
+    return FileNotFoundError(
+        f"there is no {url}" + (f"; {above} has {', '.join(others[:_MAX_SHOWN])}{more}" if others else "")
+    )

@@ -117,6 +117,12 @@ class StoredFile(ABC):
         self.read_into(0, memoryview(content))
         return bytes(content)
 
+    def copy_to(self, path: Path) -> None:
+        """Copy the content to a new file in chunks; raise as `read_into` does."""
+        starts = range(0, self.size, _CHUNK)
+        with open(path, "xb") as copy:
+            copy.writelines(bytes(self.read(start, min(_CHUNK, self.size - start)).numpy()) for start in starts)
+
     def checksum(self, start: int = 0, crc: int = 0) -> int:
         """Return the CRC-32 of the content from ``start`` on, which is read in chunks; raise as `read_into` does.
 
@@ -646,9 +652,15 @@ def split(place: Place) -> tuple[str, str]:
 
     url = os.fspath(place)
     above, _, name = Bucket(url).url.rpartition("/")
-    if "://" not in above:
+    if not has_name(url):
         raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
     return above, name
+
+
+def has_name(url: str) -> bool:
+    """Return whether an address is that of something in a bucket, and not of the bucket."""
+    place = url.partition("://")[2]
+    return "/" in place.strip("/") or (place.startswith("/") and place.strip("/") != "")
 
 
 def open_file(place: Place) -> StoredFile:
