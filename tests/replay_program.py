@@ -1,6 +1,6 @@
 """The program of which any iteration is replayed: everything that draws, counts or remembers, a NaN, and kills.
 
-    python tests/replay_program.py OUT KEPT [KILL_AT]
+    python tests/replay_program.py OUT KEPT [KILL_AT [LENGTH]]
 
 It writes down in the file KEPT, one line an iteration, what its state is after it, and ends by SIGKILL after one of them.
 """
@@ -22,7 +22,7 @@ from chainring.datasets import DatasetMixin
 from chainring.training import extensions, triggers
 from chainring.training._unsaved import describe_leaves
 
-EXAMPLES, BATCH, ITERATIONS, POISON = 37, 4, 60, 13
+EXAMPLES, BATCH, ITERATIONS, POISON = 37, 4, 60, 13  # of the examples one is not a number
 
 
 class Noisy(DatasetMixin):
@@ -96,7 +96,7 @@ def read_kept(path):
 
 
 if __name__ == "__main__":
-    trainer = make_trainer(sys.argv[1])
+    trainer = make_trainer(sys.argv[1], length=int(sys.argv[4]) if len(sys.argv) > 4 else ITERATIONS)
     trainer.kept = sys.argv[2]
     trainer.kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
     trainer.run()

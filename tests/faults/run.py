@@ -17,12 +17,13 @@ import damage
 import data
 import kills
 import remote_races
+import replays
 import signals
 from bench import Bench
 
 import tries
 
+PARTS = (kills, signals, damage, data, clock, remote_races, replays)
+
 if __name__ == "__main__":
-    sys.exit(
-        tries.main(__doc__, [*kills.ROWS, *signals.ROWS, *damage.ROWS, *data.ROWS, *clock.ROWS, *remote_races.ROWS], Bench)
-    )
+    sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))
