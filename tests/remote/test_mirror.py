@@ -1,5 +1,6 @@
 """The files beside the snapshots of a run in a store are those of its working directory."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from stepped import TimedBucket, World
 
+from chainring._files import replace_file
 from chainring._remote.bucket import Bucket, RemoteError
 from chainring._remote.lease import Lease, LeaseLostError
 from chainring._remote.mirror import Mirror, working_directory
@@ -544,3 +546,97 @@ def test_a_child_process_leaves_the_files_to_its_parent(bucket, folder, mirror):
     assert objects(bucket) == {}
     mirror.close()
     assert objects(bucket) == {"log": "[1]"}
+
+
+class SlowBucket(Bucket):
+    """Takes a second of a clock for each object, and until it is told to for the parts of a large one."""
+
+    def __init__(self, url, clock):
+        super().__init__(url)
+        self.clock, self.goes_on, self.keys = clock, threading.Event(), []
+
+    def put(self, key, content, expected=None):
+        if key[0] != ".":
+            self.keys.append(key)
+            self.clock.seconds += 1
+        return super().put(key, content, expected)
+
+    @contextlib.contextmanager
+    def upload(self, key):
+        self.goes_on.wait()
+        with super().upload(key) as file:
+            yield file
+
+
+def test_rows_do_not_wait_for_many_new_files(folder, clock):
+    """Every ten seconds what grows comes first."""
+    bucket = SlowBucket(next(URLS), clock)
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=None, pause=1, clock=clock)
+    mirror.fetch()
+    write(folder, log="1")
+    mirror.put()
+    write(folder, **{f"picture-{number}": "." * number for number in range(100)})
+    looks = 0
+    while True:
+        clock.seconds += 2
+        looks += 1
+        write(folder, log="1" * looks * 2)
+        before = len(bucket.keys)
+        is_late = mirror.put_due()
+        assert "log" in bucket.keys[before:]
+        assert len(bucket.keys) - before <= 20
+        if not is_late:
+            break
+    assert 5 <= looks <= 11
+    assert len(objects(bucket)) == 101
+    mirror.close()
+    lease.release()
+
+
+def test_rows_do_not_wait_for_a_large_file(folder, clock):
+    """It is sent beside."""
+    bucket = SlowBucket(next(URLS), clock)
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=0.01, pause=0, clock=clock)
+    mirror.fetch()
+    replace_file(folder / "big", "b" * (9 << 20))
+    for content in "1", "2":
+        write(folder, log=content)
+        wait_until(lambda content=content: objects(bucket) == {"log": content})
+    bucket.goes_on.set()
+    mirror.close()
+    assert objects(bucket).keys() == {"big", "log"}
+    lease.release()
+
+
+def test_the_store_has_what_the_disk_has_after_any_faults(s3, proxy, folder):
+    """While files grow, are replaced, renamed and removed, and a snapshot's thread asks for some of them."""
+    bucket = Bucket(f"{s3}/run")
+    lease = Lease(bucket, list, period=None)
+    mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
+    mirror.fetch()
+    proxy.fail_at_random(0.1, seed=1)
+    choose = random.Random(2)
+    for step in range(100):
+        name = f"{choose.choice('abc')}/{choose.randrange(5)}"
+        deed = choose.choice(["append", "replace", "rename", "remove", "persist"])
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        if deed in ("append", "persist"):
+            with open(path, "a") as file:
+                file.write(f"{step} ")
+        elif deed == "replace":
+            replace_file(path, f"replaced {step}")
+        elif path.exists() and deed == "rename":
+            path.rename(folder / f"{name} {step}")
+        elif deed == "remove":
+            path.unlink(missing_ok=True)
+        if deed == "persist":
+            content = path.read_text()
+            mirror.persist(path)
+            assert bucket.get(name).content.decode() == content
+    mirror.close()
+    proxy.heal()
+    assert objects(bucket) == {name: content for name, content in files(folder).items() if content is not None}
+    lease.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -40,7 +41,8 @@ PAUSE = 30.0  # seconds before a file is put again
 _LARGE = PART  # bytes of a file that is sent in parts, and by a thread of its own, for which no small one waits
 _CONNECTIONS = 8
 _FAILURES = 4  # by which failed requests may outnumber the others before a look gives up
-_BATCH = 20.0  # seconds after which a look begins no further file: the next one begins with those that grow
+_BATCH = 10.0  # seconds after which a look begins with no further new file: the next one begins with those that grow
+_SHARE = 100  # times as long as a look has worked comes the next one, unless that is too late
 _RECENT = 100_000_000  # nanoseconds in which a file may change without another time
 _TRIES = 5  # of an object that is written while it is read or written
 _LONGEST_ADDRESS = 1024  # bytes
@@ -110,7 +112,7 @@ class Mirror:
         self._outage = OneTimeWarning()
         self._lock = threading.Lock()  # of the sets above
         self._deletes = threading.Lock()
-        self._stop = threading.Event()
+        self._stop, self._large_waits = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._descriptor: int | None = None
         self._process = os.getpid()
@@ -128,6 +130,7 @@ class Mirror:
         self._descriptor = _lock(self.folder)
         self._files.clear()
         self._stop.clear()
+        self._large_waits.clear()
         try:
             _empty(self.folder)
             self._copy(self._bucket.list())
@@ -135,12 +138,13 @@ class Mirror:
             self._release()
             raise
         if self._look is not None:
-            for is_large in (False, True):
-                name = f"chainring-mirror{'-large' * is_large}"
-                self._threads.append(
-                    threading.Thread(target=self._keep, args=(self._look, is_large), name=name, daemon=True)
-                )
-                self._threads[-1].start()
+            targets: dict[str, Callable[[], None]] = {
+                "chainring-mirror": functools.partial(self._keep, self._look),
+                "chainring-mirror-large": self._keep_large,
+            }
+            self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()]
+            for thread in self._threads:
+                thread.start()
 
     def put(self) -> None:
         """Put every file that has changed, and delete the objects whose files are not there any more.
@@ -151,17 +155,30 @@ class Mirror:
         """
         self._put(lambda file, status: True)
 
-    def put_due(self, is_large: bool | None = None) -> None:
-        """Do as `put` for the files that were not put within the pause, only large ones, or only others."""
-        ready = self._clock() - self._pause
-        end = self._clock() + _BATCH
+    def put_due(self, is_large: bool | None = None) -> bool:
+        """Do as `put` for the files that were not put within the pause, only large ones, or only others.
+
+        Returns:
+            True if new files wait that this has not begun with, for the sake of those that grow.
+        """
+        ready, end = self._clock() - self._pause, self._clock() + _BATCH
+        is_late = False
 
         def is_due(file: _File, status: _Status) -> bool:
-            if file.put_at > ready or is_large not in (None, status.size > _LARGE):
+            nonlocal is_late
+            if file.put_at > ready:
                 return False
-            return file.tag != MISSING or self._clock() < end
+            if is_large not in (None, status.size > _LARGE):
+                if not is_large:
+                    self._large_waits.set()
+                return False
+            if file.tag == MISSING and self._clock() > end:
+                is_late = True
+                return False
+            return True
 
         self._put(is_due)
+        return is_late
 
     def persist(self, path: str | os.PathLike[str]) -> None:
         """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone.
@@ -193,6 +210,7 @@ class Mirror:
         if self._descriptor is None or os.getpid() != self._process:
             return
         self._stop.set()
+        self._large_waits.set()
         for thread in self._threads:
             thread.join()
         try:
@@ -288,18 +306,33 @@ class Mirror:
             raise RemoteError(f"{self._bucket.url}/{entry.key} was written while it was read; try again")
         file.tag, file.digest = head.tag, hasher.digest()
 
-    def _keep(self, look: float, is_large: bool) -> None:
-        """Put what is due until this run ends or loses the lease."""
-        while not self._stop.wait(look):
-            try:
-                self.put_due(is_large)
-            except LeaseLostError:
-                return  # who saves or ends is told
-            except OSError as error:
-                with suppress(Warning):  # which nobody could catch here
-                    self._outage.give(f"the files of {self._bucket.url} wait in {self.folder}: {error}", stacklevel=1)
-            except Warning:
-                pass
+    def _keep(self, look: float) -> None:
+        """Put small files that are due until this run ends or loses the lease."""
+        wait = look
+        while not self._stop.wait(wait):
+            began = time.thread_time()
+            is_late = self._try_to_put(is_large=False)
+            spent = time.thread_time() - began  # which the training has not; 10,000 files take some tenths of a second
+            wait = 0 if is_late else max(look, min(_SHARE * spent, 2 * look))
+
+    def _keep_large(self) -> None:
+        """Put large files whenever there are some that are due."""
+        while self._large_waits.wait() and not self._stop.is_set():
+            self._large_waits.clear()
+            self._try_to_put(is_large=True)
+
+    def _try_to_put(self, *, is_large: bool) -> bool:
+        try:
+            return self.put_due(is_large)
+        except LeaseLostError:  # who saves or ends is told
+            self._stop.set()
+            self._large_waits.set()
+        except OSError as error:
+            with suppress(Warning):  # which nobody could catch here
+                self._outage.give(f"the files of {self._bucket.url} wait in {self.folder}: {error}", stacklevel=1)
+        except Warning:
+            pass
+        return False
 
     def _put(self, is_due: Callable[[_File, _Status], bool]) -> None:
         """Put the files that have changed and are due, and delete objects without one unless a file still waits."""
@@ -454,7 +487,10 @@ class Mirror:
 
     def _file(self, name: str) -> _File:
         with self._lock:
-            return self._files.setdefault(name, _File())
+            file = self._files.get(name)
+            if file is None:
+                file = self._files[name] = _File()
+            return file
 
     def _leave_out(self, name: str, reason: str) -> None:
         """Warn that a file or an object is left out, once."""
