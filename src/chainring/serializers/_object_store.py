@@ -243,16 +243,17 @@ class ObjectStore(Store):
         return any(entry.key == name or entry.key.startswith(f"{name}/") for entry in self.bucket.list(name))
 
     def candidates(self) -> list[str]:
-        self._refresh()
-        return list(self._manifests or ())
+        return list(self._refresh())
+
+    def manifests(self, without: str | None = None) -> dict[str, Manifest | None]:
+        return {name: manifest for name, (_, manifest) in self._refresh().items() if name != without}
 
     def known_manifest(self, name: str) -> Manifest | None:
         """Return the manifest of a snapshot; where this run has the lease, as it was last listed or written."""
-        if self._manifests is None or self.lease is None:
-            self._refresh()
-        return (self._manifests or {}).get(name, (MISSING, None))[1]
+        known = self._refresh() if self._manifests is None or self.lease is None else self._manifests
+        return known.get(name, (MISSING, None))[1]
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> dict[str, tuple[Tag, Manifest | None]]:
         """Read the manifests that are new, or that have changed, but those of a writer that had lost the lease."""
         found: dict[str, Tag] = {}
         for entry in self.bucket.list():
@@ -270,6 +271,7 @@ class ObjectStore(Store):
             for name, tag in found.items()
             if tag == MISSING or _admits(fence, manifests[name])
         }
+        return self._manifests
 
     def _fence(self) -> Fence:
         return read_fence(self.bucket) if self.lease is None else self.lease.fence
@@ -306,14 +308,11 @@ class ObjectStore(Store):
     def remove(self, name: str) -> None:
         """Remove a snapshot: its manifest first, so that it is never there in part."""
         self._check_lease()
-        self.bucket.delete([f"{check_name(name)}/{MANIFEST}"])
+        manifest = self.known_manifest(check_name(name))
+        self.bucket.delete([f"{name}/{MANIFEST}"])
         self._forget(name)
-        self.bucket.delete(entry.key for entry in self.bucket.list(f"{name}/") if entry.key not in self._in_use(name))
-
-    def _in_use(self, name: str) -> set[str]:
-        """Return the keys below a name that belong to a snapshot that was moved elsewhere."""
-        drafts = {draft for draft in self._archived_drafts() if draft.startswith(f"{name}/")}
-        return {entry.key for draft in drafts for entry in self.bucket.list(f"{draft}/")}
+        if manifest is not None:  # others below that name may belong to a snapshot that was moved
+            self.bucket.delete(f"{name}/{manifest.folder}/{file}".replace("//", "/") for file in manifest.files)
 
     def _archived_drafts(self) -> set[str]:
         """Return the folders of the files of snapshots that were moved elsewhere."""

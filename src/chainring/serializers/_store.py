@@ -415,12 +415,18 @@ class Store(ABC):
 
         Then comes the highest iteration, and so on down. Only manifests are read, but that of the one ``without``.
         """
-        listed = [(name, self.known_manifest(name)) for name in self.candidates() if name != without]
-        return sorted(listed, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
+        return sorted(
+            self.manifests(without).items(),
+            key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]),
+        )
 
     @abstractmethod
     def candidates(self) -> Iterable[str]:
         """Return the names of all that may be snapshots."""
+
+    @abstractmethod
+    def manifests(self, without: str | None = None) -> dict[str, Manifest | None]:
+        """Return the manifests of all but one, without their parts; ``None`` for those that cannot be read."""
 
     @abstractmethod
     def known_manifest(self, name: str) -> Manifest | None:
@@ -549,6 +555,9 @@ class DirectoryStore(Store):
     def candidates(self) -> list[str]:
         entries = [entry for entry in self.root.iterdir() if not entry.name.startswith(".")]
         return [entry.name for entry in entries if entry.is_dir() and not entry.is_symlink()]
+
+    def manifests(self, without: str | None = None) -> dict[str, Manifest | None]:
+        return {name: self.known_manifest(name) for name in self.candidates() if name != without}
 
     def known_manifest(self, name: str) -> Manifest | None:
         directory = self.root / name
