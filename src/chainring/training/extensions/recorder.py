@@ -66,7 +66,7 @@ class Recorder(Extension):
         ValueError: the trigger's unit or period is invalid.
     """
 
-    priority = 1100  # above FailOnNonNumber, so that the iteration is there with which that ends a run
+    priority = 1100  # above FailOnNonNumber, so that the iterations are there with which that ends a run
     skip_on_resume = True
 
     def __init__(self, parameters: TriggerLike = (1, "epoch"), filename: str = "recorder.bin") -> None:
@@ -97,6 +97,8 @@ class Recorder(Extension):
             self._written = self._file.written
             if self._block is not None:
                 self._block.number = self._written.count
+            self._flush(self._file)
+            self._file.cut()
         if not trainer.updater.iteration:
             self._add_digests(trainer)
 
@@ -155,8 +157,8 @@ class Recorder(Extension):
                 file.close()
 
     def _flush(self, file: _LedgerFile) -> None:
-        if (block := self._read()) is not None:
-            file.write(block.encode(self._names), is_complete=False)
+        block = self._read()
+        file.write(b"" if block is None else block.encode(self._names), is_complete=False)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         in_file = content = rows = None
@@ -236,24 +238,25 @@ class _LedgerFile:
         if not is_here:
             set_rows_aside(path)
         self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(self._descriptor, earlier.size if is_here else 0)
-            if not is_here:
-                _write_at(self._descriptor, content, 0, path)
-        except BaseException:
-            self.close()
-            raise
         self._path = path
         crc = earlier.crc if is_here else zlib.crc32(content)
         self.written = _Written(path, None, earlier.size or len(content), crc, earlier.count)
+        self._end = self.written.size  # of the block that is not complete
+        if not is_here:
+            _write_at(self._descriptor, content, 0, path)
 
     def write(self, block: bytes, *, is_complete: bool) -> None:
         """Write a block behind the complete ones."""
         written = self.written
         _write_at(self._descriptor, block, written.size, self._path)
+        self._end = written.size + len(block)
         if is_complete:
             size, crc = written.size + len(block), zlib.crc32(block, written.crc)
             self.written = _Written(written.path, None, size, crc, written.count + 1)
+
+    def cut(self) -> None:
+        """Cut off what lies behind the last block, of iterations that are done again."""
+        os.ftruncate(self._descriptor, self._end)
 
     def close(self) -> None:
         os.close(self._descriptor)
