@@ -1,5 +1,6 @@
 """A bucket over a network that fails: every request ends, with its result or with an error that says what to do."""
 
+import mmap
 import os
 import random
 import signal
@@ -244,6 +245,34 @@ def test_an_upload_that_is_aborted_by_others_is_an_error(proxy, object_server, s
     with refusal("a cannot be written: something has aborted its upload"):
         write()
     assert bucket.list() == []
+
+
+def test_an_object_that_is_too_large_for_parts_of_the_usual_size_has_larger_ones(proxy, s3):
+    """Stores take 10,000 of them."""
+    with Bucket(s3).upload("new", size=100 << 30) as file:
+        file.write(CONTENT)
+        file.write(CONTENT)
+    sizes = sorted(request.received for request in proxy.requests if "partNumber" in request.path)
+    assert sizes[-1] == sizes[-2] > PART
+    assert sizes[-1] * 10_000 >= 100 << 30
+    assert Bucket(s3).get("new").content == CONTENT * 2
+
+
+def test_more_parts_than_a_store_takes_are_refused_before_they_are_sent(s3, tmp_path):
+    with open(tmp_path / "holes", "wb") as holes:
+        holes.truncate(10_000 * PART + 1)
+
+    def write():
+        with (
+            open(tmp_path / "holes", "rb") as holes,
+            mmap.mmap(holes.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            Bucket(s3).upload("new") as file,
+        ):
+            file.write(content)
+
+    with pytest.raises(ValueError, match=f"new is to have more than 10000 parts of {PART} bytes; give its size"):
+        write()
+    assert Bucket(s3).list() == []
 
 
 def test_reading_in_small_pieces_takes_few_requests_and_no_bytes_twice(proxy, bucket):

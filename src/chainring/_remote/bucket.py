@@ -197,16 +197,20 @@ class Bucket:
         raise changed
 
     @contextmanager
-    def upload(self, key: str) -> Iterator[Upload]:
+    def upload(self, key: str, size: int = 0) -> Iterator[Upload]:
         """Open a new object, which is there when the block ends; it is sent in parts while it is written.
 
-        When anything fails it is not there. No more than `PART` bytes for each of a few connections are held.
+        When anything fails it is not there. No more than a part for each of a few connections is held.
+
+        Args:
+            key: its key.
+            size: how many bytes it will have, or more than that, if they may be more than 10,000 times `PART`.
 
         Raises:
             RemoteError: it cannot be written.
         """
         path = self._path(key)
-        upload = Upload(self._connection, path, f"{self.url}/{key}", lambda content: self.put(key, content))
+        upload = Upload(self._connection, path, f"{self.url}/{key}", size, lambda content: self.put(key, content))
         try:
             yield upload
         except BaseException:

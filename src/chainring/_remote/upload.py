@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PART = 8 << 20  # bytes of a part
 
+_PARTS = 10_000  # that stores take for one object
 _PARTS_AT_ONCE = 4  # that are held: those on their way, and the one that is being written
 _MARK = "chainring"  # the name of the attribute by which an upload knows its object
 
@@ -27,11 +28,13 @@ class Upload(io.RawIOBase):
         connection: the way to the bucket.
         path: the key of the object in it.
         place: the address of the object, for messages.
+        size: how many bytes there will be, or more than that.
         put: writes a small object at once.
     """
 
-    def __init__(self, connection: Connection, path: str, place: str, put: Callable[[bytes], object]) -> None:
+    def __init__(self, connection: Connection, path: str, place: str, size: int, put: Callable[[bytes], object]) -> None:
         self._connection, self._path, self._place, self._put = connection, path, place, put
+        self._part_size = max(PART, -(-size // (_PARTS << 10)) << 10)
         self._mark = secrets.token_hex(8)
         self._part = bytearray()
         self._written = 0
@@ -48,19 +51,25 @@ class Upload(io.RawIOBase):
         """Write bytes; return their number.
 
         Raises:
+            ValueError: they are more than a store takes in parts of this size.
             RemoteError: they cannot be sent.
         """
         self._checkClosed()
-        content = memoryview(data).cast("B")
-        for start in range(0, len(content), PART):
-            self._add(content[start : start + PART])
+        with memoryview(data) as given, given.cast("B") as content:
+            return self._write(content)
+
+    def _write(self, content: memoryview) -> int:
+        if self._written + len(content) > _PARTS * self._part_size:
+            raise ValueError(f"{self._place} is to have more than {_PARTS} parts of {self._part_size} bytes; give its size")
+        for start in range(0, len(content), self._part_size):
+            self._add(content[start : start + self._part_size])
         self._written += len(content)
         return len(content)
 
     def _add(self, content: memoryview) -> None:
-        room = PART - len(self._part)
+        room = self._part_size - len(self._part)
         self._part += content[:room]
-        if len(self._part) == PART:
+        if len(self._part) == self._part_size:
             self._send()
             self._part += content[room:]
 
@@ -78,7 +87,7 @@ class Upload(io.RawIOBase):
             self._connection.sending,
             self._path,
             attributes={_MARK: self._mark},
-            buffer_size=PART,
+            buffer_size=self._part_size,
             max_concurrency=_PARTS_AT_ONCE,
         )
         writer.write(part)
