@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import load
 
 import forked
 import report_runs
-from chainring import html_report, serializers
+from chainring import html_report, iterators, serializers, training
 from chainring.cli import main
 
 
@@ -133,6 +133,21 @@ def test_export_writes_a_file_to_an_address(place, run, tmp_path, capsys):
     assert f"a path, and copy it to {place}/hf" in shown(capsys, "export", place, f"{place}/hf", "--format", "hf", status=2)
     model = run[1].updater.get_model("main")
     assert safetensors.torch.load(read(target)).keys() == model.state_dict().keys()
+
+
+def test_export_reads_the_model_alone(s3, proxy, tmp_path):
+    """And not the moments of its optimizer."""
+    model = torch.nn.Sequential(torch.nn.Linear(600, 600))
+    optimizer = torch.optim.Adam(model.parameters())
+    updater = training.StandardUpdater(
+        iterators.SerialIterator([torch.ones(600)], 1), optimizer, model, loss_func=lambda model, x: model(x).sum()
+    )
+    updater.update()
+    serializers.save(f"{s3}/run/state", training.Trainer(updater, (1, "iteration"), str(tmp_path / "unused")))
+    count = len(proxy.requests)
+    assert main(["export", f"{s3}/run/state", str(tmp_path / "model")]) == 0
+    sent = sum(request.sent for request in proxy.requests[count:])
+    assert sent < 1.1 * (tmp_path / "model").stat().st_size + 20_000
 
 
 def test_report_shows_a_run_in_a_store(place, run, tmp_path, monkeypatch, capsys):

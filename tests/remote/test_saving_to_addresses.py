@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from object_server import environment_for
 from synced import keys, read, remove, sync_down, sync_up, write
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import report_runs
-from chainring import serializers
+from chainring import iterators, serializers, training
+from chainring._distributed.communicator import Communicator
+from chainring.serializers._checkpoint import Checkpoint, capture
+from chainring.serializers._store import open_store
+from rank_pair import on_two_ranks
 
 
 @pytest.fixture
@@ -290,3 +298,73 @@ def test_a_manifest_of_another_snapshot_is_noticed(s3, run):
     write(f"{s3}/run/one/manifest.json", read(f"{s3}/run/two/manifest.json"))
     with pytest.raises(serializers.CorruptError, match=f"{s3}/run/one is not what was written: missing"):
         serializers.load(f"{s3}/run/one", report_runs.part("unused", 3, 0.1))
+
+
+def a_trainer(comm, is_sharded):
+    """A trainer with a state of megabytes, sharded over the ranks or not."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 301), *(nn.Linear(301, 301) for _ in range(4)))
+    if is_sharded:
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (comm.size,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    iterator = iterators.SerialIterator([torch.ones(300)] * 4, 4)
+    updater = training.StandardUpdater(iterator, optimizer, model, loss_func=loss, comm=comm)
+    return training.Trainer(updater, (1, "iteration"), "unused")
+
+
+def whole(tensors):
+    """A number for each of the tensors, which ranks hold in parts, that another order or bit would change."""
+    full = [(each.full_tensor() if isinstance(each, DTensor) else each).detach().double().reshape(-1) for each in tensors]
+    return [each.dot(torch.arange(1.0, len(each) + 1).double()).item() for each in full]
+
+
+def facts_of(trainer):
+    """Facts of all parameters and moments of a trainer, by which another is known to be the same."""
+    states = trainer.updater.get_optimizer("main").state.values()
+    moments = [value for state in states for value in state.values()]
+    return whole([*trainer.updater.get_model("main").parameters(), *moments])
+
+
+def save_on_ranks(comm, variables, url):
+    os.environ.update(variables)
+    trainer = a_trainer(comm, is_sharded=True)
+    trainer.updater.update()
+    serializers.save(f"{url}/mlp.model", trainer.updater.get_model("main"))
+    store = open_store(url)
+    Checkpoint(capture(trainer, comm=comm)).commit(store, "state", 1, comm=comm)
+    return facts_of(trainer)
+
+
+def load_on_ranks(comm, variables, url, what):
+    os.environ.update(variables)
+    trainer = a_trainer(comm, is_sharded=True)
+    model = trainer.updater.get_model("main")
+    if what == "trainer":
+        serializers.load(f"{url}/state", trainer)
+        return facts_of(trainer)
+    serializers.load(f"{url}/{'state' if what == 'model' else 'mlp.model'}", model)
+    return whole(model.parameters())
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("what", ["trainer", "model", "file"])
+def test_ranks_read_a_snapshot_once_together(s3, proxy, writers, what):
+    """Into shards: ranges of bytes, over both ranks at most 1.1 times what is loaded, whoever has written it."""
+    variables = environment_for(proxy.url)
+    if writers == 2:
+        expected = on_two_ranks(save_on_ranks, variables, s3)[0]
+    else:
+        trainer = a_trainer(Communicator(), is_sharded=False)
+        trainer.updater.update()
+        serializers.save(f"{s3}/state", trainer)
+        serializers.save(f"{s3}/mlp.model", trainer.updater.get_model("main"))
+        expected = facts_of(trainer)
+    size = len(read(f"{s3}/mlp.model"))
+    del proxy.requests[:]
+    found = on_two_ranks(load_on_ranks, variables, s3, what)
+    sent = sum(request.sent for request in proxy.requests)
+    assert not isinstance(found[0], str), found[0]
+    assert found[0] == found[1] == expected[: len(found[0])]
+    assert sent <= 1.1 * size * (3 if what == "trainer" else 1)

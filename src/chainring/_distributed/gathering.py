@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, to_local
 
 _PIECE = 1 << 20  # bytes that are sent at once
@@ -148,6 +151,30 @@ class _Exchange:
             dist.recv(received, rank)
             piece.copy_(received.view(piece.dtype).view(piece.shape))
         self._is_receiving = False
+
+
+def holders_of(values: Iterable[Any]) -> Communicator:
+    """Return the ranks that hold parts of some of these values, where they are those of the process group; else this one."""
+    mesh = next((_root_mesh(value.device_mesh) for value in values if is_sharded(value)), None)
+    return Communicator() if mesh is None or mesh.size() != dist.get_world_size() else _Holders()
+
+
+class _Holders(GroupCommunicator):
+    """All ranks of the process group, whoever has made it."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.group.WORLD, nullcontext)
+        self.device = _device()
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=root)
+        return objects[0]
 
 
 def _root_mesh(mesh: Any) -> Any:

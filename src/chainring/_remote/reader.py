@@ -56,8 +56,8 @@ class RangeReader:
         self._forget()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def read(self, start: int, size: int) -> memoryview:
-        """Return bytes of the object.
+    def read(self, start: int, size: int, until: int | None = None) -> memoryview:
+        """Return bytes of the object; what lies behind ``until`` is not fetched in advance.
 
         Raises:
             ValueError: it has not so many.
@@ -75,7 +75,7 @@ class RangeReader:
         self._row += size
         ahead = min(self._row, AT_ONCE * WINDOW) if self._row > size else 0
         self._position = stop
-        goal = min(stop + ahead, self.size)
+        goal = min(stop + ahead, self.size if until is None else max(stop, until))
         piece = self._piece(start, stop, goal) if size else memoryview(b"")
         if len(piece) == size:
             return piece

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
-from chainring._distributed.gathering import Load, write_on_one_rank
+from chainring._distributed.gathering import Load, holders_of, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
@@ -127,6 +127,9 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     Checkpoints of other libraries are read too: into a model its parameters and buffers, into a trainer also optimizer,
     scheduler and counts, as far as they are there. What was taken, and what was not, is printed.
 
+    Ranks that train together load a trainer together. From an object store they also do so a model of which each holds a
+    part.
+
     Args:
         path: what `save` or a snapshot wrote; or a checkpoint of Lightning; a directory of Hugging Face's ``Trainer``, of
             ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a snapshot of
@@ -143,7 +146,9 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         KeyError, RuntimeError: entries are missing, unexpected, or of another shape.
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
-    snapshot, comm = find_snapshot(path), as_communicator(getattr(obj, "comm", Communicator()))
+    snapshot = find_snapshot(path)
+    alone = holders_of(state_entries(obj).values()) if is_module(obj) and not snapshot.is_local else Communicator()
+    comm = as_communicator(getattr(obj, "comm", alone))
     if snapshot.is_local or not snapshot.exists():
         plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
         if plan is not None:
@@ -152,14 +157,30 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
                 info(report)
             return
         if not snapshot.is_local or not Path(path).is_dir():
-            _load_file(path, obj, path_in_snapshot, strict)
+            tensors = _read_file(path, Communicator() if snapshot.is_local else comm)
+            _load_file(path, tensors, obj, path_in_snapshot, strict)
             return
     load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
 
 
-def _load_file(source: Place, obj: Any, path_in_snapshot: str, strict: bool) -> None:
+def _read_file(source: Place, comm: Communicator) -> dict[str, Tensor]:
+    """Return the tensors of the file of a model, which the first of the ranks reads for all."""
+    found: dict[str, Tensor] | None = None
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            found = _safetensors.read_verified(open_file(source))
+        except (OSError, ValueError) as error:
+            failure = error
+    found, failure = comm.broadcast_object((found, failure))
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snapshot: str, strict: bool) -> None:
     """Load the file of a model."""
-    tensors = _safetensors.read_verified(open_file(source))
     if not is_module(obj):
         raise TypeError(
             f"{source} holds a model, and a {type(obj).__name__} is continued from a snapshot directory; "

@@ -138,8 +138,8 @@ class ObjectFile(StoredFile):
         weakref.finalize(self, self._reader.close)
         self.path, self.size = f"{bucket.url}/{key}", self._reader.size
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        view[:] = self._reader.read(start, len(view))
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        view[:] = self._reader.read(start, len(view), until)
 
 
 class ObjectStore(Store):

@@ -182,11 +182,13 @@ class StoredTensors:
             crc, stored = _safetensors.read_header(file)
             crcs = self._checksums(file, name, crc, stored, self._comm.rank == readers[0])
             mine = _share(stored, readers.index(self._comm.rank), len(readers))
+            places = {entry.place for entry in stored.values() if entry.part in mine}
+            rows = _row_ends((start, end) for start, end in places if end - start <= _SMALL)
             for key, entry in stored.items():
                 tensor = _name_of(key)
                 self._tied.setdefault(tensor, set()).add(entry.same_as and _name_of(entry.same_as))
                 if entry.part in mine:
-                    begun += self._add(file, tensor, entry, None if crcs is None else crcs[entry.part])
+                    begun += self._add(file, tensor, entry, None if crcs is None else crcs[entry.part], rows)
         return begun
 
     def _checksums(
@@ -205,7 +207,9 @@ class StoredTensors:
             raise CorruptError(f"{file.path} has other bytes than were written")
         return crcs
 
-    def _add(self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None) -> list[tuple[str, _Whole]]:
+    def _add(
+        self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None, rows: Mapping[int, int]
+    ) -> list[tuple[str, _Whole]]:
         offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
         part = _Part(file, entry.place[0], (tuple(offsets), entry.shape), (entry.dtype, tuple(shape)), crc)
         self._parts.setdefault(tensor, []).append(part)
@@ -213,7 +217,7 @@ class StoredTensors:
             return []
         size, content = entry.place[1] - entry.place[0], None
         if entry.shape == tuple(shape) and size <= _SMALL:
-            content = bytes(file.read(part.start, size).numpy())
+            content = bytes(file.read(part.start, size, rows[part.start]).numpy())
             if crc is not None and zlib.crc32(content) != crc:
                 raise CorruptError(f"{file.path} has other bytes than were written")
         return [(tensor, _Whole(entry.dtype, tuple(shape), None if entry.offsets else entry.strides, content))]
@@ -373,16 +377,15 @@ class _Stream:
         """Return the content of a block of a part, of which the blocks before it were read before."""
         part, dtype = self._parts[block.name][block.number], self._wholes[block.name].dtype
         first = _row_major_index(block.region, part.region) * dtype.itemsize
-        size = math.prod(block.region[1]) * dtype.itemsize
+        size, whole = (math.prod(region[1]) * dtype.itemsize for region in (block.region, part.region))
         content = torch.empty(size, dtype=torch.uint8)
         try:
-            content = part.file.read(part.start + first, size)
+            content = part.file.read(part.start + first, size, part.start + whole)
         except OSError as error:
             self._failure = self._failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
         self._crcs[key] = crc = zlib.crc32(_view(content), self._crcs.get(key, 0))
-        is_last = first + size == math.prod(part.region[1]) * dtype.itemsize
-        if is_last and part.crc not in (crc, None):
+        if first + size == whole and part.crc not in (crc, None):
             self._failure = self._failure or CorruptError(
                 f"{part.file.path} has other bytes of {key[0]!r} than were written"
             )
@@ -414,6 +417,14 @@ def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int)
         if reader == position:
             mine.add(part)
     return mine
+
+
+def _row_ends(places: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return by the first byte of each place where the row ends of those that follow one another."""
+    ends: dict[int, int] = {}
+    for start, end in sorted(places, reverse=True):
+        ends[start] = ends.get(end, end)
+    return ends
 
 
 def _shards_of(tensor: Tensor) -> list[Shard]:

@@ -97,18 +97,18 @@ class StoredFile(ABC):
     size: int
 
     @abstractmethod
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Fill a buffer with the bytes from ``start`` on.
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        """Fill a buffer with the bytes from ``start`` on. What follows up to ``until``, by default the end, is read next.
 
         Raises:
             OSError: they cannot be read, or the file ends before.
         """
 
-    def read(self, start: int, size: int) -> Tensor:
-        """Return bytes of the file; raise as `read_into` does."""
+    def read(self, start: int, size: int, until: int | None = None) -> Tensor:
+        """Return bytes of the file; see `read_into`."""
         content = torch.empty(size, dtype=torch.uint8)
         array: Any = content.numpy()
-        self.read_into(start, memoryview(array))
+        self.read_into(start, memoryview(array), until)
         return content
 
     def read_all(self) -> bytes:
@@ -260,7 +260,7 @@ class LocalFile(StoredFile):
         weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
-    def read_into(self, start: int, view: memoryview) -> None:
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
         while len(view):
             count = os.preadv(self._descriptor, [view], start)
             if not count:
