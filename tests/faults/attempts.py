@@ -1,12 +1,14 @@
 """One attempt at the run, in a process and a session of its own, and what must be true when it is over."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -28,7 +30,12 @@ LEFT = 8.0  # seconds in which the workers of a killed process must be gone
 
 @dataclass
 class Settings:
-    """How an attempt is made; see `program.build` and `injected.Plan`."""
+    """How an attempt is made; see `program.build` and `injected.Plan`.
+
+    Attributes:
+        url: the address of the run, if it is not in the directory of the try.
+        environment: variables of the process.
+    """
 
     workers: int = 0
     start: str = "autoload"
@@ -36,6 +43,9 @@ class Settings:
     fault: Any = None
     timeout: float = 30.0
     may_warn: bool = False
+    url: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    ballast: int = 0
 
 
 def live(pipe, out, output, settings):
@@ -45,6 +55,8 @@ def live(pipe, out, output, settings):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
     sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)
+    os.environ.update(settings.environment)
+    tempfile.tempdir = None  # the variables say where it is
     if not settings.may_warn:
         warnings.simplefilter("error", UserWarning)
     lock = threading.Lock()
@@ -69,7 +81,8 @@ def live(pipe, out, output, settings):
         if settings.plan.holds:
             time.sleep(LIMIT)
 
-    trainer = program.build(out, settings.workers, settings.start, fault, settings.timeout, started, ended)
+    arguments = settings.workers, settings.start, fault, settings.timeout, started, ended, settings.ballast
+    trainer = program.build(settings.url or out, *arguments)
 
     def signalled(number, frame):
         at.setdefault("begun", trainer.updater.begun)
@@ -82,7 +95,18 @@ def live(pipe, out, output, settings):
         tell(("interrupted", {**at, "iteration": trainer.updater.iteration}))
         raise
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _check_threads()
     tell(("ended", program.outcome(trainer), faults.passed))
+
+
+def _check_threads():
+    """Of the threads of the run none is left a while after its end."""
+    gc.collect()
+    until = time.monotonic() + LEFT
+    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("chainring")]:
+        if time.monotonic() >= until:
+            raise WrongEndError(f"{LEFT:g} s after the end of the run, its threads {left} were still there")
+        time.sleep(0.001)
 
 
 class Attempt:
@@ -241,5 +265,5 @@ def newest_of(found):
 
 
 def started_at(out):
-    """The iteration from which the last start in a directory went on."""
-    return json.loads((out / "run.json").read_text())["starts"][-1]["iteration"]
+    """The iteration from which the last start at a path or an address went on."""
+    return json.loads(program.content_of(out, "run.json"))["starts"][-1]["iteration"]

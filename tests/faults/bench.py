@@ -8,7 +8,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from attempts import Attempt, Settings, check_directory, end, gone, unfinished
@@ -71,10 +73,10 @@ class Bench:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         os.environ["OMP_NUM_THREADS"] = "1"
         self._context = multiprocessing.get_context("forkserver")  # one process imports torch, for all attempts
-        self._context.set_forkserver_preload(["attempts", "torch._dynamo"])
+        self._context.set_forkserver_preload(["attempts", "torch._dynamo", "boto3", "chainring.training._remote_run"])
         self.root = Path(tempfile.mkdtemp(prefix="chainring-faults-"))
         self.whole, self.running, self.starting = {}, {}, {}
-        self._groups, self._template = [], None
+        self._groups, self._template, self._stack = [], None, ExitStack()
 
     def __enter__(self):
         try:
@@ -86,6 +88,7 @@ class Bench:
 
     def __exit__(self, *_):
         self.end()
+        self._stack.close()
         shutil.rmtree(self.root)
 
     def attempt(self, place, settings):
@@ -109,6 +112,13 @@ class Bench:
         for group in self._groups:
             end(group)
         self._groups = []
+
+    @cached_property
+    def objects(self):
+        """The object store of the tries, see `objects.Objects`; it is started for the first one that needs it."""
+        from objects import Objects
+
+        return self._stack.enter_context(Objects(self))
 
     def place(self, name):
         """An empty directory."""

@@ -24,6 +24,8 @@ class Plan:
         operation: the number of the operation on the file system at which it is killed, and whether before or after it.
         clock: seconds by which the wall clock is wrong.
         holds: whether the process waits to be killed when the run has started, before its first update.
+        answer: seconds after which a request to an object store has failed that was not answered; 0 leaves it as it is.
+        lease: for how many seconds the process takes the lease of a place in an object store; 0 leaves it as it is.
         seed: of the delays.
     """
 
@@ -32,6 +34,8 @@ class Plan:
     operation: tuple[int, str] | None = None
     clock: float = 0.0
     holds: bool = False
+    answer: float = 0.0
+    lease: int = 0
     seed: int = 0
 
 
@@ -67,6 +71,12 @@ class Injected:
         importlib.import_module("chainring.serializers._store").DirectoryStore = Watched
         for name in OPERATIONS:
             setattr(os, name, self._watched(name, getattr(os, name)))
+        if self.plan.answer:
+            bucket = importlib.import_module("chainring._remote.bucket")
+            bucket.Bucket.__init__.__defaults__ = (bucket.PATIENCE._replace(answer=self.plan.answer),)
+        if self.plan.lease:
+            lease = importlib.import_module("chainring._remote.lease").Lease
+            lease.__init__.__kwdefaults__ |= {"seconds": self.plan.lease, "period": self.plan.lease / 4}
         if self.plan.clock:
             for name, unit in (("time", 1), ("time_ns", 10**9)):
                 shifted = getattr(time, name)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 from pathlib import Path
 
@@ -12,8 +11,9 @@ from torch import nn
 
 import chainring
 from chainring import _random, iterators, serializers, training
+from chainring._files import is_url
 from chainring.datasets import DatasetMixin
-from chainring.serializers._store import DirectorySnapshot
+from chainring.serializers._store import open_store
 from chainring.training import extensions, triggers
 
 EXAMPLES, BATCH, ITERATIONS, PERIOD = 37, 6, 30, 3
@@ -36,13 +36,19 @@ class Noisy(DatasetMixin):
 
 
 class Net(nn.Module):
-    """Dropout draws from the global generator, BatchNorm keeps statistics, what is reported draws from the other two."""
+    """Dropout draws from the global generator, BatchNorm keeps statistics, what is reported draws from the other two.
 
-    def __init__(self):
+    ``ballast`` is so many bytes of state that change with every update.
+    """
+
+    def __init__(self, ballast=0):
         super().__init__()
+        self.register_buffer("ballast", torch.arange(ballast // 4, dtype=torch.int32) if ballast else None)
         self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.4), nn.ReLU(), nn.Linear(16, 3))
 
     def forward(self, x, t):
+        if self.ballast is not None and self.training:
+            self.ballast.add_(3)
         loss = nn.functional.cross_entropy(self.body(x), t)
         chainring.report({"loss": loss, "data": x.sum(), "draw": np.random.rand() + random.random()}, self)
         return loss
@@ -101,20 +107,23 @@ def iterator(workers, fault, timeout, **settings):
     )
 
 
-def build(out, workers=0, start="autoload", fault=None, timeout=30.0, started=lambda: None, ended=lambda trainer: None):
+def build(
+    out, workers=0, start="autoload", fault=None, timeout=30.0, started=lambda: None, ended=lambda trainer: None, ballast=0
+):
     """A trainer over fresh objects.
 
     Args:
-        out: the directory of the run.
+        out: the directory or the address of the run.
         workers: the processes that make the training batches.
         start: ``"autoload"``, ``"anew"``, or the name of the snapshot in ``out`` to continue from.
         fault: called with the index of each training example.
         timeout: seconds that an example may take.
         started: called when every extension is initialized.
         ended: called with the trainer at the end of every iteration.
+        ballast: bytes of the model beside its parameters.
     """
     chainring.deterministic(0)
-    net = Net()
+    net = Net(ballast)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     updater = Updater(iterator(workers, fault, timeout), optimizer, net)
     trainer = training.Trainer(updater, (ITERATIONS, "iteration"), out=out)
@@ -127,14 +136,14 @@ def build(out, workers=0, start="autoload", fault=None, timeout=30.0, started=la
     trainer.extend(extensions.snapshot("best"), trigger=best)
     trainer.extend(Last(started, ended))
     if start not in ("autoload", "anew"):
-        serializers.load(Path(out) / start, trainer)
+        serializers.load(f"{out}/{start}", trainer)
     return trainer
 
 
 def outcome(trainer):
     """A digest of each part that a run killed on its way must have in common with one that was not."""
-    updater, out = trainer.updater, Path(trainer.out)
-    best = os.readlink(out / "best")
+    updater, out = trainer.updater, trainer.url or trainer.out
+    best = open_store(out).link_target("best")
     parts = {
         "iteration": updater.iteration,
         "parameters": updater.get_model("main").state_dict(),
@@ -143,10 +152,10 @@ def outcome(trainer):
         "generators": _random.get_rng_state(),
         "observation": trainer.observation,
         "log": rows_of(trainer.get_extension("LogReport").log),
-        "log.jsonl": rows_of(json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()),
-        "log file": rows_of(json.loads((out / "log").read_text())),
-        "best": (best, tensors_of(out / best)),
-        "newest": tensors_of(out / f"snapshot_iter_{updater.iteration}"),
+        "log.jsonl": rows_of(json.loads(line) for line in content_of(out, "log.jsonl").splitlines()),
+        "log file": rows_of(json.loads(content_of(out, "log"))),
+        "best": (best, tensors_of(out, best)),
+        "newest": tensors_of(out, f"snapshot_iter_{updater.iteration}"),
     }
     return {name: hashlib.sha256(repr(_plain(part)).encode()).hexdigest()[:16] for name, part in parts.items()}
 
@@ -156,13 +165,15 @@ def rows_of(rows):
     return [{key: value for key, value in row.items() if key != "elapsed_time"} for row in rows]
 
 
-def tensors_of(snapshot):
+def content_of(out, name):
+    """A file beside the snapshots."""
+    return open_store(out).bucket.get(name).content if is_url(out) else Path(out, name).read_bytes()
+
+
+def tensors_of(out, name):
     """The size and checksum of each file of tensors in a snapshot: model, optimizer and generators, to the last bit."""
-    return {
-        name: sizes
-        for name, sizes in DirectorySnapshot(snapshot).read_manifest().files.items()
-        if name.endswith(".safetensors")
-    }
+    files = open_store(out).snapshot(name).read_manifest().files
+    return {file: sizes for file, sizes in files.items() if file.endswith(".safetensors")}
 
 
 def _plain(value):

@@ -16,6 +16,8 @@ import clock
 import damage
 import data
 import kills
+import remote_damage
+import remote_kills
 import remote_races
 import replays
 import signals
@@ -23,7 +25,7 @@ from bench import Bench
 
 import tries
 
-PARTS = (kills, signals, damage, data, clock, remote_races, replays)
+PARTS = (kills, signals, damage, data, clock, replays, remote_races, remote_kills, remote_damage)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

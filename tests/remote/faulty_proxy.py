@@ -47,6 +47,7 @@ class Request:
     status: int | None = None  # what the client was told
     received: int = 0  # bytes of the body that came from the client
     sent: int = 0  # bytes of the body that went to the client
+    is_over: bool = False  # nothing more comes of it
 
 
 @dataclass
@@ -163,6 +164,7 @@ class _CutError(Exception):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     proxy = None
+    request_seen = None
     disable_nagle_algorithm = True
 
     def log_message(self, *args):
@@ -175,6 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             linger = struct.pack("ii", 1, 0)  # a reset, and not an end that looks as if it were all
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        finally:
+            if self.request_seen is not None:
+                self.request_seen.is_over = True
 
     def _pass(self):
         headers = {name.lower(): value for name, value in self.headers.items()}
