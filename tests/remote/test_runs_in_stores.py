@@ -218,6 +218,25 @@ def test_what_a_killed_run_has_begun_is_swept(place):
     assert open_store(place).snapshot("previous/1/snapshot_iter_4").verify().iteration == 4
 
 
+def test_the_files_of_a_snapshot_with_a_damaged_manifest_are_kept_where_it_was_moved(place):
+    """Also by the runs after the one that has moved it: nobody knows which they are, and a person may."""
+    trainer_of(place, 2).run()
+    files = {key for key in keys_of(place) if key.startswith("snapshot_iter_8/")} - {"snapshot_iter_8/manifest.json"}
+    Bucket(place).put("snapshot_iter_8/manifest.json", b"{}")
+    for epochs in (3, 4):
+        resumed(place, epochs)
+    assert files <= set(keys_of(place))
+    assert "abandoned/1/snapshot_iter_8/manifest.json" in keys_of(place)
+
+
+def test_retention_removes_the_files_of_old_snapshots_without_listing_the_run(s3, proxy):
+    """What it costs does not grow with what is there."""
+    place = f"{s3}/run"
+    trainer_of(place, 8).run()
+    assert {key.partition("/")[0] for key in keys_of(place) if "/" in key} == {"snapshot_iter_28", "snapshot_iter_32"}
+    assert proxy.count("GET", "list-type") < 3 * 8
+
+
 def test_a_rehearsal_leaves_nothing_there(place):
     """Its files go to a scratch directory; the run that follows is in the store."""
     trainer = trainer_of(place)

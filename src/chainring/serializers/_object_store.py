@@ -314,12 +314,13 @@ class ObjectStore(Store):
         if manifest is not None:  # others below that name may belong to a snapshot that was moved
             self.bucket.delete(f"{name}/{manifest.folder}/{file}".replace("//", "/") for file in manifest.files)
 
-    def _archived_drafts(self) -> set[str]:
-        """Return the folders of the files of snapshots that were moved elsewhere."""
+    def _archived(self) -> tuple[set[str], set[str]]:
+        """Return the folders of the files of snapshots that were moved elsewhere, and the names of the damaged ones."""
         keys = [entry.key for archive in ("previous/", "abandoned/") for entry in self.bucket.list(archive)]
         moved = [key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")]
-        manifests = self._read_manifests(list(filter(_ARCHIVED.fullmatch, moved))).values()
-        return {manifest.folder.removeprefix("../../") for manifest in manifests if manifest is not None}
+        manifests = self._read_manifests(list(filter(_ARCHIVED.fullmatch, moved)))
+        known = {manifest.folder.removeprefix("../../") for manifest in manifests.values() if manifest is not None}
+        return known, {name.rpartition("/")[2] for name, manifest in manifests.items() if manifest is None}
 
     def _forget(self, name: str) -> None:
         if self._manifests is not None:
@@ -374,7 +375,8 @@ class ObjectStore(Store):
         # Of a snapshot whose manifest cannot be read nobody knows which are its files.
         unknown = {name for name, manifest in listed.items() if manifest is None and f"{name}/{MANIFEST}" in keys}
         if drafts.keys() - in_use:
-            in_use |= self._archived_drafts()
+            archived, damaged = self._archived()
+            in_use, unknown = in_use | archived, unknown | damaged
         unfinished = {draft for draft, name in drafts.items() if draft not in in_use and name not in unknown}
         invalid = {key for key in keys if key.endswith(f"/{MANIFEST}") and key.count("/") == 1} - {
             f"{name}/{MANIFEST}" for name in listed
