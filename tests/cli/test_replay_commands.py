@@ -57,7 +57,7 @@ data = iterators.SerialIterator(Data(), 4, seed=1)
 updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=arguments.lr), model)
 trainer = training.Trainer(updater, (arguments.length, "iteration"), out=arguments.out)
 trainer.extend(extensions.LogReport(trigger=(20, "iteration")))
-trainer.extend(extensions.snapshot(), trigger=(25, "iteration"))
+trainer.extend(extensions.snapshot(autoload=True), trigger=(25, "iteration"))
 if arguments.policy:
     trainer.extend(extensions.FailOnNonNumber(arguments.policy))
 if arguments.recorded:
@@ -132,6 +132,22 @@ def test_a_replay_changes_nothing_in_the_run_even_where_the_script_would(place, 
     assert main(["replay", str(place / "sound"), "--to", "3", str(place / "train.py"), *arguments]) == 2
     assert "a replay changes nothing in the run that it reads; give arguments" in capsys.readouterr().err
     assert not Path(note).exists()
+
+
+def test_each_part_of_a_run_is_replayed_with_the_arguments_that_it_had(place, tmp_path, capsys):
+    """Those of the start that computed the iteration; where a replay crosses a start, it says so."""
+    out, script = tmp_path / "result", str(place / "train.py")
+    for length in ("60", "120"):
+        forked.run([script, "--out", str(out), "--length", length])
+    assert main(["replay", str(out), "--to", "110", script]) == 0
+    assert capsys.readouterr().out.startswith("iteration 110, replayed from snapshot_iter_100")
+    assert main(["replay", str(out), "--to", "60", script]) == 0
+    assert "started again" not in capsys.readouterr().out
+    shutil.rmtree(out / "snapshot_iter_60")
+    assert main(["replay", str(out), "--to", "70", script]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("iteration 70, replayed from snapshot_iter_50")
+    assert lines[1] == "The run was started again in between, at iteration 60, with other settings or arguments"
 
 
 def test_batch_prints_the_indices_of_the_examples(place, capsys):

@@ -257,12 +257,14 @@ def test_a_run_of_two_ranks_is_replayed_where_one_process_computes_the_same_bits
     rank_pair.on_two_ranks(of_two_ranks, out, virtual_ranks)
     make = functools.partial(make_small, virtual_ranks=virtual_ranks)
     if virtual_ranks is None:
-        with pytest.raises(NoReplay, match=r"was trained on 2 ranks.*virtual_ranks="):
-            replay(make, out, 5)
+        for iteration in (5, 3):  # from the snapshot, and from the beginning
+            with pytest.raises(NoReplay, match=r"was trained on 2 ranks.*virtual_ranks="):
+                replay(make, out, iteration)
     else:
         whole = make_small(tmp_path / "whole", virtual_ranks=2, parts=[Noting(values := {})])
         whole.run()
-        assert values_of(replay(make, out, 6)) == values[6]
+        for iteration in (6, 3):
+            assert values_of(replay(make, out, iteration)) == values[iteration]
 
 
 @pytest.mark.parametrize(

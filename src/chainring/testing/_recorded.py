@@ -57,15 +57,17 @@ def ledger_of(run: Path, trainer: Trainer | None = None) -> Ledger | None:
         return None
 
 
-def compare(run: Path, trainer: Trainer, after: int, until: int) -> Comparison | None:
-    """Compare the iterations of a replay, ``None`` if the run or the replay has recorded none of them."""
+def compare(run: Path, trainer: Trainer, after: int, until: int, *, ranks: int = 1) -> Comparison | None:
+    """Compare the iterations of a replay, ``None`` if the run or the replay has recorded none of them.
+
+    Of a run of several ``ranks`` the generators are those of one of them, and are not compared.
+    """
     recorded, replayed = ledger_of(run, trainer), ledger_of(Path(trainer.out), trainer)
     if recorded is None or replayed is None or not len(recorded.iterations):
         return None
     last, count = int(recorded.iterations[-1]), 0
-    has_several_ranks = trainer.comm.size != 1
     for one, other in _pairs(recorded, replayed, after, until):
-        what = _difference(one, other, has_several_ranks) or _differing_tensor(
+        what = _difference(one, other, ranks > 1) or _differing_tensor(
             recorded.digests.get(one.iteration), replayed.digests.get(one.iteration)
         )
         if what is not None:

@@ -121,7 +121,8 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
             raise
         facts["error"] = f"{type(error).__name__}: {error}"
     reached = watch.found.iteration if watch.found else trainer.updater.iteration
-    comparison = _recorded.compare(Path(task.source), trainer, replaying.origin.iteration, reached)
+    origin = replaying.origin
+    comparison = _recorded.compare(Path(task.source), trainer, origin.iteration, reached, ranks=origin.ranks)
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,

@@ -24,7 +24,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE
 from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore
 from chainring.testing._batches import BatchIndices
-from chainring.training._run_directory import RECORD
+from chainring.training._run_directory import RECORD, read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.triggers import TimeTrigger
 from chainring.training.updaters.base import parameter_names
@@ -53,7 +53,7 @@ class Origin:
     Attributes:
         snapshot: the snapshot; ``None`` for the beginning of the run.
         iteration: that of the snapshot.
-        ranks: on how many ranks it was saved.
+        ranks: on how many ranks the run was there.
     """
 
     snapshot: Path | None = None
@@ -278,7 +278,11 @@ class Replay:
                 continue
             self._copy_media()
             return origin
-        return Origin(None, trainer.updater.iteration)
+        ranks = read_record(self.run_directory).get("ranks", 1)
+        others = (origin.ranks for origin in origins(self.run_directory))
+        beginning = Origin(None, trainer.updater.iteration, next(others, ranks if isinstance(ranks, int) else 1))
+        self._check_ranks(beginning)
+        return beginning
 
     def _check_ranks(self, origin: Origin) -> None:
         self.is_exact = origin.ranks == 1 or getattr(self.trainer.updater, "virtual_ranks", None) is not None

@@ -76,7 +76,8 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
             if not isinstance(trainer, Trainer):
                 raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
             replaying = _replay(trainer, run, directory, int(iteration))
-        found = _recorded.compare(run, trainer, replaying.origin.iteration, int(iteration))
+        origin = replaying.origin
+        found = _recorded.compare(run, trainer, origin.iteration, int(iteration), ranks=origin.ranks)
         if found is not None and found.difference is not None:
             raise ReplayDiffers(found.difference)
     except BaseException:

@@ -296,6 +296,7 @@ def write_record(
     record = {
         "format": _FORMAT,
         **settings,
+        "ranks": trainer.comm.world.size,
         "models": {name: _describe(model) for name, model in trainer.updater.get_all_models().items()},
         "plan": _plan_of(trainer),
         "files": sorted(files),
