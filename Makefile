@@ -21,7 +21,7 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
 # Tests that start hundreds of processes, in the time of which a contributor would run all others.
-MANY_RANKS := tests/test_distributed_examples.py tests/cli/test_verify_resume_command.py \
+MANY_RANKS := tests/test_distributed_examples.py tests/cli/test_verify_resume_command.py tests/cli/test_replay_commands.py \
 	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py)
 
 test: install  ## the tests a contributor runs

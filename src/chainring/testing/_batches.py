@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import islice
+from numbers import Integral
+from types import FunctionType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from chainring.iterators.loader import LoaderIterator
 from chainring.iterators.serial import IndexedIterator
 
 
 class BatchIndices:
     """Tells which examples an update has taken, from where the iterators stood before it and where they stand now.
 
-    An order is a function of seed, epoch and position, so nothing is fetched again, and the iterators are left alone. It is
-    not known of a loader which examples its batches hold; then their places in its pass are told.
+    An order is a function of seed, epoch and position, so nothing is fetched again, and the iterators are left alone. Of a
+    `DataLoader` over a dataset with indices, what its sampler of batches draws is noted; of other loaders the places in
+    the pass are told.
     """
 
     def __init__(self, updater: Any) -> None:
         self._updater = updater
+        self._loaders: dict[int, _LoaderPasses] = {}
+        for each in self._iterators().values():
+            if _is_noted(each):
+                self._loaders[id(each)] = _LoaderPasses(each)
         self._before: dict[str, tuple[Any, Any, Any]] = {}
         self._accumulate = int(getattr(updater, "accumulate", 1) or 1)
 
     def mark(self) -> None:
         """Note where the iterators stand, before an update."""
-        iterators = self._updater.get_all_iterators() if hasattr(self._updater, "get_all_iterators") else {}
-        self._before = {name: (each, _place(each), _progress(each)) for name, each in iterators.items()}
+        self._before = {name: (each, _place(each), _progress(each)) for name, each in self._iterators().items()}
+        for passes in self._loaders.values():
+            passes.begin()
+
+    def _iterators(self) -> dict[str, Any]:
+        return self._updater.get_all_iterators() if hasattr(self._updater, "get_all_iterators") else {}
 
     def taken(self, *, is_undone: bool = False) -> dict[str, Any]:
         """Return what was taken since the mark, by the name of the iterator.
@@ -33,10 +48,63 @@ class BatchIndices:
         where the indices are not known; or ``None`` where nothing is known. With ``is_undone`` the update has failed, and
         the iterators stand again where they stood before it.
         """
-        return {
-            name: (_following(each, self._accumulate) if is_undone else _indices(each, place)) or _between(each, progress)
-            for name, (each, place, progress) in self._before.items()
-        }
+        found = {}
+        for name, (each, place, progress) in self._before.items():
+            if id(each) in self._loaders:
+                indices = self._loaders[id(each)].between(progress, _progress(each))
+            else:
+                indices = _following(each, self._accumulate) if is_undone else _indices(each, place)
+            found[name] = indices or _between(each, progress)
+        return found
+
+
+class _LoaderPasses:
+    """Notes the indices that the sampler of batches of a DataLoader draws, pass by pass."""
+
+    def __init__(self, iterator: LoaderIterator) -> None:
+        self._iterator = iterator
+        self._passes: list[list[Any]] = []
+        self._first_epoch: int | None = None  # of the first pass that was noted
+        sampler, cls = iterator.loader.batch_sampler, type(iterator.loader.batch_sampler)
+
+        def iterate(sampler: Any) -> Iterator[Any]:
+            drawn: list[Any] = []
+            self._passes.append(drawn)
+            for batch in cls.__iter__(sampler):
+                drawn.append(batch)
+                yield batch
+
+        # A DataLoader takes no other sampler later, so that the class of the one that it has is replaced.
+        sampler.__class__ = type(cls.__name__, (cls,), {"__iter__": iterate, "__module__": cls.__module__})
+
+    def begin(self) -> None:
+        if self._first_epoch is None:
+            self._first_epoch = self._iterator.epoch
+
+    def between(self, before: tuple[int, int], after: tuple[int, int]) -> list[int] | None:
+        """Return the indices between two places; ``None`` where it is not certain which pass they were drawn for."""
+        size, found = self._iterator.progress[2], list[int]()
+        epoch, position = before
+        last = after[0] if after[1] else after[0] - 1
+        if self._first_epoch is None or size is None or len(self._passes) != last - self._first_epoch + 1:
+            return None
+        while (epoch, position) < after:
+            end = after[1] if epoch == after[0] else size
+            for batch in self._passes[epoch - self._first_epoch][position:end]:
+                if not all(isinstance(index, Integral) for index in batch):
+                    return None
+                found += map(int, batch)
+            epoch, position = epoch + 1, 0
+        return found
+
+
+def _is_noted(iterator: Any) -> bool:
+    """Return whether the sampler of batches of a loader tells the indices, and an epoch is one pass."""
+    if not isinstance(iterator, LoaderIterator) or type(iterator.loader) is not DataLoader:
+        return False
+    sampler = iterator.loader.batch_sampler
+    is_plain = sampler is not None and isinstance(getattr(type(sampler), "__iter__", None), FunctionType)
+    return is_plain and iterator.epoch_length is None and not iterator.per_rank
 
 
 def _place(iterator: Any) -> Any:
