@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from chainring._version import __version__
-from chainring.cli import batch, bisect, export, inspect, replay, report, verify, verify_resume
+from chainring.cli import batch, bisect, diff, export, inspect, replay, report, verify, verify_resume
 from chainring.cli._common import help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
 
-_COMMANDS = (report, inspect, verify, verify_resume, replay, batch, bisect, export)
+_COMMANDS = (report, inspect, verify, verify_resume, diff, replay, batch, bisect, export)
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them,

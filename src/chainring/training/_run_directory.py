@@ -316,6 +316,7 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         "versions": _environment.versions(),
         "device": _environment.device_name(),
         "threads": torch.get_num_threads(),
+        "ranks": trainer.comm.world.size,
         "seeds": _to_record({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": _to_record(getattr(trainer.updater, "constructed", {})),
     }
