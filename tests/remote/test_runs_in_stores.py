@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import chainring
 from chainring import serializers
 from chainring._remote.bucket import Bucket
 from chainring._remote.lease import Lease, LeaseLostError
@@ -79,6 +80,24 @@ def test_a_run_in_parts_ends_as_the_one_on_a_disk(place, tmp_path):
     whole.run()
     assert is_same(parts, whole)
     assert rows_of(parts) == rows_of(whole)
+
+
+def test_a_recorder_has_the_file_of_the_run_on_a_disk(place, tmp_path):
+    """Byte for byte, where the run went on in the middle of a block and in another working directory."""
+
+    def recorded(out, epochs):
+        trainer = trainer_of(out, epochs)
+        trainer.extend(extensions.Recorder((3, "iteration")))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.run()
+
+    chainring.deterministic(0)
+    recorded(tmp_path / "whole", 10)
+    chainring.deterministic(0)
+    recorded(place, 3)
+    recorded(place, 10)
+    assert Bucket(place).get("recorder.bin").content == (tmp_path / "whole/recorder.bin").read_bytes()
 
 
 def test_what_a_run_leaves_lies_beside_its_snapshots(place):
