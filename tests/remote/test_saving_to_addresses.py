@@ -368,3 +368,15 @@ def test_ranks_read_a_snapshot_once_together(s3, proxy, writers, what):
     assert not isinstance(found[0], str), found[0]
     assert found[0] == found[1] == expected[: len(found[0])]
     assert sent <= 1.1 * size * (3 if what == "trainer" else 1)
+
+
+def test_an_error_in_a_file_of_another_library_names_its_address(s3, model, tmp_path):
+    """It is read from a copy, which is gone afterwards."""
+    torch.save({"weight": torch.ones(2), "other": torch.ones(3)}, tmp_path / "weights.pt")
+    write(f"{s3}/weights.pt", (tmp_path / "weights.pt").read_bytes())
+    with pytest.raises((ValueError, RuntimeError, KeyError)) as caught:
+        serializers.load(f"{s3}/weights.pt", model)
+    (note,) = caught.value.__notes__
+    copy, _, address = note.partition(" was a copy of ")
+    assert address == f"{s3}/weights.pt"
+    assert not os.path.exists(copy)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json, is_url
+from chainring._remote.errors import RemoteError
 from chainring.html_report._media import Series, read_media
 from chainring.serializers._store import (
     MANIFEST,
@@ -224,6 +225,8 @@ def _read_snapshot(store: Store, name: str, manifest: Manifest | None, links: li
     saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
     try:
         manifest = saved.verify(content=verify)
+    except RemoteError:  # which says nothing about the snapshot
+        raise
     except (CorruptError, OSError) as error:
         state, note = DAMAGED, str(error)
     if not store.exists(name):

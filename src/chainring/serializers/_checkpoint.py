@@ -83,6 +83,7 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
     Args:
         path: of a module the file, in the safetensors format, which replaces one that is there; of a module that has state
             of its own, in a ``serialize`` of any of its submodules, and of anything else a directory that is not there yet.
+            Or an address in an object store, such as ``"s3://bucket/mlp.model"``.
         obj: a module, or anything with ``serialize`` or PyTorch's ``state_dict`` and ``load_state_dict``.
 
     Raises:
@@ -133,7 +134,8 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
     Args:
         path: what `save` or a snapshot wrote; or a checkpoint of Lightning; a directory of Hugging Face's ``Trainer``, of
             ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a snapshot of
-            pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with a state dict or several.
+            pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with a state dict or several. Or the address
+            of a snapshot or a file in an object store.
         obj: the object; its shapes must fit.
         path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; a module without one gets the only
             model of the snapshot, or the main one.

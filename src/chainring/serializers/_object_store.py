@@ -436,7 +436,11 @@ def fetched(file: StoredFile) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
         path = Path(folder, file.path.rpartition("/")[2])
         file.copy_to(path)
-        yield path
+        try:
+            yield path
+        except Exception as error:
+            error.add_note(f"{path} was a copy of {file.path}")
+            raise
 
 
 def explain_absence(url: str) -> Exception:
