@@ -306,6 +306,46 @@ def test_what_is_not_a_file_or_is_hidden_is_left_out(bucket, folder, tmp_path, m
     assert objects(bucket) == {"log": "[1]"}
 
 
+@contextlib.contextmanager
+def as_somebody_who_may_not_read_everything():
+    """A folder of another user than root, and this process as that user."""
+    with tempfile.TemporaryDirectory() as place:
+        if os.geteuid():
+            yield Path(place)
+            return
+        os.chown(place, 65534, 65534)
+        os.seteuid(65534)
+        try:
+            yield Path(place)
+        finally:
+            os.seteuid(0)
+
+
+def test_what_cannot_be_read_is_left_out_with_one_warning(bucket, lease):
+    """The others are put. It is put when it can be read; objects of files in a folder that is closed for a while stay."""
+    with as_somebody_who_may_not_read_everything() as place:
+        folder = place / "run"
+        mirror = Mirror(bucket, folder, lease, look=None)
+        mirror.fetch()
+        write(folder, log="[1]", closed="x", closed_folder__x="x")
+        mirror.put()
+        (folder / "closed").write_text("changed")
+        (folder / "closed").chmod(0)
+        (folder / "closed_folder").chmod(0)
+        write(folder, log="[1, 2]")
+        with pytest.warns(UserWarning, match="it cannot be read") as caught:
+            mirror.put()
+        reasons = sorted(str(warning.message) for warning in caught)
+        for name, reason in zip(("closed", "closed_folder/"), reasons, strict=True):
+            assert re.fullmatch(f"'{name}' of memory://.* is left out: it cannot be read .Permission denied.", reason)
+        mirror.put()
+        assert objects(bucket) == {"log": "[1, 2]", "closed": "x", "closed_folder/x": "x"}
+        (folder / "closed").chmod(0o600)
+        (folder / "closed_folder").chmod(0o700)
+        mirror.close()
+    assert objects(bucket) == {"log": "[1, 2]", "closed": "changed", "closed_folder/x": "x"}
+
+
 def test_a_file_may_become_a_folder_and_a_folder_a_file(bucket, folder, mirror):
     """The objects follow."""
     write(folder, log="file", plots__a="a")
@@ -484,14 +524,14 @@ def test_two_runs_do_not_work_in_one_directory(bucket, folder, lease, mirror):
     second.close()
 
 
-def test_the_working_directory_of_an_address_is_private_and_the_same_for_all_processes_but_in_memory(monkeypatch):
+def test_the_working_directory_of_an_address_is_the_users_and_the_same_for_all_processes_but_in_memory(monkeypatch):
     """Two stores with the same address, as told by the environment, have two."""
     code = "import sys; from chainring._remote.mirror import working_directory as f; print(*map(f, sys.argv[1:]), sep='\\n')"
     urls = ["s3://bucket/run", "memory:///run", "s3://bucket/rün 1", "s3://bucket/"]
     out = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout.splitlines()
     own = [str(working_directory(url)) for url in urls]
     assert [here == there for here, there in zip(own, out, strict=True)] == [True, False, True, True]
-    assert re.fullmatch(rf"{tempfile.gettempdir()}/chainring-{os.getuid()}/r_n_1-[0-9a-f]{{16}}", own[2])
+    assert re.fullmatch(rf"{tempfile.gettempdir()}/chainring-{os.geteuid()}/r_n_1-[0-9a-f]{{16}}", own[2])
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert str(working_directory(urls[0])) != own[0]
 

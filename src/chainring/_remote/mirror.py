@@ -8,6 +8,7 @@ bytes are those of such a writer, or its own of a request whose answer was lost,
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import functools
@@ -65,7 +66,7 @@ def working_directory(url: str) -> Path:
     endpoints = [value for name, value in sorted(os.environ.items()) if "ENDPOINT" in name]
     digest = hashlib.sha256(json.dumps([url, endpoints, process]).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])[:64]
-    return Path(tempfile.gettempdir(), f"chainring-{os.getuid()}", f"{name}-{digest}")
+    return Path(tempfile.gettempdir(), f"chainring-{os.geteuid()}", f"{name}-{digest}")
 
 
 class Mirror:
@@ -128,6 +129,8 @@ class Mirror:
         """
         _make_private(self.folder)
         self._descriptor = _lock(self.folder)
+        if self._bucket.url.startswith("memory:"):  # which ends with the process
+            atexit.register(_remove, self.folder, self._process)
         self._files.clear()
         self._stop.clear()
         self._large_waits.clear()
@@ -381,7 +384,7 @@ class Mirror:
                                 found[name] = _status(entry.stat(follow_symlinks=False))
             except (FileNotFoundError, NotADirectoryError):
                 if not folder:
-                    raise OSError(errno.ENOENT, "the working directory of the run was removed", str(self.folder)) from None
+                    raise RemoteError(f"the working directory of the run was removed: {self.folder}") from None
             except OSError as error:
                 hidden.append(folder)
                 self._leave_out(folder, f"it cannot be read ({error.strerror})")
@@ -664,7 +667,7 @@ def _make_private(folder: Path) -> None:
             path.mkdir(mode=0o700)
         status = os.lstat(path)
         fault = "open to others" if status.st_mode & (0o077 if path == place else 0o022) else ""
-        fault = "another user's" if status.st_uid != os.getuid() else fault
+        fault = "another user's" if status.st_uid != os.geteuid() else fault
         if fault := fault if stat.S_ISDIR(status.st_mode) else "not a directory":
             rule = f"the files of the run would be written there, and it is {fault}; move it away, or set TMPDIR to your own"
             raise PermissionError(errno.EPERM, rule, str(path))
@@ -697,6 +700,12 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove a folder, unless this is a process that was forked from the one that has made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:
