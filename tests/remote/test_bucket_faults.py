@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import boto3
 import pytest
@@ -104,7 +105,7 @@ def test_a_part_of_an_upload_that_does_not_move_is_sent_again(proxy, s3):
 
 def test_what_is_slow_and_moves_is_not_cut(proxy, s3):
     """A part of an upload and an answer may take longer than a silence may."""
-    bucket = Bucket(s3, HASTY)
+    bucket = Bucket(s3, HASTY._replace(answer=1))
     proxy.bytes_per_second = 6 << 20  # of each connection
     start = time.monotonic()
     send(bucket)
@@ -184,7 +185,7 @@ def test_a_store_that_goes_on_failing_is_given_up(proxy, s3, deed, fault, said):
     start = time.monotonic()
     with refusal(f"{s3}/run", " cannot be ", said):
         work(patient)
-    assert 0.5 < time.monotonic() - start < (4 if deed in ("begin", "part", "end") else 2)
+    assert 0.5 < time.monotonic() - start < 10
     proxy.heal()
     assert [entry.key for entry in patient.list()] == ["small"]
 
@@ -211,6 +212,29 @@ def test_a_failed_or_abandoned_upload_leaves_nothing(proxy, object_server, s3):
         send(bucket, "failed")
     proxy.heal()
     assert bucket.list() == []
+    assert uploads_of(object_server, bucket) == []
+
+
+KILLED = """
+import sys
+from chainring._remote.bucket import PART, Bucket
+with Bucket(sys.argv[1]).upload("a") as file:
+    for _ in range(100):
+        file.write(bytes(PART))
+        print("written", flush=True)
+"""
+
+
+def test_a_process_that_is_killed_in_an_upload_leaves_no_object_and_parts_that_can_be_aborted(proxy, object_server, s3):
+    bucket = Bucket(s3)
+    proxy.bytes_per_second = 100 << 20
+    with subprocess.Popen([sys.executable, "-c", KILLED, s3], stdout=subprocess.PIPE) as process:
+        for _ in range(5):
+            process.stdout.readline()
+        process.kill()
+    assert bucket.list() == []
+    assert uploads_of(object_server, bucket) == ["a"]
+    assert bucket.abort_uploads(timedelta(0)) == ["a"]
     assert uploads_of(object_server, bucket) == []
 
 
@@ -327,7 +351,7 @@ def test_what_does_not_heal_is_said_at_once_with_a_remedy(proxy, bucket, deed, f
     start = time.monotonic()
     with refusal(f"{bucket.url}", *words):
         work(bucket)
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < HASTY.retry / 2
     assert [request.fault for request in proxy.requests].count(fault) == 1
 
 
@@ -354,7 +378,7 @@ def test_a_store_that_has_never_answered_is_given_up_soon(s3, monkeypatch, endpo
     start = time.monotonic()
     with refusal(*words, "check the network and", "AWS_ENDPOINT_URL"):
         bucket.get("a")
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_a_store_that_has_answered_is_waited_for(object_server, s3):
@@ -397,6 +421,7 @@ def test_conditions_are_checked_over_a_network_that_fails(proxy, s3):
             bucket.check_conditions()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, which the refusal is about
 def test_a_forked_process_is_refused_and_does_not_hang(bucket):
     bucket.get("small")
     here, there = os.pipe()
