@@ -194,7 +194,7 @@ class Iterator(Stateful):
     def batch_digest_since(self, place: Any) -> int | None:
         """Return 64 bits that tell the batches returned since a place from others, whichever rank this is.
 
-        Of a dataset they depend on the indices of the examples, see `IndexedIterator.indices_since`.
+        Of a dataset they depend on the indices of the examples, see ``IndexedIterator.indices_since``.
         """
         return None
 
