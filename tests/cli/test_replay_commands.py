@@ -1,6 +1,7 @@
 """chainring replay, batch and bisect: any iteration of a run, its examples, and where it went wrong."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -172,6 +173,7 @@ def test_bisect_names_the_iteration_and_the_batch_of_an_example_that_is_too_larg
     assert POISON in found["indices"]
     assert found["value"] > 20
     assert (found["not_finite"], found["replays"], found["assumed"]) == (None, 1, 0)
+    assert found["replays"] <= math.log2(120) + 1
     assert main(["bisect", str(place / "sound"), *arguments]) == 1
     assert capsys.readouterr().out.startswith("never: main/loss > 20 does not hold in iterations 1 to 120\n")
 

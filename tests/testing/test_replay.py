@@ -16,7 +16,7 @@ import forked
 import rank_pair
 import replay_program as program
 from chainring import _random, iterators, training
-from chainring.testing import NoReplay, ReplayDiffers, replay
+from chainring.testing import ManualClock, NoReplay, ReplayDiffers, replay
 from chainring.training import extensions
 from chainring.writers import Writer
 
@@ -211,6 +211,26 @@ def test_snapshots_of_errors_and_damaged_ones_are_not_used(tmp_path):
     assert len(updates) == 5
 
 
+def test_a_run_that_the_clock_has_ended_is_replayed_however_long_an_iteration_takes(tmp_path):
+    """Its stop trigger is asked, and the answer does not count before the iteration."""
+    out = tmp_path / "result"
+    with ManualClock() as clock:
+
+        def make(out, seconds=4.0, values=None):
+            @training.make_extension(priority=-200)
+            def advance(trainer):
+                clock.advance(seconds)
+
+            trainer = make_small(out, parts=[advance, Noting({} if values is None else values)])
+            trainer.stop_trigger = training.triggers.get_stop_trigger((6, "second"))
+            return trainer
+
+        values = {}
+        make(out, 1.0, values).run()
+        assert max(values) == 6
+        assert values_of(replay(make, out, 6)) == values[6]
+
+
 def test_rows_go_to_no_service_and_the_directory_is_removed_with_the_trainer(tmp_path):
     """The rows themselves are there."""
 
@@ -289,6 +309,8 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         replay(make_noting, run[0] / "snapshot_iter_4", 4)
     with pytest.raises(FileNotFoundError, match="holds no run"):
         replay(make_noting, tmp_path / "empty", 4)
+    with pytest.raises(NoReplay, match=r"lies in an object store.*copy it to a disk first"):
+        replay(make_noting, "s3://bucket/run", 4)
     with pytest.raises(FileNotFoundError, match="there is no directory"):
         replay(make_noting, tmp_path / "nowhere", 4)
     with pytest.raises(TypeError, match="returned a NoneType"):

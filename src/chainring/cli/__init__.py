@@ -1,4 +1,4 @@
-"""The command ``chainring``: shows, verifies and exports the files of a run, and verifies that a run can be resumed."""
+"""The command ``chainring``: shows, verifies and exports the files of a run, verifies that it can be resumed, replays it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["main"]
 _COMMANDS = (report, inspect, verify, verify_resume, diff, replay, batch, bisect, export)
 
 _DESCRIPTION = """
-Show, verify and export the files of a run, without the code that wrote them,
-and verify that a run can be resumed. Saved files are never executed or
-overwritten."""
+Show, verify and export the files of a run, without the code that wrote them;
+verify that a run can be resumed; go to any of its iterations, and find the one
+in which it went wrong. Saved files are never executed or overwritten."""
 
 _EPILOG = """\
 examples:
@@ -28,13 +28,14 @@ examples:
   chainring verify result                  verify it, after a copy say
   chainring export result mlp.safetensors  the model, for any program
   chainring verify-resume train.py -e 3    kill, resume and compare
-  chainring replay result --to 48123 train.py          any iteration
+  chainring replay result --to 48123 train.py                any iteration
+  chainring batch result 48123 train.py                      its examples
   chainring bisect result --bad "main/loss > 10" train.py    the bad batch
 
 exit status:
   0    success, without damage or a difference
-  1    a file is damaged, or a resumed run differs
-  2    wrong arguments, or nothing to show, verify or compare
+  1    a file is damaged, a resumed run or a replay differs, or none is bad
+  2    wrong arguments, or nothing to show, verify, compare or replay
   3    two uninterrupted runs differ already, or one hung
   130  interrupted by Ctrl-C
 

@@ -128,7 +128,12 @@ def _answer(
         "value": sight and sight["value"],
         "indices": sight and indices_of(sight["batches"]),
         "batches": sight and sight["batches"],
-        "not_finite": not_finite and {"iteration": not_finite[0], "parameters": not_finite[1]},
+        "not_finite": not_finite
+        and {
+            "iteration": not_finite[0],
+            "parameters": not_finite[1],
+            "is_first": found is not None and not_finite[0] > found["origin"]["iteration"],
+        },
         "looked_at": [1, found["iteration"] if found else last],
         "known_to": last,
         "assumed": max(found["origin"]["iteration"] - evidence.first_unknown(options.bad) + 1, 0) if found else 0,
@@ -176,7 +181,10 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
 def _parameters(not_finite: Mapping[str, Any] | None) -> str:
     if not_finite is None:
         return "All parameters are finite"
-    return f"Parameters were first not finite after iteration {not_finite['iteration']}: {shorten(not_finite['parameters'])}"
+    names = shorten(not_finite["parameters"])
+    if not not_finite["is_first"]:
+        return f"Parameters were not finite in the state of iteration {not_finite['iteration']} already: {names}"
+    return f"Parameters were first not finite after iteration {not_finite['iteration']}: {names}"
 
 
 def _require_key(condition: Condition, found: Mapping[str, Any], evidence: Evidence) -> None:

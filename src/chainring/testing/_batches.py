@@ -70,6 +70,8 @@ class _LoaderPasses:
         def iterate(sampler: Any) -> Iterator[Any]:
             drawn: list[Any] = []
             self._passes.append(drawn)
+            for earlier in self._passes[-3:-2]:  # an update takes from two of them at most
+                earlier.clear()
             for batch in cls.__iter__(sampler):
                 drawn.append(batch)
                 yield batch

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from chainring import serializers
+from chainring._distributed.sharding import to_local
 from chainring._files import parse_strict, read_regular
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE
@@ -26,7 +28,7 @@ from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore
 from chainring.testing._batches import BatchIndices
 from chainring.training._run_directory import RECORD, read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
-from chainring.training.triggers import TimeTrigger
+from chainring.training.triggers import ReachedTrigger, TimeTrigger
 from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
@@ -66,9 +68,11 @@ def require_run(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: there is no directory, or no run in it.
-        NoReplay: it is a snapshot.
+        NoReplay: it is a snapshot, or lies in an object store.
     """
     run = Path(os.path.realpath(path))
+    if "://" in os.fspath(path):
+        raise NoReplay(f"{os.fspath(path)} lies in an object store, and a replay reads a directory; copy it to a disk first")
     if not run.is_dir():
         raise FileNotFoundError(f"there is no directory {os.fspath(path)}; give that of a run, its out")
     if (run / MANIFEST).exists():
@@ -167,12 +171,14 @@ class Watch:
 def not_finite_parameters(trainer: Trainer) -> list[str]:
     """Return the names of the parameters that hold NaN or infinity."""
     models = trainer.updater.get_all_models()
-    parameters = {id(p): p.detach() for model in models.values() for p in model.parameters() if p.numel()}
-    largest = [torch.linalg.vector_norm(p, math.inf).cpu() for p in parameters.values() if not p.is_sparse]
-    if not largest or bool(torch.isfinite(torch.stack([norm.double() for norm in largest])).all()):
+    parameters = {id(p): p for model in models.values() for p in model.parameters() if not is_lazy(p)}
+    values = {key: to_local(p.detach().coalesce().values() if p.is_sparse else p.detach()) for key, p in parameters.items()}
+    numbers = {key: value for key, value in values.items() if value.numel() and value.is_floating_point()}
+    largest = [torch.linalg.vector_norm(value, math.inf).double().cpu() for value in numbers.values()]
+    if not largest or bool(torch.isfinite(torch.stack(largest)).all()):
         return []
     names = parameter_names(models)
-    return [names.get(key, "?") for key, p in parameters.items() if not bool(torch.isfinite(p).all())]
+    return [names.get(key, "?") for key, value in numbers.items() if not bool(torch.isfinite(value).all())]
 
 
 class Replay:
@@ -203,7 +209,7 @@ class Replay:
         run: Path,
         directory: Path,
         *,
-        latest: int | None,
+        latest: int,
         until: int,
         goes_on: bool = False,
         watch: Watch | None = None,
@@ -260,7 +266,7 @@ class Replay:
 
     # --- the beginning ---
 
-    def _load(self, latest: int | None) -> Origin:
+    def _load(self, latest: int) -> Origin:
         """Load the latest snapshot that is sound; return where the replay begins."""
         trainer = self.trainer
         for origin in origins(self.run_directory, latest):
@@ -352,8 +358,8 @@ class Replay:
         ends = self._trainer_ends()
         if self._goes_on and iteration > self._until and self._newest_written > self._until:
             return True
-        is_by_the_clock = isinstance(trainer.stop_trigger, TimeTrigger) and trainer.interruption.signum is None
-        return ends and not is_by_the_clock
+        is_by_the_clock = _follows_clock(trainer.stop_trigger) and trainer.interruption.signum is None
+        return ends and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
 
     def _begin(self) -> None:
         self._has_begun = True
@@ -383,6 +389,10 @@ class Replay:
         self._watch.look(trainer, iteration, self.batches)
         if iteration == self._until:
             self.last_batches = self.batches.taken()
+
+
+def _follows_clock(trigger: Any) -> bool:
+    return isinstance(trigger, TimeTrigger) or (isinstance(trigger, ReachedTrigger) and trigger.unit == "second")
 
 
 def _may_go_back(trainer: Trainer) -> bool:
