@@ -157,6 +157,33 @@ def take_away(bucket):
     bucket.put(".lease", json.dumps(document | {"pid": 4711, "host": "elsewhere", "token": 2}).encode())
 
 
+@pytest.mark.parametrize("deed", ["persist", "put", "put_due"])
+def test_rows_of_an_earlier_run_are_put_into_the_archive_before_others_take_their_place(folder, clock, deed):
+    """So a run that is killed at any request loses none; while the archive cannot be written nothing is written over."""
+    bucket = SlowBucket(next(URLS), clock)
+    bucket.goes_on.set()
+    lease = Lease(bucket, list, period=None)
+    bucket.put("log", b"earlier")
+    mirror = Mirror(bucket, folder, lease, look=None, clock=clock)
+    mirror.fetch()
+    for archive in "previous/1", "abandoned/1":
+        (folder / archive).mkdir(parents=True)
+        shutil.copy(folder / "log", folder / archive / "log")
+    replace_file(folder / "previous/1/large", "l" * (9 << 20))
+    write(folder, log="new")
+    bucket.refused = "abandoned/1/log"
+    write_files = {"persist": lambda: mirror.persist(folder / "log"), "put": mirror.put, "put_due": mirror.put_due}[deed]
+    with pytest.raises(RemoteError):
+        write_files()
+    assert bucket.get("log").content == b"earlier"
+    bucket.refused = None
+    write_files()
+    assert objects(bucket).keys() == {"abandoned/1/log", "log", "previous/1/large", "previous/1/log"}
+    assert bucket.keys[-1] == "log"
+    mirror.close()
+    lease.release()
+
+
 def test_a_writer_that_has_lost_the_lease_writes_nothing(bucket, tmp_path, folder, clock):
     """Neither a new file nor over one of the next run, and it removes none. Its files are kept, and it says where."""
     mirror = Mirror(bucket, folder, Lease(bucket, list, period=None, clock=clock), look=None)
@@ -593,9 +620,11 @@ class SlowBucket(Bucket):
 
     def __init__(self, url, clock):
         super().__init__(url)
-        self.clock, self.goes_on, self.keys = clock, threading.Event(), []
+        self.clock, self.goes_on, self.keys, self.refused = clock, threading.Event(), [], None
 
     def put(self, key, content, expected=None):
+        if key == self.refused:
+            raise RemoteError("the store is away")
         if key[0] != ".":
             self.keys.append(key)
             self.clock.seconds += 1

@@ -50,6 +50,7 @@ _LONGEST_ADDRESS = 1024  # bytes
 _LARGEST_LINK = 1000  # bytes
 _MANIFEST = "manifest.json"
 _ARCHIVED = re.compile(r"(?P<archive>(?:previous|abandoned)/)((?P<number>[0-9]{1,15})/)?.*", re.DOTALL)
+_ARCHIVES = ("previous/", "abandoned/")
 _DRAFT = re.compile(r"([^/]+)/([0-9a-f]{16})/.+", re.DOTALL)  # what is not finished of a snapshot lies in such folders
 _NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\udc80-\udcff]|%(?=[0-9A-F]{2})")
 _ESCAPE = re.compile(r"(?:%[0-9A-F]{2})+")
@@ -200,6 +201,7 @@ class Mirror:
             self._leave_out("/".join(parts), "it is a link, or in one, and none is followed; give the file another place")
         else:
             self._lease.check()
+            self._put_archived()
             self._put_file("/".join(parts))
 
     def close(self) -> None:
@@ -340,6 +342,7 @@ class Mirror:
     def _put(self, is_due: Callable[[_File, _Status], bool]) -> None:
         """Put the files that have changed and are due, and delete objects without one unless a file still waits."""
         self._lease.check()
+        self._put_archived()
         found, hidden = self._scan()
         changed = {name: status for name, status in found.items() if self._has_changed(name, status)}
         order = sorted(changed, key=lambda name: (self._file(name).tag == MISSING, changed[name].size))
@@ -365,10 +368,17 @@ class Mirror:
         )
         return all(file.is_put and file.size == status.size and file.status in (None, status) for file, status in beside)
 
-    def _scan(self) -> tuple[dict[str, _Status], tuple[str, ...]]:
+    def _put_archived(self) -> None:
+        """Put what was moved into an archive, before anything else is written over the objects that it had."""
+        found, _ = self._scan(_ARCHIVES)
+        new = [name for name in found if self._file(name).tag == MISSING and name not in self._left_out]
+        if errors := _in_parallel(self._put_file, new):
+            raise errors[0]
+
+    def _scan(self, folders: Iterable[str] = ("",)) -> tuple[dict[str, _Status], tuple[str, ...]]:
         """Return the files there are, and beginnings of the names of those that cannot be seen."""
         found: dict[str, _Status] = {}
-        hidden, waiting = [], [""]
+        hidden, waiting = [], list(folders)
         while waiting:
             folder = waiting.pop()
             try:
