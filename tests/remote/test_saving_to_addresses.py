@@ -380,3 +380,16 @@ def test_an_error_in_a_file_of_another_library_names_its_address(s3, model, tmp_
     copy, _, address = note.partition(" was a copy of ")
     assert address == f"{s3}/weights.pt"
     assert not os.path.exists(copy)
+
+
+def test_many_small_tensors_take_few_requests(s3, proxy):
+    """They are read in the order in which they lie, many at a time."""
+    model = nn.Sequential(*(nn.Linear(60, 60) for _ in range(100)))
+    updater = training.StandardUpdater(iterators.SerialIterator([0], 1), torch.optim.Adam(model.parameters()), model)
+    trainer = training.Trainer(updater, (1, "iteration"), "unused")
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    updater.get_optimizer("main").step()
+    serializers.save(f"{s3}/state", trainer)
+    del proxy.requests[:]
+    serializers.load(f"{s3}/state", trainer)
+    assert proxy.count("GET") < 60  # of 800 tensors

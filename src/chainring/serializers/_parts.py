@@ -34,8 +34,9 @@ _ROUND = 64  # tensors for which a rank asks at once
 class _Part(NamedTuple):
     """A part of a tensor that this rank reads."""
 
-    file: StoredFile
+    path: str  # of the file
     start: int  # its first byte there
+    file: StoredFile
     region: Region
     whole: tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of the tensor
     crc: int | None  # None where the file was verified as a whole
@@ -182,13 +183,11 @@ class StoredTensors:
             crc, stored = _safetensors.read_header(file)
             crcs = self._checksums(file, name, crc, stored, self._comm.rank == readers[0])
             mine = _share(stored, readers.index(self._comm.rank), len(readers))
-            places = {entry.place for entry in stored.values() if entry.part in mine}
-            rows = _row_ends((start, end) for start, end in places if end - start <= _SMALL)
             for key, entry in stored.items():
                 tensor = _name_of(key)
                 self._tied.setdefault(tensor, set()).add(entry.same_as and _name_of(entry.same_as))
                 if entry.part in mine:
-                    begun += self._add(file, tensor, entry, None if crcs is None else crcs[entry.part], rows)
+                    begun += self._add(file, tensor, entry, None if crcs is None else crcs[entry.part])
         return begun
 
     def _checksums(
@@ -207,17 +206,15 @@ class StoredTensors:
             raise CorruptError(f"{file.path} has other bytes than were written")
         return crcs
 
-    def _add(
-        self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None, rows: Mapping[int, int]
-    ) -> list[tuple[str, _Whole]]:
+    def _add(self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None) -> list[tuple[str, _Whole]]:
         offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
-        part = _Part(file, entry.place[0], (tuple(offsets), entry.shape), (entry.dtype, tuple(shape)), crc)
+        part = _Part(file.path, entry.place[0], file, (tuple(offsets), entry.shape), (entry.dtype, tuple(shape)), crc)
         self._parts.setdefault(tensor, []).append(part)
         if any(offsets):
             return []
         size, content = entry.place[1] - entry.place[0], None
-        if entry.shape == tuple(shape) and size <= _SMALL:
-            content = bytes(file.read(part.start, size, rows[part.start]).numpy())
+        if entry.shape == tuple(shape) and size <= (_SMALL if self._source.is_local else 0):  # there a request for each
+            content = bytes(file.read(part.start, size).numpy())
             if crc is not None and zlib.crc32(content) != crc:
                 raise CorruptError(f"{file.path} has other bytes than were written")
         return [(tensor, _Whole(entry.dtype, tuple(shape), None if entry.offsets else entry.strides, content))]
@@ -268,7 +265,7 @@ class StoredTensors:
 
     def _offer(self, needs: Needs) -> dict[str, list[_Offer]]:
         offers = {}
-        for name in sorted(needs.keys() & self._parts.keys()):
+        for name in sorted(needs.keys() & self._parts.keys(), key=lambda name: self._parts[name][0][:2]):
             parts, needed = self._parts[name], needs[name]
             if any(part.whole != self._wholes[name][:2] for part in parts):
                 _refuse_parts(name, self._wholes[name].shape)
@@ -301,12 +298,26 @@ class _Stream:
         self._comm, self._parts, self._wholes, self._needs, self._wanted = comm, parts, wholes, needs, wanted
         self._offers = offers
         self._crcs: dict[tuple[str, int], int] = {}
+        self._ends = self._row_ends()  # by file and first byte of a part, where those end that are read one after the other
         self._failure: CorruptError | None = None
 
     def check(self) -> None:
         """Raise what was found wrong in the parts that this rank has read."""
         if self._failure is not None:
             raise self._failure
+
+    def _row_ends(self) -> dict[tuple[str, int], int]:
+        own, places = self._comm.rank, []
+        for name, offers in self._offers[own].items():
+            itemsize = self._wholes[name].dtype.itemsize
+            for part, offer in zip(self._parts[name], offers, strict=True):
+                if offer.ranks:  # what others need comes first
+                    end = part.start + math.prod(part.region[1]) * itemsize
+                    places.append((offer.ranks != {own}, part.path, part.start, end))
+        rows: dict[tuple[bool, str, int], int] = {}
+        for is_shared, path, start, end in sorted(places, reverse=True):
+            rows[is_shared, path, start] = rows.get((is_shared, path, end), end)
+        return {(path, start): end for (_, path, start), end in rows.items()}
 
     def run(self) -> None:
         """Fill what is wanted here, and what the other ranks want of the parts here."""
@@ -380,7 +391,7 @@ class _Stream:
         size, whole = (math.prod(region[1]) * dtype.itemsize for region in (block.region, part.region))
         content = torch.empty(size, dtype=torch.uint8)
         try:
-            content = part.file.read(part.start + first, size, part.start + whole)
+            content = part.file.read(part.start + first, size, self._ends[part.path, part.start])
         except OSError as error:
             self._failure = self._failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
@@ -417,14 +428,6 @@ def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int)
         if reader == position:
             mine.add(part)
     return mine
-
-
-def _row_ends(places: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return by the first byte of each place where the row ends of those that follow one another."""
-    ends: dict[int, int] = {}
-    for start, end in sorted(places, reverse=True):
-        ends[start] = ends.get(end, end)
-    return ends
 
 
 def _shards_of(tensor: Tensor) -> list[Shard]:
