@@ -19,13 +19,14 @@ import kills
 import remote_damage
 import remote_kills
 import remote_races
+import remote_writers
 import replays
 import signals
 from bench import Bench
 
 import tries
 
-PARTS = (kills, signals, damage, data, clock, replays, remote_races, remote_kills, remote_damage)
+PARTS = (kills, signals, damage, data, clock, replays, remote_races, remote_kills, remote_damage, remote_writers)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))
