@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -78,6 +78,8 @@ class Options:
         counts: whether the model reports a metric object.
         timeout: seconds for which ranks wait for one that is late.
         gradients: whether the gradients of the first update are told.
+        url: the address of the run; without one it is in a directory of its place.
+        environment: variables of the ranks.
         fault: what happens to it.
     """
 
@@ -101,6 +103,8 @@ class Options:
     counts: bool = False
     timeout: float | None = None
     gradients: bool = False
+    url: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     fault: Fault | None = None
 
 
@@ -352,7 +356,7 @@ def build(options, comm, place):
         virtual_ranks=options.virtual_ranks,
     )
     stop = (options.iterations, "iteration") if options.repeat else None
-    trainer = training.Trainer(updater, stop, out=f"{place}/out")
+    trainer = training.Trainer(updater, stop, out=options.url or f"{place}/out")
     held_out = iterators.SerialIterator(Digits(test, options.held_out), 30, repeat=False, shuffle=False)
     trainer.extend(extensions.Evaluator(held_out, model, images_and_labels), trigger=(5, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(1, "iteration")))

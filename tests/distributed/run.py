@@ -18,13 +18,12 @@ import elastic
 import launched
 import mishaps
 import resumes
+import stores
 from worlds import Bench
 
 import tries
 
+PARTS = (agreement, resumes, stores, mishaps, elastic, launched, bits)
+
 if __name__ == "__main__":
-    sys.exit(
-        tries.main(
-            __doc__, [*agreement.ROWS, *resumes.ROWS, *mishaps.ROWS, *elastic.ROWS, *launched.ROWS, *bits.ROWS], Bench
-        )
-    )
+    sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -74,6 +74,8 @@ def live(rank, size, port, place, options):
         os.dup2(os.open(f"{place}/output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), stream)
     sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)
+    os.environ.update(options.environment)
+    tempfile.tempdir = None  # the variables say where it is
     warnings.simplefilter("error", UserWarning)
     if size > 1:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
