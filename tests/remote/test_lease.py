@@ -17,7 +17,7 @@ from races import Racer, race
 from stepped import Stepper, TimedBucket, World, orders
 
 from chainring._remote.bucket import MISSING, Bucket, ChangedError, RemoteError
-from chainring._remote.lease import Fence, Lease, LeaseLostError, read_fence
+from chainring._remote.lease import Fence, Lease, LeaseLostError, read_fence, seal
 from forked import Forked
 
 URLS = (f"memory:///lease-{number}" for number in itertools.count())
@@ -40,8 +40,9 @@ def take(bucket, snapshots=list):
 
 def rewrite(bucket, **values):
     """Writes the lease as another process would have."""
-    document = json.loads(bucket.get(".lease").content)
-    bucket.put(".lease", json.dumps(document | values).encode())
+    document = json.loads(bucket.get(".lease").content) | values
+    del document["crc"]
+    bucket.put(".lease", seal(document))
 
 
 def ended_process():
@@ -227,6 +228,20 @@ def test_an_object_that_is_not_a_lease_is_refused_with_a_remedy(bucket, content)
     for use in take, read_fence:
         with pytest.raises(RemoteError, match=r"lease is not a lease .* remove it"):
             use(bucket)
+
+
+def test_each_damaged_bit_of_a_lease_is_noticed():
+    """By writers and readers: another token or folder would make snapshots invalid, which the next run removes."""
+    bucket = Bucket("memory:///damaged-lease")
+    Lease(bucket, lambda: [("0123456789abcdef/1", "f" * 16)]).release()
+    content = bucket.get(".lease").content
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        bucket.put(".lease", bytes(damaged))
+        for use in (read_fence, lambda bucket: Lease(bucket, list)):
+            with pytest.raises(RemoteError, match=r"is not a lease|of a later Chainring"):
+                use(bucket)
 
 
 @pytest.mark.parametrize(

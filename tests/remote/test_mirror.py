@@ -21,7 +21,7 @@ from stepped import TimedBucket, World
 
 from chainring._files import replace_file
 from chainring._remote.bucket import Bucket, RemoteError
-from chainring._remote.lease import Lease, LeaseLostError
+from chainring._remote.lease import Lease, LeaseLostError, seal
 from chainring._remote.mirror import Mirror, working_directory
 
 URLS = (f"memory:///mirror-{number}" for number in itertools.count())
@@ -153,8 +153,9 @@ def wait_until(condition):
 
 def take_away(bucket):
     """Lets another process have the lease, without a look at when that may."""
-    document = json.loads(bucket.get(".lease").content)
-    bucket.put(".lease", json.dumps(document | {"pid": 4711, "host": "elsewhere", "token": 2}).encode())
+    document = json.loads(bucket.get(".lease").content) | {"pid": 4711, "host": "elsewhere", "token": 2}
+    del document["crc"]
+    bucket.put(".lease", seal(document))
 
 
 @pytest.mark.parametrize("deed", ["persist", "put", "put_due"])

@@ -32,7 +32,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -101,6 +102,8 @@ class _Record:
             document = parse_strict(content)
             if document["format"] != _FORMAT:
                 raise RemoteError(f"{place} has format {document['format']!r} of a later Chainring; upgrade to write here")
+            if content != seal({key: value for key, value in document.items() if key != "crc"}):
+                raise ValueError("it is damaged")
             values = {field.name: document[field.name] for field in fields(cls)}
             values["folders"] = tuple(values["folders"])
             for field in fields(cls):
@@ -114,7 +117,7 @@ class _Record:
 
     def encode(self) -> bytes:
         """Return a content that no other has, because the condition of the next one may be a sum of this one's bytes."""
-        return json.dumps({"format": _FORMAT, **asdict(self), "nonce": secrets.token_hex(8)}).encode()
+        return seal({"format": _FORMAT, **asdict(self), "nonce": secrets.token_hex(8)})
 
     def name(self) -> str:
         """Return the process in words."""
@@ -349,6 +352,12 @@ class Lease:
         if self._lost is not None:
             self._loss_was_raised = True
             raise LeaseLostError(self._lost)
+
+
+def seal(document: Mapping[str, object]) -> bytes:
+    """Return the text of a lease, with its checksum: a damaged one would let snapshots pass for those of a lost lease."""
+    crc = zlib.crc32(json.dumps(document).encode())
+    return json.dumps({**document, "crc": f"{crc:08x}"}).encode()
 
 
 def _place(bucket: Bucket) -> str:
