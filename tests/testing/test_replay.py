@@ -238,8 +238,11 @@ def test_rows_go_to_no_service_and_the_directory_is_removed_with_the_trainer(tmp
         def write(self, record):
             sent.append(record.iteration)
 
+    def note(trainer):
+        chainring.report_text("note", f"iteration {trainer.updater.iteration}")
+
     def make(out):
-        return make_small(out, parts=[extensions.LogReport(trigger=(2, "iteration"), writers=[Service()])])
+        return make_small(out, parts=[note, extensions.LogReport(trigger=(2, "iteration"), writers=[Service()])])
 
     sent = []
     make(tmp_path / "result").run()
@@ -266,16 +269,20 @@ def test_the_threads_are_those_of_the_run(run):
     assert torch.get_num_threads() == 2
 
 
+def make_on_ranks(out, **settings):
+    return make_small(out, parts=[extensions.Recorder((2, "iteration"))], **settings)
+
+
 def of_two_ranks(comm, out, virtual_ranks):
-    make_small(out, length=4, comm=comm, virtual_ranks=virtual_ranks).run()
+    make_on_ranks(out, length=6, comm=comm, virtual_ranks=virtual_ranks).run()
 
 
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
 def test_a_run_of_two_ranks_is_replayed_where_one_process_computes_the_same_bits(tmp_path, virtual_ranks):
-    """With virtual ranks; otherwise it is refused, with what to do."""
+    """With virtual ranks, and as recorded; otherwise it is refused, with what to do."""
     out = tmp_path / "result"
     rank_pair.on_two_ranks(of_two_ranks, out, virtual_ranks)
-    make = functools.partial(make_small, virtual_ranks=virtual_ranks)
+    make = functools.partial(make_on_ranks, virtual_ranks=virtual_ranks)
     if virtual_ranks is None:
         for iteration in (5, 3):  # from the snapshot, and from the beginning
             with pytest.raises(NoReplay, match=r"was trained on 2 ranks.*virtual_ranks="):
