@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -131,6 +132,41 @@ def test_everything_holds_while_one_request_in_five_fails(proxy, bucket, seed):
     proxy.heal()
     assert bucket.get("counter").content == b"19"
     assert [bucket.get(entry.key).content == CONTENT for entry in bucket.list("files/")] == [True] * 3
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_of_writers_that_race_over_a_network_that_fails_no_two_have_written_after_the_same(proxy, s3, seed):
+    """Each adds one to a number, on the condition that it is what it has read, until it has succeeded ten times.
+
+    It may have succeeded more often than it knows: when the answer is lost and another has gone on from what it wrote.
+    """
+    first = Bucket(s3, HASTY)
+    first.put("number", b"0", MISSING)
+    proxy.fail_at_random(0.2, seed)
+    failed, written = [], []
+
+    def add(name):
+        bucket, end = Bucket(s3, HASTY), 10
+        try:
+            while end:
+                found = bucket.get("number")
+                number = int(found.content.split()[0]) + 1
+                with suppress(ChangedError):
+                    bucket.put("number", f"{number} {name}".encode(), found.tag)
+                    written.append(number)
+                    end -= 1
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=add, args=[name]) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    proxy.heal()
+    assert not failed
+    assert len(set(written)) == len(written) == 40
+    assert max(written) <= int(first.get("number").content.split()[0])
 
 
 @pytest.mark.parametrize("fault", ["500 after", "cut after", "stall after"])

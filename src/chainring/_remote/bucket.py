@@ -171,7 +171,7 @@ class Bucket:
         """Write an object, if it is in the ``expected`` state; return its new one.
 
         Raises:
-            ChangedError: it is in another state.
+            ChangedError: it is in another state; `ChangedError.is_certain` is False if it may have had this content before.
             RemoteError: it cannot be written.
         """
         mode: Any = "overwrite"
