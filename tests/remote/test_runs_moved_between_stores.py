@@ -95,6 +95,20 @@ def test_a_run_copied_to_a_store_continues_there(s3, tmp_path, whole, capsys):
     assert capsys.readouterr().out.count("is what was written") == 8
 
 
+def test_an_earlier_run_is_shown_where_it_was_moved(s3, tmp_path, monkeypatch, capsys):
+    """All of its snapshots, whose files have stayed where they were, or one of them."""
+    monkeypatch.chdir(tmp_path)
+    for epochs in (2, 1):
+        report_runs.part(f"{s3}/run", epochs, 0.1).run()
+    capsys.readouterr()
+    assert main(["verify", f"{s3}/run/previous/1"]) == 0
+    assert capsys.readouterr().out.count("is what was written") == 2
+    assert main(["inspect", f"{s3}/run/previous/1/snapshot_iter_6"]) == 0
+    assert main(["report", f"{s3}/run/previous/1"]) == 0
+    assert "2 rows, 2 snapshots" in (shown := capsys.readouterr().out)
+    assert "damaged" not in shown
+
+
 def test_a_trainer_is_not_given_an_address_as_a_path(tmp_path, monkeypatch):
     """Which would become a directory."""
     monkeypatch.chdir(tmp_path)

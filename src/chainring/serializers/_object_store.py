@@ -71,11 +71,16 @@ class ObjectSnapshot(SavedSnapshot):
     @classmethod
     def find(cls, bucket: Bucket, name: str) -> ObjectSnapshot:
         """Return the snapshot of a name, or to which the link of that name points."""
+        snapshot = cls.at(bucket, name)
+        target = None if snapshot.exists() else _link_target(bucket, name)
+        return snapshot if target is None else cls.at(bucket, target)
+
+    @classmethod
+    def at(cls, bucket: Bucket, name: str) -> ObjectSnapshot:
+        """Return the snapshot of a name; the files of one in an archive lie elsewhere in the run."""
         if match := _IN_ARCHIVE.fullmatch(bucket.url):
             return cls(Bucket(match["run"]), f"{match['archive']}/{name}")
-        snapshot = cls(bucket, name)
-        target = None if snapshot.exists() else _link_target(bucket, name)
-        return snapshot if target is None else cls(bucket, target)
+        return cls(bucket, name)
 
     def exists(self) -> bool:
         try:
@@ -161,7 +166,7 @@ class ObjectStore(Store):
         self._manifests: dict[str, tuple[Tag, Manifest | None]] | None = None
 
     def snapshot(self, name: str) -> ObjectSnapshot:
-        return ObjectSnapshot(self.bucket, name)
+        return ObjectSnapshot.at(self.bucket, name)
 
     def begin(self, name: str) -> str:
         if self.exists_as_snapshot(check_name(name)) or self._find_link(name)[0] != MISSING:
