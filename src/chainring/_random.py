@@ -8,7 +8,6 @@ import os
 import random
 import struct
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -259,63 +258,96 @@ def digest(*parts: Any) -> int:
     return int.from_bytes(found.digest(), "little") or 1
 
 
-class GeneratorDigest:
-    """Digests the states of the global generators of Python, NumPy, torch and the accelerator, in some 15 microseconds.
+class GeneratorStates:
+    """Takes what tells the states of the global generators of Python, NumPy, torch and the accelerator from others.
 
-    Of a Mersenne twister the position counts, and some of its 624 words: all of them change together, when the generator
-    is seeded and each time that the words are used up, so that two states that were ever reached differ in those as well.
+    That has to be cheap beside an iteration, after which no code of this one is in the processor's caches: it is little
+    memory and few calls, and `digest` makes the digest later. Of a Mersenne twister the position counts, and the first of
+    its 624 words: all of them change together, when the generator is seeded and each time that the words are used up, so
+    that two states that were ever reached differ in those as well.
     """
 
     def __init__(self) -> None:
-        self._bits: Any = None  # NumPy's bit generator, and where its state lies; None where that is not known
-        self._address: int | None = None
-        self._numpy = b""  # its state when it was read last
-        self._numpy_normal = b""  # the normal that it has drawn ahead
+        self._has_accelerator = torch.accelerator.is_available()
+        self._python = _view_of_python()
+        self._bits: Any = None  # NumPy's bit generator
+        self._words: Any = None  # views of its first words and of its position, where these are known
+        self._position: Any = None
+        self._seen = b""  # what these were when the state was read last
+        self._normal = b""  # the normal that was drawn ahead then
 
-    def __call__(self) -> int:
-        version, words, normal = random.getstate()
-        state = _bytes_of(torch.default_generator.get_state())
-        device = _accelerator()
-        return digest(
-            struct.pack("<9Qd?", version, words[-1], *words[:7], normal or 0.0, normal is not None),
-            state[:96],  # the seed, the position, and the first words
-            state[-64:],  # the normals drawn ahead
-            zlib.crc32(state).to_bytes(4, "little"),
-            self._read_numpy(),
-            b"" if device is None else _bytes_of(device.get_rng_state()),
+    def take(self) -> tuple[Any, ...]:
+        """Return the states as they are, for `digest`."""
+        python, device = self._python, _accelerator() if self._has_accelerator else None
+        return (
+            torch.default_generator.get_state(),
+            random.getstate() if python is None else (python.raw, _PYTHON.gauss_next),
+            self._take_numpy(),
+            None if device is None else device.get_rng_state(),
         )
 
-    def _read_numpy(self) -> bytes:
-        """Return the state of NumPy's generator; as NumPy gives it, that takes longer than everything else together."""
+    def _take_numpy(self) -> Any:
+        """Return the state of NumPy's generator. As NumPy gives it, that takes longer than everything else together."""
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if bits is not self._bits:
-            self._bits, self._numpy, self._address = bits, b"", _address_of_state(bits)
-        if self._address is None:
-            return repr(np.random.get_state(legacy=False)).encode()
-        state = ctypes.string_at(self._address, _MT19937.size)
-        if state != self._numpy or self._numpy_normal != _NO_NORMAL:
+            self._bits, self._seen, (self._words, self._position) = bits, b"", _views_of_numpy(bits)
+        if self._words is None:
+            return np.random.get_state(legacy=False)
+        seen = self._words.raw + self._position.raw
+        if seen != self._seen or self._normal != _NO_NORMAL:
             # A normal that was drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
-            found = np.random.get_state(legacy=False)
-            assert isinstance(found, dict)
-            has_normal = bool(found["has_gauss"])
-            self._numpy, self._numpy_normal = state, struct.pack("<?d", has_normal, found["gauss"] if has_normal else 0.0)
-        return state[:64] + state[-4:] + self._numpy_normal
+            self._seen, self._normal = seen, _normal_of(np.random.get_state(legacy=False))
+        return seen, self._normal
+
+    @staticmethod
+    def digest(taken: tuple[Any, ...]) -> int:
+        """Return 64 bits of what `take` has returned, the same on every machine."""
+        state, python, numpy, on_device = taken
+        if len(python) > 2:
+            python = struct.pack("<i8I", python[1][-1], *python[1][:8]), python[2]
+        if isinstance(numpy, dict) and numpy["bit_generator"] == "MT19937":
+            words = numpy["state"]["key"][:8].astype("<u4").tobytes()
+            numpy = words + struct.pack("<i", numpy["state"]["pos"]), _normal_of(numpy)
+        content = state.numpy()
+        return digest(
+            content[:96],  # the seed, the position, and the first words
+            content[-64:],  # the normals drawn ahead
+            python[0],
+            struct.pack("<d?", python[1] or 0.0, python[1] is not None),
+            repr(numpy).encode() if isinstance(numpy, dict) else b"".join(numpy),
+            b"" if on_device is None else on_device.cpu().numpy(),
+        )
 
 
-def _bytes_of(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())  # in a third of the time that NumPy takes
-
-
-_MT19937 = struct.Struct("<624Ii")
+_PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
+_FIRST_WORDS = struct.Struct("<8I")
 _NO_NORMAL = struct.pack("<?d", False, 0.0)
 
 
-def _address_of_state(bits: Any) -> int | None:
-    """Return where the words and the position of a Mersenne twister lie; ``None`` if they are not found there."""
-    state = np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
-    if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
+def _normal_of(state: Any) -> bytes:
+    """Return the normal that NumPy's generator has drawn ahead, of its state."""
+    return struct.pack("<?d", bool(state["has_gauss"]), state["gauss"] if state["has_gauss"] else 0.0)
+
+
+def _view_of_python() -> Any:
+    """Return a view of the position and the first words of Python's generator; ``None`` where they are not found."""
+    size, start = 4 + _FIRST_WORDS.size, object.__basicsize__
+    cls = next((cls for cls in type(_PYTHON).__mro__ if cls.__module__ == "_random"), object)
+    if sys.implementation.name != "cpython" or sys.byteorder != "little" or cls.__basicsize__ < start + size:
         return None
-    address = int(bits.ctypes.state_address)
-    expected = _MT19937.pack(*state["state"]["key"].tolist(), state["state"]["pos"])
-    return address if ctypes.string_at(address, _MT19937.size) == expected else None
+    view = (ctypes.c_char * size).from_address(id(_PYTHON) + start)
+    _, words, _ = random.getstate()
+    return view if view.raw == struct.pack("<i8I", words[-1], *words[:8]) else None
+
+
+def _views_of_numpy(bits: Any) -> tuple[Any, Any]:
+    """Return views of the first words and of the position of a Mersenne twister; ``None`` where they are not found."""
+    if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
+        return None, None
+    address, state = int(bits.ctypes.state_address), np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    words = (ctypes.c_char * _FIRST_WORDS.size).from_address(address)
+    position = (ctypes.c_char * 4).from_address(address + 4 * 624)
+    key, place = state["state"]["key"], state["state"]["pos"]
+    is_found = words.raw + position.raw == _FIRST_WORDS.pack(*key[:8].tolist()) + struct.pack("<i", place)
+    return (words, position) if is_found else (None, None)

@@ -46,7 +46,7 @@ def test_an_iterator_that_was_set_back_tells_nothing_of_what_was_before():
     place = iterator.batch_place()
     iterator.rewind()
     assert iterator.indices_since(place) is None
-    assert iterator.batch_digest_since(place) is None
+    assert iterator.batch_digest(place, iterator.batch_place()) is None
 
 
 def test_a_share_has_the_digest_of_the_whole_batch():
@@ -57,7 +57,7 @@ def test_a_share_has_the_digest_of_the_whole_batch():
         iterator.share(rank, size)
         place = iterator.batch_place()
         iterator.next()
-        digests.append(iterator.batch_digest_since(place))
+        digests.append(iterator.batch_digest(place, iterator.batch_place()))
     assert digests[1:] == digests[:1] * 3
 
 
@@ -69,7 +69,7 @@ def test_whatever_is_fetched_ahead_only_returned_batches_count():
         for _ in range(4):
             place = iterator.batch_place()
             iterator.next()
-            found.append(iterator.batch_digest_since(place))
+            found.append(iterator.batch_digest(place, iterator.batch_place()))
         return found
 
     expected = digests_of(SerialIterator(list(range(10)), 4, seed=3))
@@ -86,7 +86,7 @@ def test_a_loader_tells_its_batches_by_their_content():
         place = iterator.batch_place()
         iterator.mark()
         iterator.next()
-        return iterator.batch_digest_since(place)
+        return iterator.batch_digest(place, iterator.batch_place())
 
     x = torch.arange(12.0).reshape(6, 2)
     digests = [digest_of(each) for each in (x, x + 1, x.to(torch.float64), x[:3], x.numpy(), ["a"] * 6, ["b"] * 6)]
@@ -96,7 +96,7 @@ def test_a_loader_tells_its_batches_by_their_content():
     unmarked = LoaderIterator([x])
     place = unmarked.batch_place()
     unmarked.next()
-    assert unmarked.batch_digest_since(place) is None
+    assert unmarked.batch_digest(place, unmarked.batch_place()) is None
 
 
 def test_a_sample_of_a_large_batch_has_something_of_every_example():
@@ -109,7 +109,7 @@ def test_a_sample_of_a_large_batch_has_something_of_every_example():
         iterator = LoaderIterator([batch])
         iterator.mark()
         iterator.next()
-        return iterator.batch_digest_since(None)
+        return iterator.batch_digest(None, iterator.batch_place())
 
     assert digest_of(x) != digest_of(other)
 
@@ -123,7 +123,7 @@ def test_a_function_tells_its_batches_by_their_numbers():
         for _ in range(3):
             place = iterator.batch_place()
             iterator.next()
-            found.append(iterator.batch_digest_since(place))
+            found.append(iterator.batch_digest(place, iterator.batch_place()))
         return found
 
     assert digests(1) == digests(1)

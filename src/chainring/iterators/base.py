@@ -188,11 +188,11 @@ class Iterator(Stateful):
             )
 
     def batch_place(self) -> Any:
-        """Return the place behind the batch last returned, for `batch_digest_since`; ``None`` if it cannot be told."""
+        """Return the place behind the batch last returned, for `batch_digest`; ``None`` if it cannot be told."""
         return None
 
-    def batch_digest_since(self, place: Any) -> int | None:
-        """Return 64 bits that tell the batches returned since a place from others, whichever rank this is.
+    def batch_digest(self, start: Any, stop: Any) -> int | None:
+        """Return 64 bits that tell the batches returned between two places from others, whichever rank this is.
 
         Of a dataset they depend on the indices of the examples, see ``IndexedIterator.indices_since``.
         """

@@ -180,9 +180,8 @@ class DevicePrefetcher(Iterator):
         progress = self.progress
         return self.iterator.place_of(*progress[:2]) if isinstance(self.iterator, IndexedIterator) and progress else None
 
-    def batch_digest_since(self, place: Any) -> int | None:
-        source, stop = self.iterator, self.batch_place()
-        return source.batch_digest_since(place, stop) if isinstance(source, IndexedIterator) else None
+    def batch_digest(self, start: Any, stop: Any) -> int | None:
+        return self.iterator.batch_digest(start, stop) if isinstance(self.iterator, IndexedIterator) else None
 
     def reset(self) -> None:
         # An order or a pass of which nothing was returned must not count as used; nothing is fetched again for that.

@@ -135,8 +135,8 @@ class FunctionIterator(Iterator):
     def batch_place(self) -> Any:
         return self._index
 
-    def batch_digest_since(self, place: Any) -> int | None:
-        return digest(struct.pack("<q2Q", self.seed, place, self._index)) if place <= self._index else None
+    def batch_digest(self, start: Any, stop: Any) -> int | None:
+        return digest(struct.pack("<q2Q", self.seed, start, stop)) if start <= stop else None
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)

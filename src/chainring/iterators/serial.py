@@ -221,8 +221,8 @@ class IndexedIterator(Iterator):
             order, position = order + 1, 0
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
 
-    def batch_digest_since(self, place: Any, stop: Any = None) -> int | None:
-        indices = self.indices_since(place, stop)
+    def batch_digest(self, start: Any, stop: Any) -> int | None:
+        indices = self.indices_since(start, stop)
         return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))
 
     def serialize(self, serializer: AbstractSerializer) -> None:

@@ -35,30 +35,30 @@ _CHUNK = 1 << 20  # elements that are multiplied at once: they take 8 bytes each
 _UINT64 = 2**64
 
 
-class BatchDigest:
-    """Digests the batches that an updater has taken since the last call.
+class Batches:
+    """Tells the batches that an updater takes from others.
 
     Args:
         updater: its iterators are those that have been registered.
     """
 
     def __init__(self, updater: Updater) -> None:
-        named = updater.get_all_iterators().items()
-        self._iterators = [(name, each) for name, each in named if hasattr(each, "batch_digest_since")]
-        self._are_all = len(self._iterators) == len(named)
-        self._places = [each.batch_place() for _, each in self._iterators]
+        self._named = updater.get_all_iterators()
+        self._iterators = [each for each in self._named.values() if hasattr(each, "batch_place")]
 
-    def __call__(self) -> int | None:
-        """Return 64 bits; ``None`` where an iterator does not tell its batches apart, or there is none."""
-        found = []
-        for index, (_, iterator) in enumerate(self._iterators):
-            place, self._places[index] = self._places[index], iterator.batch_place()
-            found.append(None if place is None else iterator.batch_digest_since(place))
-        if not self._are_all or not found or None in found:
-            return None
-        if len(found) == 1:
-            return found[0]
-        return digest(repr([(name, each) for (name, _), each in zip(self._iterators, found, strict=True)]).encode())
+    def take(self) -> list[Any]:
+        """Return the places behind the batches last taken."""
+        return [iterator.batch_place() for iterator in self._iterators]
+
+    def digest(self, start: list[Any], stop: list[Any]) -> int:
+        """Return 64 bits of the batches between two places; 0 where an iterator does not tell, or there is none."""
+        found: list[Any] = [
+            None if first is None or last is None else iterator.batch_digest(first, last)
+            for iterator, first, last in zip(self._iterators, start, stop, strict=True)
+        ]
+        if len(found) < len(self._named) or not found or None in found:
+            return 0
+        return int(found[0]) if len(found) == 1 else digest(repr(list(zip(self._named, found, strict=True))).encode())
 
 
 class StateDigests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 import zlib
@@ -20,7 +21,7 @@ from chainring import _random
 from chainring._files import is_regular, make_folder, open_regular, write_error
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
-from chainring.training._digests import BatchDigest, StateDigests, read_together
+from chainring.training._digests import Batches, StateDigests, read_together
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
@@ -74,13 +75,16 @@ class Recorder(Extension):
             raise TypeError(f'filename is a name in out, such as "recorder.bin"; got {filename!r}')
         self.trigger = get_trigger(parameters)
         self._filename = filename
-        self._generators = _random.GeneratorDigest()
-        self._batches: BatchDigest | None = None
+        self._generators = _random.GeneratorStates()
+        self._batches: Batches | None = None
+        self._places: list[Any] = []  # of the batches, when the values were read last
         self._file: _LedgerFile | None = None  # of the main rank, during a run
         self._written = _Written()  # the blocks that are complete
         self._block: Block | None = None  # the next one, as far as its values have been read
         self._names: list[str] = []  # of the tensors in the digests that were written last
         self._rows: list[_Row] = []  # whose values have not been read
+        self._keys: list[str] = []  # of the last observation
+        self._losses: list[str] = []  # those of them that are losses
         self._digests: dict[int, StateDigests] = {}  # those neither
         self._last = 0
 
@@ -89,7 +93,8 @@ class Recorder(Extension):
         return (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
-        self._batches = BatchDigest(trainer.updater)
+        self._batches = Batches(trainer.updater)
+        self._places = self._batches.take()
         if trainer.comm.is_main:
             self._file = _LedgerFile(Path(trainer.out), self._filename, self._written)
             if self._file.written.size != self._written.size:  # another file
@@ -115,8 +120,13 @@ class Recorder(Extension):
         if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):
             self._close_block(self._file)
         self._last = iteration
+        observation = trainer.observation
+        if list(observation) != self._keys:
+            self._keys = list(observation)
+            self._losses = _find_losses(self._keys)
+        losses = [observation[name] for name in self._losses]
         assert self._batches is not None
-        self._rows.append(_Row(iteration, self._batches() or 0, self._generators(), _find_losses(trainer.observation)))
+        self._rows.append(_Row(iteration, self._batches.take(), self._generators.take(), self._losses, losses))
 
     def __call__(self, trainer: Trainer) -> None:
         self._add_digests(trainer)
@@ -131,11 +141,14 @@ class Recorder(Extension):
         if self._rows and self._block is None:
             self._block = Block(self._written.count, self._rows[0].iteration)
         if self._block is not None and (self._rows or self._digests):
-            losses, digests = _Losses([row.losses for row in self._rows]), self._digests.values()
+            losses, digests = _Losses([row.find_losses() for row in self._rows]), self._digests.values()
             found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
             all_bits = losses.finish([next(found) for _ in losses.bits])
+            assert self._batches is not None
             for row, bits in zip(self._rows, all_bits, strict=True):
-                self._block.rows.append((row.batch, row.generators, bits))
+                batch = self._batches.digest(self._places, row.places)
+                self._block.rows.append((batch, self._generators.digest(row.generators), bits))
+                self._places = row.places
             for iteration, each in self._digests.items():
                 self._block.digests[iteration] = each.names, each.finish([next(found) for _ in each.sums])
             self._rows, self._digests = [], {}
@@ -188,12 +201,19 @@ class Recorder(Extension):
 
 
 class _Row(NamedTuple):
-    """What is known of an iteration before it is read from its device."""
+    """What is taken of an iteration, in as little time as possible, before it is read and digested."""
 
     iteration: int
-    batch: int
-    generators: int
-    losses: dict[str, Any]
+    places: list[Any]  # of the batches
+    generators: tuple[Any, ...]
+    names: list[str]
+    values: list[Any]
+
+    def find_losses(self) -> dict[str, Any]:
+        """Return the losses that are recorded."""
+        numbers = [value[0] if type(value) is tuple and len(value) == 2 else value for value in self.values]
+        found = {name: value for name, value in zip(self.names, numbers, strict=True) if is_scalar(value)}
+        return dict(itertools.islice(found.items(), _LOSSES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,18 +299,10 @@ def _warn_of_loss(written: _Written) -> None:
     )
 
 
-def _find_losses(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the losses that the updater has reported, as far as they are recorded."""
-    names = [name for name in observation if name.endswith("loss") and (name == "loss" or name[-5] == "/")]
-    if len(names) > 1:
-        names = sorted(names, key=lambda name: (name != "main/loss", name))
-    found: dict[str, Any] = {}
-    for name in names:
-        value = observation[name]
-        value = value[0] if type(value) is tuple and len(value) == 2 else value
-        if is_scalar(value) and len(found) < _LOSSES:
-            found[name] = value
-    return found
+def _find_losses(keys: Sequence[str]) -> list[str]:
+    """Return the keys that are losses, those first that are recorded rather than others."""
+    found = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
+    return sorted(found, key=lambda key: (key != "main/loss", key))
 
 
 class _Losses:
