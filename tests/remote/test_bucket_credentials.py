@@ -1,6 +1,7 @@
 """Where a bucket has its credentials from, and that they appear nowhere."""
 
 import json
+import random
 import sys
 import traceback
 from contextlib import suppress
@@ -247,6 +248,15 @@ def test_uploads_that_nobody_finished_are_aborted_below_the_address_when_they_ar
     assert sorted(bucket.abort_uploads(timedelta(0))) == ["a", "b/c"]
     assert bucket.abort_uploads(timedelta(0)) == []
     assert sorted(Bucket(s3).abort_uploads(timedelta(0))) == ["a", "run2/a"]
+
+
+def test_aborting_uploads_draws_nothing_from_the_generators_of_the_run(s3, proxy):
+    """Also when requests fail, and pauses of random length are made."""
+    proxy.fail("503", times=2)
+    before = random.getstate()
+    Bucket(s3).abort_uploads(timedelta(0))
+    assert proxy.count(key="uploads") == 3
+    assert random.getstate() == before
 
 
 def test_without_boto3_or_beside_s3_uploads_are_left_alone(s3, monkeypatch):

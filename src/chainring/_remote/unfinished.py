@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -24,6 +25,7 @@ def abort_unfinished(bucket: str, prefix: str, older: timedelta, place: str) -> 
         import botocore.exceptions
     except ImportError:
         return []
+    drawn = random.getstate()  # of the run: botocore draws from the same generator how long it waits
     try:
         client = _client(boto3)
         aborted = []
@@ -36,6 +38,8 @@ def abort_unfinished(bucket: str, prefix: str, older: timedelta, place: str) -> 
         said = f"the store answers {error.response.get('Error', {}).get('Code', 'that it failed')}"
     except (botocore.exceptions.BotoCoreError, OSError, ValueError) as error:
         said = type(error).__name__
+    finally:
+        random.setstate(drawn)
     raise RemoteError(f"{place} cannot be aborted: {said}; the credentials need permission to list and to abort uploads")
 
 
