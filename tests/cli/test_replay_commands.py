@@ -59,6 +59,7 @@ updater = training.StandardUpdater(data, torch.optim.SGD(model.parameters(), lr=
 trainer = training.Trainer(updater, (arguments.length, "iteration"), out=arguments.out)
 trainer.extend(extensions.LogReport(trigger=(20, "iteration")))
 trainer.extend(extensions.snapshot(autoload=True), trigger=(25, "iteration"))
+trainer.extend(lambda trainer: chainring.report({"count": trainer.updater.iteration}), "count", (10, "iteration"))
 if arguments.policy:
     trainer.extend(extensions.FailOnNonNumber(arguments.policy))
 if arguments.recorded:
@@ -199,6 +200,13 @@ def test_bisect_looks_after_the_last_good_snapshot_alone_where_that_is_enough(pl
     assert found["assumed"] == (found["iteration"] - 1) // 25 * 25
     assert main(["bisect", str(place / "large"), "--monotone", "--bad", "main/loss > 20", str(place / "train.py")]) == 1
     assert capsys.readouterr().out.startswith("not found: main/loss > 20 does not hold in iterations 101 to 120\n")
+
+
+def test_bisect_finds_what_an_extension_reports(place, capsys):
+    """It is not there in every iteration."""
+    assert main(["bisect", "--json", str(place / "sound"), "--bad", "count >= 30", str(place / "train.py")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["iteration"], found["value"], len(found["indices"])) == (30, 30.0, 4)
 
 
 def test_bisect_computes_nothing_again_that_is_recorded(place, capsys):

@@ -152,7 +152,7 @@ def _add_rows(found: Evidence, log: Path, key: str) -> None:
                 continue
             found.last = max(found.last, iteration)
             mean = row.get(key)
-            if isinstance(mean, (int, float)):
+            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
                 found.means.append((before, iteration, float(mean)))
                 if iteration == before + 1:
                     found.values[iteration] = float(mean)
