@@ -1,14 +1,27 @@
-"""Classifier: a model that computes its loss and accuracy and reports both."""
+"""Classifier: a model that reports its loss and accuracy; model_summary: a table of the modules of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from chainring.reporting.reporter import report
+from chainring._distributed.sharding import is_sharded
+from chainring._naming import name_cleaner, unwrap
+from chainring._random import preserve_rng
+from chainring.converters import concat_examples, device_scope, to_device
+from chainring.reporting.reporter import Reporter, report
+
+_MOST_SHAPES = 3
+_WIDEST_SHAPE = 60  # characters
+_TITLES = ("module", "class", "output", "parameters", "trainable", "memory")
 
 
 def accuracy(y: Tensor, t: Tensor) -> Tensor:
@@ -78,3 +91,197 @@ class Classifier(nn.Module):
             raise ValueError(f"the labels are argument {key}, and the batch has {len(args)}; set label_key")
         position = key % len(args)
         return args[:position] + args[position + 1 :], kwargs, args[position]
+
+
+def model_summary(model: nn.Module, batch: Any = None) -> str:
+    """Return a table of the modules of a model: class, shape of the output, parameters, trainable ones and memory.
+
+    Each number is that of the module itself without its submodules, so the columns add up to the last line. A module that is
+    in several places has one line, and a parameter that several modules share counts in the first of them. Memory is that of
+    parameters and buffers. With a batch the model is called once, as an update calls it, and the shapes are those of its
+    outputs; a ``-`` is of a module that was not called, as the inner layer of ``nn.MultiheadAttention``. Where a module
+    was called several times, shapes that differ are all there.
+
+    It calls a copy of the model and of the batch, in the mode that the model is in, so that the model, its buffers and
+    modes, the batch and the random generators are bit for bit as they were. Meanwhile there are two models
+    in memory.
+
+    Args:
+        model: the model. Wrappers of ``torch.compile`` and DDP are left out, and nothing is compiled.
+        batch: a tuple is arguments by position, a mapping by keyword, anything else one argument. A list with tensors, as
+            a ``DataLoader`` gives it, counts as a tuple; a list of examples, as an iterator gives it, is made a batch. It is
+            moved to the device of the model.
+
+    Raises:
+        TypeError: ``model`` is not a module; or there is a batch, and the model cannot be copied.
+        ValueError: a module is lazy and has no shapes yet; or there is a batch, and the model needs all ranks.
+
+    Example::
+
+        print(model_summary(nn.Sequential(nn.Linear(784, 100), nn.ReLU(), nn.Linear(100, 10)), torch.zeros(8, 784)))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model_summary describes a torch.nn.Module, got {model!r:.80}; of several models call it for each")
+    model = unwrap(model)
+    _check_materialized(model)
+    outputs = {} if batch is None else _run_copy(model, batch)
+    rows = list(_rows(model, outputs))
+    numbers = [sum(row.numbers[column] for row in rows) for column in range(3)]
+    lines = [_TITLES, *(row.cells() for row in rows), ("total", "", "", *_texts(numbers))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])]) for line in lines]
+    rule = "-" * len(table[0])
+    return "\n".join([table[0].rstrip(), rule, *table[1:-1], rule, table[-1]])
+
+
+class _Row(NamedTuple):
+    name: str
+    module: nn.Module
+    output: str
+    numbers: list[int]
+
+    def cells(self) -> tuple[str, ...]:
+        return (self.name, type(self.module).__name__, self.output, *_texts(self.numbers))
+
+
+def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[_Row]:
+    clean = name_cleaner(model)
+    counted: set[int] = set()
+    for path, module in model.named_modules():
+        if unwrap(module) is not module:  # has nothing of its own, and the name of what it wraps
+            continue
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        new = [tensor for tensor in own if id(tensor) not in counted]
+        counted.update(map(id, new))
+        parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
+        trainable = [tensor for tensor in parameters if tensor.requires_grad]
+        numbers = [sum(tensor.numel() for tensor in tensors) for tensors in (parameters, trainable)]
+        memory = sum(tensor.numel() * tensor.element_size() for tensor in new)
+        shapes = outputs.get(path, ["-"])
+        shown = "; ".join(shapes[:_MOST_SHAPES]) + ("; ..." if len(shapes) > _MOST_SHAPES else "")
+        yield _Row(clean(path) or "(model)", module, shown, [*numbers, memory])
+
+
+def _texts(numbers: list[int]) -> tuple[str, str, str]:
+    parameters, trainable, memory = numbers
+    return f"{parameters:,}", f"{trainable:,}", _bytes_text(memory)
+
+
+def _bytes_text(size: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.1f} {unit}"
+    return f"{size} B"
+
+
+def _check_materialized(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
+            raise ValueError(
+                f"model_summary leaves the model as it is, and {path or 'the model'!r} is a {type(module).__name__}, whose "
+                "parameters are made by its first call; call the model once with a batch before"
+            )
+
+
+def _run_copy(model: nn.Module, batch: Any) -> dict[str, list[str]]:
+    """Call a copy of the model; return the shapes of the outputs of each module by path, each different one once."""
+    _check_local(model)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    twin, batch = _copy(model, _as_batch(batch))
+    batch = to_device(next(iter(devices)) if len(devices) == 1 else None, batch)
+    args, kwargs = (batch, {}) if isinstance(batch, tuple) else ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
+    outputs: dict[str, list[str]] = {}
+    reporter = Reporter()
+    reporter.add_observers("main", twin.named_modules())
+    with ExitStack() as stack:
+        for device in (None, *devices):
+            stack.enter_context(device_scope(device))
+            stack.enter_context(preserve_rng())
+        if "torch._dynamo" in sys.modules:  # who has compiled a part has imported it; compiling takes minutes
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_recording(twin, outputs))
+        stack.enter_context(reporter.scope({}))
+        twin(*args, **kwargs)
+    return outputs
+
+
+def _check_local(model: nn.Module) -> None:
+    """Refuse models whose call needs all ranks: where only one of them asks for the table, it would wait forever."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "model_summary runs a copy of the model, and of this one each rank holds a shard; "
+            "call it before fully_shard or parallelize_module, or leave out the batch"
+        )
+    synchronized = any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules())
+    if synchronized and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            "model_summary runs a copy of the model on this rank, and its SyncBatchNorm waits for all ranks; "
+            "call it before convert_sync_batchnorm or after model.eval(), or leave out the batch"
+        )
+
+
+def _as_batch(batch: Any) -> Any:
+    """Return a batch as an updater hands it to the model: of columns, not of examples."""
+    if type(batch) is list and any(isinstance(item, Tensor) for item in batch):
+        return tuple(batch)
+    return concat_examples(batch) if isinstance(batch, list) or hasattr(batch, "columns") else batch
+
+
+def _copy(model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    memo: dict[int, Any] = {}
+    for module in model.modules():  # weight_norm and spectral_norm leave results there, which have no deepcopy
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy((model, batch), memo)
+    except Exception as error:
+        raise TypeError(
+            "model_summary runs a copy of the model and of the batch, so that it changes neither, and they cannot be copied "
+            f"({type(error).__name__}: {error}); leave out the batch for a table without shapes"
+        ) from error
+
+
+@contextmanager
+def _recording(model: nn.Module, outputs: dict[str, list[str]]) -> Iterator[None]:
+    """Note the shapes of the outputs of each module; an error is given a note of where it came from."""
+    running: list[str] = []
+
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: running.append(path)
+
+    def leave(path: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            running.pop()
+            shapes = outputs.setdefault(path, [])
+            if (shape := _shape_text(output)) not in shapes:
+                shapes.append(shape)
+
+        return note
+
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(enter(path))
+        module.register_forward_hook(leave(path))
+    try:
+        yield
+    except Exception as error:
+        mode = "training" if model.training else "evaluation"
+        error.add_note(
+            f"while model_summary called the model with the batch, in {mode} mode, in {running[-1] if running else ''!r}"
+        )
+        raise
+
+
+def _shape_text(output: Any) -> str:
+    text = _describe(output)
+    return text if len(text) <= _WIDEST_SHAPE else text[: _WIDEST_SHAPE - 3] + "..."
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return "[" + ", ".join(map(str, output.shape)) + "]"
+    if isinstance(output, (tuple, list)):
+        return "(" + ", ".join(map(_describe, output)) + ")"
+    if isinstance(output, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(value)}" for key, value in output.items()) + "}"
+    return "None" if output is None else type(output).__name__
