@@ -5,101 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import planted
 from chainring.cli import main
-from chainring.converters import concat_examples
 
-FIRST, LAST, BIAS = (f"updater/model:main/{name}" for name in ("first/weight", "last/weight", "last/bias"))
-AVERAGE = "extensions/ExponentialMovingAverage/model/first/weight"
-MEAN, VARIANCE = (f"updater/model:main/norm/{name}" for name in ("running_mean", "running_var"))
-MOMENT = "updater/optimizer:main/state/main/last/bias/exp_avg"
-
-
-def doubled(batch, device=None):
-    """A converter."""
-    x, t = concat_examples(batch, device)
-    return 2 * x, t
-
-
-def model_of(trainer):
-    return trainer.updater.get_model("main")
-
-
-def optimizer_of(trainer):
-    return trainer.updater.get_optimizer("main")
-
-
-def decay_more(trainer):
-    optimizer_of(trainer).param_groups[0]["weight_decay"] = 0.5
-
-
-def change_weight(trainer):
-    planted.ulp(model_of(trainer).last.weight, 3)
-
-
-def change_variance(trainer):
-    planted.ulp(model_of(trainer).norm.running_var, 3)
-
-
-def change_moment(trainer):
-    planted.ulp(optimizer_of(trainer).state[model_of(trainer).last.bias]["exp_avg"], 0)
-
-
-# What is changed; the first iteration that differs, what differs there, and the first tensor that does, of those that are
-# recorded after every fourth iteration; a part of the name of a setting that differs.
-DIFFERENCES = {
-    "learning rate": ({"lr": 0.021}, 2, "loss", FIRST, "lr"),
-    "momentum of the optimizer": ({"betas": (0.9, 0.99)}, 3, "loss", FIRST, "betas"),
-    "epsilon": ({"eps": 1e-7}, 2, "loss", FIRST, "eps"),
-    "weight decay": ({"weight_decay": 0.02}, 2, "loss", FIRST, "weight_decay"),
-    "variant of the optimizer": ({"amsgrad": True}, 3, "loss", FIRST, "amsgrad"),
-    "another optimizer": ({"optimizer": "sgd"}, 2, "loss", FIRST, "momentum"),
-    "one example": ({"example": 7}, 1, "loss", FIRST, ""),
-    "one pixel": ({"pixel": 7}, 1, "loss", FIRST, ""),
-    "one pixel that comes later": ({"pixel": 3}, 10, "loss", FIRST, ""),
-    "one label": ({"label": 7}, 1, "loss", FIRST, ""),
-    "the seed": ({"seed": 1}, 0, "tensor", FIRST, "seeds.torch"),
-    "the order of the data": ({"order": 2}, 1, "batch", FIRST, "seeds.iterators"),
-    "data that are not shuffled": ({"shuffle": False}, 1, "batch", FIRST, ""),
-    "the size of batches": ({"batch": 5}, 1, "batch", FIRST, "batch_size"),
-    "an example less": ({"examples": 39}, 6, "batch", FIRST, "iterator:main.size"),
-    "augmentation": ({"noise": 0.1001}, 1, "loss", FIRST, ""),
-    "an example that draws more": ({"draws": "torch"}, 1, "loss", FIRST, ""),
-    "one ulp of a weight": ({"ulp": "first.weight"}, 0, "tensor", FIRST, ""),
-    "one ulp of a bias": ({"ulp": "last.bias"}, 0, "tensor", BIAS, ""),
-    "one ulp of a scale": ({"ulp": "norm.weight"}, 0, "tensor", "updater/model:main/norm/weight", ""),
-    "one ulp in the middle": ({"later": (13, change_weight)}, 16, "tensor", FIRST, "once"),
-    "one ulp of a buffer": ({"later": (9, change_variance)}, 12, "tensor", VARIANCE, "once"),
-    "one ulp of a moment": ({"later": (5, change_moment)}, 8, "tensor", MOMENT, "once"),
-    "weight decay in the middle": ({"later": (11, decay_more)}, 12, "tensor", FIRST, "once"),
-    "a number drawn in the middle": ({"later": (17, lambda t: torch.rand(1))}, 18, "loss", FIRST, "once"),
-    "a number that nothing uses": ({"later": (17, lambda t: np.random.rand())}, 18, "generators", None, "once"),
-    "a kernel": ({"kernel": True}, 4, "", FIRST, ""),  # in which iteration the loss shows it depends on the processor
-    "an activation": ({"activation": lambda by_hand: nn.Tanh()}, 1, "loss", FIRST, ""),
-    "the rate of dropout": ({"dropout": 0.31}, 1, "loss", FIRST, ""),
-    "no dropout": ({"dropout": 0.0}, 1, "loss", FIRST, ""),
-    "the momentum of running statistics": ({"momentum": 0.2}, 4, "tensor", MEAN, ""),
-    "the epsilon of a norm": ({"norm_eps": 1e-6}, 1, "loss", FIRST, ""),
-    "the width of a layer": ({"width": 9}, 0, "tensor", FIRST, "models.main.parameters.first/weight"),
-    "a layer without a bias": ({"bias": False}, 0, "tensor", BIAS, "models.main.parameters.last/bias"),
-    "a loss": ({"smoothing": 0.01}, 1, "loss", FIRST, ""),
-    "a penalty": ({"penalty": 1e-6}, 1, "loss", FIRST, ""),
-    "the initial values": ({"init": True}, 0, "tensor", LAST, ""),
-    "a frozen layer": ({"frozen": "first"}, 2, "loss", FIRST, "frozen"),
-    "another frozen layer": ({"frozen": "last"}, 2, "loss", FIRST, "frozen"),
-    "the steps of a schedule": ({"step": 9}, 11, "loss", FIRST, ""),
-    "the factor of a schedule": ({"gamma": 0.7}, 12, "loss", FIRST, ""),
-    "the decay of an average": ({"decay": 0.99}, 8, "tensor", AVERAGE, ""),
-    "the precision": ({"precision": "bf16"}, 1, "loss", FIRST, "settings.precision"),
-    "a converter": ({"converter": doubled}, 1, "loss", FIRST, ""),
-    "accumulation": ({"accumulate": 2}, 1, "batch", FIRST, "settings.accumulate"),
-    "virtual ranks": ({"virtual_ranks": 2}, 1, "loss", FIRST, "settings.virtual_ranks"),
-}  # fmt: skip
+DIFFERENCES = planted.DIFFERENCES
 SAME = {
     "nothing": ({}, ""),
     "a number of NumPy's that an example draws": ({"draws": "numpy"}, ""),
@@ -188,7 +100,7 @@ def test_the_first_line_is_the_answer(base, tmp_path, capsys):
     assert main(["diff", str(base / "recorded"), str(tmp_path / "run")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("different from iteration 2 on: the loss main/loss: ")
-    assert lines[1].startswith(f"the first tensor that differs, after iteration 4: {FIRST}: ")
+    assert lines[1].startswith(f"the first tensor that differs, after iteration 4: {planted.FIRST}: ")
     assert lines[2:5] == [
         "settings that differ:",
         "  optimizers.main[0].lr: 0.02 -> 0.5",
@@ -213,11 +125,13 @@ def test_a_run_that_was_killed_and_resumed_is_the_same(base, tmp_path, capsys):
 def test_by_how_much_a_tensor_of_a_snapshot_differs_is_said(base, tmp_path, capsys):
     """In numbers, in elements, and in units of the last place."""
     shutil.copytree(base / "plain", tmp_path / "run")
-    change = {"later": (24, change_weight)}
+    change = {"later": (24, planted.change_weight)}
     planted.make_trainer(str(tmp_path / "other"), recorded=False, **change).run()
     assert main(["diff", str(base / "plain"), str(tmp_path / "other")]) == 1
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith(f"different by iteration 24, and the same in iteration 16: the tensor {LAST}: by at most ")
+    assert first.startswith(
+        f"different by iteration 24, and the same in iteration 16: the tensor {planted.LAST}: by at most "
+    )
     assert first.endswith(" in 1 of 24 elements, at most 1 ulp")
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from chainring._files import to_json
 from chainring.cli._common import add_command, print_json, printable
+from chainring.cli._diff_replays import Replayed, replay_both
 from chainring.serializers._store import CorruptError
 from chainring.testing._parting import Finding, Parting, compare_runs
 from chainring.testing._run_files import RunFiles, read_run_files
 
 _MOST_SHOWN = 12
 _WORDS = {"batch": "the batch", "loss": "the loss", "generators": "the random generators", "value": "the value",
-          "state": "the state", "tensor": "the tensor"}  # fmt: skip
+          "state": "the state", "module": "the module", "gradient": "the gradient of", "tensor": "the tensor"}  # fmt: skip
 _HELP = """
 Compare two runs by what they have left: the first iteration in which they
 differ, and the loss, batch, generators or tensor that does; and the settings
@@ -28,8 +30,13 @@ address in an object store; nothing is changed there.
 Runs are the same if all is that both have: one that is longer, or has other
 settings that change nothing, is too. The output says what was compared.
 
+With --script both are replayed from the nearest snapshots before they part,
+each with its own arguments, and the first module whose output differs is
+named, or the loss, gradient or tensor, if no module does.
+
 examples:
   chainring diff result other
+  chainring diff --script train.py result other
   chainring diff s3://bucket/run result
   chainring diff --json result other | jq .iteration
 
@@ -42,6 +49,7 @@ exit status:
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = add_command(commands, "diff", run, "where two runs part: the first iteration, loss, batch or tensor", _HELP)
+    parser.add_argument("--script", metavar="SCRIPT", help="the script that trained both, to replay them where they part")
     parser.add_argument("one", metavar="A", help="a run: the directory (its out), or an address such as s3://bucket/run")
     parser.add_argument("other", metavar="B", help="another one")
 
@@ -51,10 +59,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         with read_run_files(options.one) as one, read_run_files(options.other) as other:
             found = compare_runs(one, other)
+            replayed = _replay(options.script, found, one, other) if options.script is not None else None
             if options.json:
-                print_json(to_json(_facts(found)))
+                print_json(to_json(_facts(found, replayed)))
             else:
-                print(*map(printable, _lines(found, one, other)), sep="\n")
+                print(*map(printable, _lines(found, replayed, one, other)), sep="\n")
     except (CorruptError, RecursionError) as error:
         raise ValueError(str(error)) from error  # 1 is the answer that they differ
     except (OSError, ValueError):
@@ -65,8 +74,26 @@ def run(options: argparse.Namespace) -> int:
     return {True: 0, False: 1, None: 2}[found.is_same]
 
 
-def _facts(found: Parting) -> dict[str, Any]:
-    first, tensor = found.first, found.tensor
+def _replay(script: str, found: Parting, one: RunFiles, other: RunFiles) -> Replayed | None:
+    """Replay two runs that differ, and add to what was found."""
+    if found.is_same:
+        return None
+    replayed = replay_both(script, found, one, other)
+    first = found.first
+    if replayed.first is not None and (first is None or not first.is_exact):
+        found.findings.append(replayed.first)
+    return replayed
+
+
+def _first_tensor(found: Parting, replayed: Replayed | None) -> Finding | None:
+    both = found.tensor, None if replayed is None else replayed.tensor
+    tensors = [each for each in both if each is not None]
+    return min(tensors, key=lambda each: each.iteration, default=None)
+
+
+def _facts(found: Parting, replayed: Replayed | None) -> dict[str, Any]:
+    first, tensor = found.first, _first_tensor(found, replayed)
+    module = replayed and replayed.module
     return {
         "same": found.is_same,
         "iteration": first and first.iteration,
@@ -77,7 +104,16 @@ def _facts(found: Parting) -> dict[str, Any]:
         "difference": first and first.text,
         "tensor": tensor and tensor.name,
         "tensor_iteration": tensor and tensor.iteration,
-        "module": None,
+        "module": module and module.name,
+        "module_iteration": module and module.iteration,
+        "replayed": replayed
+        and {
+            "from": replayed.begin,
+            "to": replayed.end,
+            "notes": replayed.notes,
+            "first": replayed.first and asdict(replayed.first),
+            "module": module and asdict(module),
+        },
         "settings": {name: list(values) for name, values in found.settings.items()},
         "iterations": list(found.lasts),
         "compared": found.compared,
@@ -85,19 +121,39 @@ def _facts(found: Parting) -> dict[str, Any]:
     }
 
 
-def _lines(found: Parting, one: RunFiles, other: RunFiles) -> Iterator[str]:
+def _lines(found: Parting, replayed: Replayed | None, one: RunFiles, other: RunFiles) -> Iterator[str]:
     yield _answer(found, one, other)
     first = found.first
     if first is not None:
         others = [each for each in found.findings if each != first and each.iteration == first.iteration]
         yield from (f"  {_describe(each)}" for each in others[:_MOST_SHOWN])
-        if first.what != "tensor" and found.tensor is not None and found.tensor.iteration > first.iteration:
-            yield f"the first tensor that differs, after iteration {found.tensor.iteration}: {_named(found.tensor)}"
+        tensor = _first_tensor(found, replayed)
+        if tensor is not None and first.what != "tensor" and tensor.iteration != first.iteration:
+            yield f"the first tensor that differs, after iteration {tensor.iteration}: {_named(tensor)}"
         causes = [each for each in found.findings if each.what == "batch" and each.iteration > first.iteration]
         yield from (f"the first batch that differs is that of iteration {each.iteration}" for each in causes[:1])
+    if replayed is not None:
+        yield from _replayed_lines(replayed)
     yield from _setting_lines(found.settings)
     yield from (f"compared: {text}" for text in found.compared)
     yield from (f"not compared: {text}" for text in found.not_compared)
+
+
+def _replayed_lines(replayed: Replayed) -> Iterator[str]:
+    if replayed.first is None:
+        yield (
+            f"the replays compute the same in iterations {replayed.begin + 1} to {replayed.end}: what differs is kept by an "
+            "extension, or it comes from code, data, versions or a machine that are others now"
+        )
+    elif replayed.first.what not in ("module", "tensor"):
+        when = f"in iteration {replayed.first.iteration}" if replayed.first.iteration else "before the first update"
+        yield f"the first that differs in the replays, {when}: {_describe(replayed.first)}"
+    if replayed.module is not None:
+        text = f"{replayed.module.name}, {replayed.module.text}"
+        yield f"the first module whose output differs, in iteration {replayed.module.iteration}: {text}"
+    elif replayed.first is not None:
+        yield "no module returns anything else"
+    yield from replayed.notes
 
 
 def _answer(found: Parting, one: RunFiles, other: RunFiles) -> str:

@@ -18,7 +18,16 @@ from chainring.testing._saved_difference import compare_saved, count_compared
 from chainring.testing._settings import differing_settings
 from chainring.training._ledger import Ledger, loss_value
 
-CAUSES = ("batch", "loss", "generators", "value", "state", "tensor")  # in the order in which an iteration has them
+CAUSES = (
+    "batch",
+    "module",
+    "loss",
+    "gradient",
+    "generators",
+    "value",
+    "state",
+    "tensor",
+)  # in the order in which an iteration has them
 Digests = Mapping[int, Mapping[str, int]]
 """By iteration the digest of each tensor."""
 _MOST_FOUND = 20  # differences of one snapshot that are kept
@@ -59,6 +68,7 @@ class Parting:
         compared: what was compared, in words.
         not_compared: what could not be, in words.
         lasts: the last iteration of each run.
+        tensors_same_at: the last iteration before the first difference of tensors after which they are known to be the same.
     """
 
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -67,6 +77,7 @@ class Parting:
     compared: list[str] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
     lasts: tuple[int, int] = (0, 0)
+    tensors_same_at: int | None = None
 
     @property
     def is_same(self) -> bool | None:
@@ -85,9 +96,11 @@ class Parting:
         """The first difference of a tensor."""
         return min((each for each in self.findings if each.what == "tensor"), key=lambda each: each.iteration, default=None)
 
-    def add_same(self, iteration: int) -> None:
-        """Remember that something was compared in an iteration, and is the same."""
+    def add_same(self, iteration: int, *, tensors: bool = False) -> None:
+        """Remember that something was compared in an iteration, and is the same; it may be all tensors at its end."""
         self.same_until = max(self.same_until or 0, iteration)
+        if tensors and (self.first is None or iteration < self.first.iteration):
+            self.tensors_same_at = max(self.tensors_same_at or 0, iteration)
 
 
 def compare_runs(one: RunFiles, other: RunFiles) -> Parting:
@@ -177,7 +190,7 @@ def _compare_digests(found: Parting, first: Digests, second: Digests) -> None:
             text = _share(names, one, other)
             found.findings.append(Finding(iteration, "tensor", names[0], text, _before(common, iteration)))
             return
-        found.add_same(iteration)
+        found.add_same(iteration, tensors=True)
 
 
 def _share(names: Sequence[str], one: Mapping[str, int], other: Mapping[str, int]) -> str:
@@ -249,7 +262,7 @@ def _compare_snapshots(found: Parting, one: RunFiles, other: RunFiles) -> None:
         compared.append(iteration)
         if differences:
             break
-        found.add_same(iteration)
+        found.add_same(iteration, tensors=True)
     if compared:
         found.compared.append(f"the snapshots of {_ranges(compared)}, bit for bit")
 

@@ -26,6 +26,7 @@ from chainring import serializers
 from chainring._files import from_json, to_json
 from chainring.reporting.summary import is_scalar
 from chainring.testing import _recorded
+from chainring.testing._capturing import Capture
 from chainring.testing._evidence import Condition
 from chainring.testing._fingerprint import fingerprint
 from chainring.testing._processes import failure_of, run, script_starter
@@ -58,6 +59,7 @@ class ReplayTask(ProcessTask):
         save: where the state is saved at the end.
         needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
         threads: of torch.
+        capture: the first and the last iteration of which it is taken down what they compute, and whether in detail.
     """
 
     source: str
@@ -68,6 +70,7 @@ class ReplayTask(ProcessTask):
     save: str | None = None
     needs_same_bits: bool = True
     threads: int | None = None
+    capture: tuple[int, int, bool] | None = None
 
 
 def main() -> None:
@@ -105,10 +108,11 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
     condition = None if task.condition is None else Condition(*task.condition)
     watch = Watch() if condition is None else Watch(condition.key, condition.holds)
     facts: dict[str, Any] = {"error": None}
+    capture = None if task.capture is None else Capture(trainer, *task.capture[:2], in_detail=task.capture[2])
     try:
         replaying = Replay(
             trainer, Path(task.source), Path(task.directory), latest=task.latest, until=task.until, goes_on=task.goes_on,
-            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=_position_writer(task),
+            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=_position_writer(task, capture),
             needs_same_bits=task.needs_same_bits,
         )  # fmt: skip
         facts["origin"] = {**asdict(replaying.origin), "snapshot": _name(replaying.origin.snapshot)}
@@ -126,6 +130,7 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,
+        "captured": capture and capture.steps,
         "is_exact": replaying.is_exact,
         "may_go_back": replaying.may_go_back,
         "found": watch.found and asdict(watch.found),
@@ -150,8 +155,8 @@ def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None
         serializers.save(task.save, trainer)
 
 
-def _position_writer(task: ReplayTask) -> Callable[[int], None]:
-    """Return what notes the iteration, a few times a second."""
+def _position_writer(task: ReplayTask, capture: Capture | None) -> Callable[[int], None]:
+    """Return what notes the iteration, a few times a second, and lets what it has computed be taken down."""
     due = 0.0
 
     def write(iteration: int) -> None:
@@ -159,6 +164,8 @@ def _position_writer(task: ReplayTask) -> Callable[[int], None]:
         if (now := time.monotonic()) >= due:
             due = now + _SECONDS
             task.path("position").write_text(str(iteration))
+        if capture is not None:
+            capture.look(iteration)
 
     return write
 
@@ -178,6 +185,7 @@ def replay_script(
     save: str | None = None,
     needs_same_bits: bool = True,
     threads: int | None = None,
+    capture: tuple[int, int, bool] | None = None,
 ) -> dict[str, Any]:
     """Replay a run with the script that trained it, in a process of its own, with a progress bar; return what was found.
 
@@ -192,6 +200,7 @@ def replay_script(
         task = ReplayTask(
             "replay", directory, os.path.join(directory, "out"), secrets.token_hex(16), source=str(run_directory),
             latest=latest, until=until, goes_on=goes_on, save=save, needs_same_bits=needs_same_bits, threads=threads,
+            capture=capture,
             condition=None if condition is None else (condition.key, condition.operator, condition.number),
         )  # fmt: skip
         with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr) as bar:

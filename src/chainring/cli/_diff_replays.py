@@ -1,0 +1,98 @@
+"""The replays of two runs for `diff`: the first module of which the output differs, and what differs before it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chainring._files import is_url
+from chainring.cli._replays import RecordedRun, same
+from chainring.testing._capturing import Step, differing_groups, first_difference, first_module, first_tensor
+from chainring.testing._parting import Finding, Parting
+from chainring.testing._run_files import RunFiles
+
+_MOST_IN_DETAIL = 64  # iterations
+
+
+@dataclass
+class Replayed:
+    """What two replays have found.
+
+    Attributes:
+        begin, end: the iterations that were compared are those after the one up to the other.
+        first: the first step that differs.
+        module: the first module that returns something else.
+        tensor: the first tensor that differs at the end of an iteration.
+        notes: sentences about the replays.
+    """
+
+    begin: int = 0
+    end: int = 0
+    first: Finding | None = None
+    module: Finding | None = None
+    tensor: Finding | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def replay_both(script: str, found: Parting, one: RunFiles, other: RunFiles) -> Replayed:
+    """Replay two runs where they part, each with its own arguments.
+
+    Raises:
+        ValueError: a run cannot be replayed; or it is in an object store.
+        FileNotFoundError: there is no such script.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}")
+    for run in (one, other):
+        if is_url(run.place):
+            raise ValueError(
+                f"--script replays runs on a disk, and {run.place} is an address; copy the run from there first"
+            )
+    last = min(found.lasts)
+    if not last:
+        raise ValueError("--script replays what both runs have computed, and one of them has not come to an iteration")
+    runs = [RecordedRun(argparse.Namespace(run_directory=run.place, script=script, arguments=[])) for run in (one, other)]
+    begin, end = _interval(found, last)
+    replayed = _search(runs, begin, end)
+    if begin and replayed.first is not None and replayed.first.iteration <= begin:  # it was there before
+        replayed = _search(runs, 0, end)
+    return replayed
+
+
+def _interval(found: Parting, last: int) -> tuple[int, int]:
+    """Return an iteration after which the state is the same, as far as it is known, and the last that is to be compared."""
+    first = found.first
+    if first is None:
+        return 0, last
+    begin = first.after or 0
+    if found.tensors_same_at is not None:
+        begin = found.tensors_same_at
+    elif first.is_exact:
+        begin = first.iteration - 2
+    return max(min(begin, first.iteration - 1, last - 1), 0), min(max(first.iteration, 1) + 1, last)
+
+
+def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
+    replayed = Replayed(begin, end)
+    if end - begin > _MOST_IN_DETAIL:
+        one, other = (_capture(run, begin, end, replayed, in_detail=False) for run in runs)
+        first = first_difference(one, other)
+        if first is None:
+            return replayed
+        begin, end = max(first.iteration - 2, begin), min(first.iteration + 1, end)
+    one, other = (_capture(run, begin, end, replayed, in_detail=True) for run in runs)
+    replayed.first, replayed.module = first_difference(one, other), first_module(one, other)
+    replayed.tensor = first_tensor(one, other)
+    if (groups := differing_groups(one, other)) is not None:
+        replayed.notes.append(f"settings of the optimizer after iteration {groups[0]}: {', '.join(groups[1][:4])}")
+    return replayed
+
+
+def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Mapping[int, Step]:
+    found: dict[str, Any] = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
+    notes = [*found["notes"], *([found["comparison"]["difference"]] if same(found) is False else [])]
+    replayed.notes += [text for note in notes if (text := f"{run.directory}: {note}") not in replayed.notes]
+    return {int(iteration): step for iteration, step in found["captured"].items()}
