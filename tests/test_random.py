@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from chainring import _random
 from chainring.iterators import epoch_order
 
 SIZES = [*range(1, 301), 65_536, 65_537, 100_003]
@@ -107,3 +108,49 @@ def test_positions_outside_the_epoch_are_refused(start, stop):
     """The error gives the rule and the values."""
     with pytest.raises(ValueError, match=rf"0 <= start <= stop <= size, got {start}, {stop}, 10"):
         epoch_order(0, 0, 10, start, stop)
+
+
+def taken(states):
+    return states.digest(states.take())
+
+
+def test_the_digest_of_the_generators_changes_with_their_states_and_comes_back_with_them():
+    """After any draws, of pairs of normals one by one too, and across the points where all words are made anew."""
+    draws = [
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.randn,
+        lambda: torch.rand(1),
+        lambda: torch.randn(3),
+        lambda: torch.empty(1, dtype=torch.float64).normal_(),
+        lambda: [random.random() for _ in range(700)],
+        lambda: np.random.rand(700),
+        lambda: torch.rand(700),
+    ]
+    states, choose = _random.GeneratorStates(), random.Random(0)
+    seen = {taken(states)}
+    for number in range(1, 300):
+        choose.choice(draws)()
+        seen.add(digest := taken(states))
+        assert len(seen) == number + 1
+        with _random.preserve_host_rng():
+            for draw in draws:
+                draw()
+            assert taken(states) != digest
+        assert taken(states) == digest == taken(_random.GeneratorStates())
+
+
+def test_another_bit_generator_of_numpy_is_digested_too():
+    """From the moment on in which it is set, and that of before when it is back."""
+    states, before = _random.GeneratorStates(), np.random.get_bit_generator()
+    digests = [taken(states)]
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        digests.append(taken(states))
+        np.random.rand()
+        digests.append(taken(states))
+    finally:
+        np.random.set_bit_generator(before)
+    assert len(set(digests)) == 3
+    assert taken(states) == digests[0]

@@ -93,6 +93,7 @@ class Recorder(Extension):
         return (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
+        self._generators = _random.GeneratorStates()  # which may have been put back
         self._batches = Batches(trainer.updater)
         self._places = self._batches.take()
         if trainer.comm.is_main:
