@@ -71,7 +71,7 @@ def test_what_no_module_computes_is_said_to_be_the_same_in_the_replays(place, ca
     status, text = diff(capsys, place, "base", "average")
     assert status == 1
     assert text.startswith("different by iteration 8, the first to compare: the tensor extensions/ExponentialMovingAverage/")
-    assert "the replays compute the same in iterations 5 to 9: what differs is kept by an extension" in text
+    assert "the replays compute the same in iterations 8 to 9: what differs is kept by an extension" in text
 
 
 def test_among_many_iterations_the_first_is_found(place, capsys):
