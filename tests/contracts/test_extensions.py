@@ -10,6 +10,7 @@ from training_parts import data, model, updater
 from chainring import iterators
 from chainring.testing import check_extension
 from chainring.training import extensions
+from still_machine import hold_still
 
 EACH = (1, "iteration")
 
@@ -42,6 +43,11 @@ def raise_peak_memory():
     torch.ones(2**27)
 
 
+@pytest.fixture(autouse=True)
+def _still_machine(monkeypatch):
+    hold_still(monkeypatch)
+
+
 def rows(extension):
     return extension.log
 
@@ -71,6 +77,7 @@ EXTENSIONS = {
     "ProgressBar": lambda: extensions.ProgressBar(update_interval=1),
     "Recorder": lambda: extensions.Recorder(parameters=(2, "iteration")),
     "StepShift": lambda: extensions.StepShift("lr", 0.5, 2),
+    "SystemMetrics": lambda: extensions.SystemMetrics(trigger=(2, "iteration")),
     "Throughput": throughput,
     "WarmupShift": lambda: extensions.WarmupShift("lr", 0.01, 4, 0.1),
     "observe_lr": extensions.observe_lr,

@@ -107,6 +107,7 @@ EXTENSIONS = {
     "ProgressBar": alone(lambda: extensions.ProgressBar(update_interval=3, out=io.StringIO())),
     "Recorder": alone(lambda: extensions.Recorder((3, "iteration"))),
     "StepShift": shifting(extensions.StepShift, 0.5, 3),
+    "SystemMetrics": alone(lambda: extensions.SystemMetrics((1, "iteration"))),
     "Throughput": alone(lambda: extensions.Throughput((1, "iteration"))),
     "WarmupShift": shifting(extensions.WarmupShift, 0.001, 6, None),
     "observe_lr": {"extra": lambda net, optimizer: [*scheduled(net, optimizer), (extensions.observe_lr(), OFTEN)]},

@@ -13,13 +13,15 @@ from interrupted import BATCH, LENGTH, assert_resumes_everywhere, assert_resumes
 from chainring import iterators, training
 from chainring.testing import ManualClock
 from chainring.training import extensions
+from still_machine import hold_still
 
 CASES = [(package, name) for package, parts in PARTS.items() for name in parts]
 
 
 @pytest.fixture(autouse=True)
 def _same_memory(monkeypatch):
-    """How much memory the process has taken, which `Throughput` reports, is no matter of the training."""
+    """What `Throughput` and `SystemMetrics` report of the process and the machine is no matter of the training."""
+    hold_still(monkeypatch)
     monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=1024))
 
 

@@ -18,6 +18,7 @@ from chainring.training.extensions import (  # fmt: skip
     PrintReport,
     ProgressBar,
     Recorder,
+    SystemMetrics,
     Throughput,
     dump_graph,
     observe_lr,
@@ -97,6 +98,7 @@ def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimize
     trainer.extend(ProgressBar(out=screen))
     trainer.extend(observe_lr())
     trainer.extend(Throughput())
+    trainer.extend(SystemMetrics())
     counts = []
 
     def count(trainer):

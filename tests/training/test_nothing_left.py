@@ -61,6 +61,7 @@ def trainer_of(out, number):
         trainer.extend(extensions.PlotReport("main/loss"))
         trainer.extend(extensions.Profiler())
         trainer.extend(extensions.Throughput())
+        trainer.extend(extensions.SystemMetrics())
         trainer.extend(extensions.FailOnNonNumber())
         trainer.extend(extensions.ExponentialMovingAverage(model))
     return trainer

@@ -73,6 +73,7 @@ REFUSED = {
     "a trigger of three": (TypeError, "a trigger is None, a callable", lambda: triggers.get_trigger((1, "epoch", 2))),
     # extensions
     "a trigger of Throughput": (ValueError, "is above 0, got 0", lambda: extensions.Throughput(NEVER)),
+    "a trigger of SystemMetrics": (ValueError, "is above 0, got 0", lambda: extensions.SystemMetrics(NEVER)),
     "a trigger of PlotReport": (ValueError, "is above 0, got 0", lambda: extensions.PlotReport("loss", trigger=NEVER)),
     "a trigger of ParameterStatistics": (
         ValueError,

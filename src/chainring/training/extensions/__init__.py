@@ -25,6 +25,7 @@ from chainring.training.extensions.shifts import (
     WarmupShift,
 )
 from chainring.training.extensions.snapshot import snapshot, snapshot_object
+from chainring.training.extensions.system_metrics import SystemMetrics
 from chainring.training.extensions.throughput import Throughput
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "ProgressBar",
     "Recorder",
     "StepShift",
+    "SystemMetrics",
     "Throughput",
     "WarmupShift",
     "dump_graph",
