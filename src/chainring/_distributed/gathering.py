@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chainring._distributed.communicator import Communicator
-from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, to_local
 
 _PIECE = 1 << 20  # bytes that are sent at once
@@ -60,12 +57,12 @@ class _Exchange:
     def __init__(self, tensors: Mapping[str, Any], place: str) -> None:
         self._tensors, self._place = tensors, place
         self._sharded = [(name, tensor) for name, tensor in tensors.items() if is_sharded(tensor)]
-        meshes = {id(mesh): mesh for mesh in (_root_mesh(tensor.device_mesh) for _, tensor in self._sharded)}
+        meshes = {id(mesh): mesh for mesh in (root_mesh(tensor.device_mesh) for _, tensor in self._sharded)}
         ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
         self._writer, *self._others = sorted(ranks)
         self.is_writer = dist.get_rank() == self._writer
         self._shards: list[list[Shard]] = []
-        self._buffer = torch.empty(_PIECE if self.is_writer else 0, dtype=torch.uint8, device=_device())
+        self._buffer = torch.empty(_PIECE if self.is_writer else 0, dtype=torch.uint8, device=exchange_device())
         self._is_receiving = False  # True from a request to the end of what it asks for
 
     def lead(self, write: Write) -> None:
@@ -94,7 +91,7 @@ class _Exchange:
             raise ValueError(refusal)
         while (request := _receive_numbers(2, self._writer))[0] != _END:
             for piece in _pieces(self._shards[request[0]][request[1]].tensor.detach()):
-                dist.send(piece.to(_device()).contiguous().reshape(-1).view(torch.uint8), self._writer)
+                dist.send(piece.to(exchange_device()).contiguous().reshape(-1).view(torch.uint8), self._writer)
         if (failure := _receive_object(self._writer)) is not None:
             raise OSError(errno.EIO, f"rank {self._writer}, which writes for all, has failed: {failure}")
 
@@ -153,33 +150,9 @@ class _Exchange:
         self._is_receiving = False
 
 
-def holders_of(values: Iterable[Any]) -> Communicator:
-    """Return the ranks that hold parts of some of these values, where they are those of the process group; else this one."""
-    mesh = next((_root_mesh(value.device_mesh) for value in values if is_sharded(value)), None)
-    return Communicator() if mesh is None or mesh.size() != dist.get_world_size() else _Holders()
-
-
-class _Holders(GroupCommunicator):
-    """All ranks of the process group, whoever has made it."""
-
-    def __init__(self) -> None:
-        super().__init__(dist.group.WORLD, nullcontext)
-        self.device = _device()
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj)
-        return gathered
-
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=root)
-        return objects[0]
-
-
-def _root_mesh(mesh: Any) -> Any:
+def root_mesh(mesh: Any) -> Any:
     """Return the mesh of which this one is a slice."""
-    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return mesh._getroot_mesh() if hasattr(mesh, "_getroot_mesh") else mesh
 
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
@@ -218,7 +191,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield from _pieces(block[0]) if rows == 1 and tensor.ndim > 1 else [block]
 
 
-def _device() -> torch.device:
+def exchange_device() -> torch.device:
     """Return where the ranks exchange tensors: on the host, unless the process group cannot."""
     group: Any = dist.group.WORLD
     kinds = [device.type for device in group._device_types]
@@ -226,11 +199,11 @@ def _device() -> torch.device:
 
 
 def _send_numbers(numbers: list[int], rank: int) -> None:
-    dist.send(torch.tensor(numbers, device=_device()), rank)
+    dist.send(torch.tensor(numbers, device=exchange_device()), rank)
 
 
 def _receive_numbers(count: int, rank: int) -> list[int]:
-    numbers = torch.zeros(count, dtype=torch.int64, device=_device())
+    numbers = torch.zeros(count, dtype=torch.int64, device=exchange_device())
     dist.recv(numbers, rank)
     return numbers.tolist()
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
-from chainring._distributed.gathering import Load, holders_of, write_on_one_rank
+from chainring._distributed.gathering import Load, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
@@ -149,8 +149,7 @@ def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", str
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
     snapshot = find_snapshot(path)
-    alone = holders_of(state_entries(obj).values()) if is_module(obj) and not snapshot.is_local else Communicator()
-    comm = as_communicator(getattr(obj, "comm", alone))
+    comm = _find_communicator(obj, snapshot)
     if snapshot.is_local or not snapshot.exists():
         plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
         if plan is not None:
@@ -179,6 +178,15 @@ def _read_file(source: Place, comm: Communicator) -> dict[str, Tensor]:
         assert failure is not None
         raise failure
     return found
+
+
+def _find_communicator(obj: Any, snapshot: SavedSnapshot) -> Communicator:
+    """Return the ranks that load an object together; of a model alone those that hold it, if it is far to the snapshot."""
+    if snapshot.is_local or not is_module(obj):
+        return as_communicator(getattr(obj, "comm", Communicator()))
+    from chainring._distributed.holders import holders_of  # which few programs need
+
+    return as_communicator(getattr(obj, "comm", holders_of(state_entries(obj).values())))
 
 
 def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snapshot: str, strict: bool) -> None:
