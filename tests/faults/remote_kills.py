@@ -8,7 +8,7 @@ from bench import Row
 
 from tries import WrongEndError
 
-MOST = 12  # kills of one run, after which it is left in peace
+MOST = {False: 12, True: 4}  # kills of one run, after which it is left in peace; of one with ballast, which takes long
 AIMED = 0.35  # of the kills, at an upload
 
 
@@ -22,7 +22,7 @@ def at_random(bench, number, draw, place):
     while True:
         if number % 2:
             _break(objects.proxy, draw, counts)
-        is_left_alone = counts["kills"] >= MOST
+        is_left_alone = counts["kills"] >= MOST[ballast > 0]
         aim = _aim(objects, draw, ballast) if not is_left_alone and draw.random() < AIMED else None
         delay = attempts.LIMIT if is_left_alone else draw.uniform(0, whole * 0.45)
         with objects.attempt(place, url, ballast=ballast) as attempt:
