@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,24 @@ def test_the_first_line_is_the_answer(base, tmp_path, capsys):
     assert lines[-1] == f"not compared: iterations 21 to 24, which only {base / 'recorded'} has"
     assert main(["diff", str(base / "recorded"), str(base / "plain")]) == 0
     assert capsys.readouterr().out.startswith("same up to iteration 24\n")
+
+
+def test_generators_that_nobody_has_seeded_are_found_and_nothing_else_is_hidden(base, tmp_path, capsys):
+    """They differ from the first iteration on; the words say which, and where the first loss does."""
+    trainer = planted.make_trainer(str(tmp_path / "unseeded"))
+    np.random.seed(5)
+    trainer.run()
+    assert main(["diff", str(base / "recorded"), str(tmp_path / "unseeded")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "different from iteration 1 on: the random generators"
+    assert lines[1].startswith("all else that was compared is the same: nothing has drawn from these generators (numpy)")
+    trainer = planted.make_trainer(str(tmp_path / "pixel"), pixel=3)
+    np.random.seed(5)
+    trainer.run()
+    assert main(["diff", str(base / "recorded"), str(tmp_path / "pixel")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "different from iteration 1 on: the random generators"
+    assert any(line.startswith("the first loss that differs, in iteration 10: main/loss: ") for line in lines)
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_same(base, tmp_path, capsys):

@@ -64,7 +64,8 @@ def replay_both(script: str, found: Parting, one: RunFiles, other: RunFiles) -> 
 
 def _interval(found: Parting, last: int) -> tuple[int, int]:
     """Return an iteration after which the state is the same, as far as it is known, and the last that is to be compared."""
-    first = found.first
+    computed = [each for each in found.findings if each.what != "generators"]  # in which generators may be that nobody uses
+    first = min(computed, key=lambda each: each.iteration, default=found.first)
     if first is None:
         return 0, last
     begin = first.after or 0

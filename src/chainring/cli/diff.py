@@ -130,13 +130,28 @@ def _lines(found: Parting, replayed: Replayed | None, one: RunFiles, other: RunF
         tensor = _first_tensor(found, replayed)
         if tensor is not None and first.what != "tensor" and tensor.iteration != first.iteration:
             yield f"the first tensor that differs, after iteration {tensor.iteration}: {_named(tensor)}"
-        causes = [each for each in found.findings if each.what == "batch" and each.iteration > first.iteration]
-        yield from (f"the first batch that differs is that of iteration {each.iteration}" for each in causes[:1])
+        yield from _later_lines(found, first)
     if replayed is not None:
         yield from _replayed_lines(replayed)
     yield from _setting_lines(found.settings)
     yield from (f"compared: {text}" for text in found.compared)
     yield from (f"not compared: {text}" for text in found.not_compared)
+
+
+def _later_lines(found: Parting, first: Finding) -> Iterator[str]:
+    """Yield where each other kind of value differs for the first time, and what the generators have changed, if nothing."""
+    for what in ("batch", "loss", "value", "state"):
+        later = min((each for each in found.findings if each.what == what), key=lambda each: each.iteration, default=first)
+        if what != first.what and later.iteration > first.iteration:
+            text = f": {_named(later)}" if _named(later) else ""
+            yield f"the first {_WORDS[what].removeprefix('the ')} that differs, in iteration {later.iteration}{text}"
+    if first.what == "generators" and all(each.what == "generators" for each in found.findings):
+        names = {each.name.split("/")[2] for each in found.findings if each.name.count("/") >= 2}
+        which = f" ({', '.join(sorted(names))})" if names else ""
+        yield (
+            f"all else that was compared is the same: nothing has drawn from these generators{which}, or in vain; "
+            "chainring.deterministic(seed) lets all of them begin alike"
+        )
 
 
 def _replayed_lines(replayed: Replayed) -> Iterator[str]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -152,11 +152,16 @@ _WORDS = {"losses": "loss", "gradients": "gradient", "state": "tensor", "generat
 
 
 def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> Finding | None:
-    """Return the first step in which two replays differ, ``None`` if they are the same."""
-    for iteration in _common(one, other):
+    """Return the first step in which two replays differ, ``None`` if they are the same.
+
+    Generators that differ at the beginning have not been seeded, and do not count.
+    """
+    iterations = _common(one, other)
+    known = _differing_generators(one[iterations[0]], other[iterations[0]]) if iterations else set()
+    for iteration in iterations:
         found = _differing_call(one[iteration], other[iteration])
         for kind in _WORDS:
-            found = found or _differing_value(kind, one[iteration], other[iteration])
+            found = found or _differing_value(kind, one[iteration], other[iteration], known)
         if found is not None:
             return dataclasses.replace(found, iteration=iteration, after=iteration - 1)
     return None
@@ -209,11 +214,18 @@ def _differing_call(one: Step, other: Step) -> Finding | None:
     return None
 
 
-def _differing_value(kind: str, one: Step, other: Step) -> Finding | None:
+def _differing_generators(one: Step, other: Step) -> set[str]:
+    states, states_other = one.get("generators", {}), other.get("generators", {})
+    return {name for name, state in states.items() if state != states_other.get(name)}
+
+
+def _differing_value(kind: str, one: Step, other: Step, left_out: Container[str] = ()) -> Finding | None:
     values, values_other = one.get(kind, {}), other.get(kind, {})
     names = [name for name in dict.fromkeys([*values, *values_other]) if values.get(name) != values_other.get(name)]
     if kind == "losses":
         names = [name for name in names if name in values and name in values_other]
+    elif kind == "generators":
+        names = [name for name in names if name not in left_out]
     if not names:
         return None
     if kind == "losses":

@@ -115,19 +115,26 @@ def read_run_files(place: Place) -> Iterator[RunFiles]:
     _require_no_snapshot(given)
     store = open_store(given if is_url(given) else os.path.realpath(given))
     with contextlib.ExitStack() as stack:
+        directory = Path(os.path.realpath(given))
         if is_url(given):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chainring-diff-")))
-            _fetch(given, [RECORD, _LOG, _LEDGER], directory)
-            record = _read_record(directory / RECORD)
-            _fetch(given, _log_names(record), directory)
-        else:
-            directory = Path(os.path.realpath(given))
-            record = _read_record(directory / RECORD)
-        logs = {name: _read_log(directory / name) for name in _log_names(record) if (directory / name).is_file()}
-        found = RunFiles(given, record, logs, _read_ledger(directory, record), store, _find_snapshots(store))
-        if not (record or logs or found.ledger or found.snapshots):
+        try:
+            found = _read(given, directory, store)
+        except ValueError as error:  # about a file that was copied
+            raise ValueError(str(error).replace(str(directory), given.rstrip("/"))) from error
+        if not (found.record or found.logs or found.ledger or found.snapshots):
             raise FileNotFoundError(f"{given} holds no run: no {RECORD}, no {_LOG}, no {_LEDGER} and no snapshot")
         yield found
+
+
+def _read(given: str, directory: Path, store: Store) -> RunFiles:
+    if is_url(given):
+        _fetch(given, [RECORD, _LOG, _LEDGER], directory)
+    record = _read_record(directory / RECORD)
+    if is_url(given):
+        _fetch(given, _log_names(record)[1:], directory)
+    logs = {name: _read_log(directory / name) for name in _log_names(record) if (directory / name).is_file()}
+    return RunFiles(given, record, logs, _read_ledger(directory, record), store, _find_snapshots(store))
 
 
 def _require_no_snapshot(given: str) -> None:
