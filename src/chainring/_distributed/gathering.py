@@ -152,7 +152,7 @@ class _Exchange:
 
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh of which this one is a slice."""
-    return mesh._getroot_mesh() if hasattr(mesh, "_getroot_mesh") else mesh
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
