@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import planted
+import replay_program
 from chainring.cli import main
 
 DIFFERENCES = planted.DIFFERENCES
@@ -141,6 +142,17 @@ def test_a_run_that_was_killed_and_resumed_is_the_same(base, tmp_path, capsys):
     assert (status, found["same"], found["iterations"]) == (0, True, [24, 24])
 
 
+@pytest.mark.parametrize("length", [30, 17])
+def test_a_run_that_went_back_to_a_snapshot_is_compared_by_what_it_has_kept(tmp_path, capsys, length):
+    """After NaN in an update; also where the run was stopped in between, or is shorter."""
+    for name, ends in (("one", [30]), ("other", [11, length])):
+        for end in ends:
+            replay_program.make_trainer(str(tmp_path / name), workers=0, length=end).run()
+    assert len(json.loads((tmp_path / "one/run.json").read_text())["starts"]) > 1
+    status, found = diff(capsys, tmp_path / "one", tmp_path / "other")
+    assert (status, found["same"], found["iterations"]) == (0, True, [30, length])
+
+
 def test_by_how_much_a_tensor_of_a_snapshot_differs_is_said(base, tmp_path, capsys):
     """In numbers, in elements, and in units of the last place."""
     shutil.copytree(base / "plain", tmp_path / "run")
@@ -207,6 +219,30 @@ def test_files_that_were_not_written_so_are_trouble_and_no_answer(base, tmp_path
         printed = capsys.readouterr()
         assert words in printed.out + printed.err
         assert "Traceback" not in printed.err
+
+
+def test_a_record_of_strange_values_is_compared_all_the_same(base, tmp_path, capsys):
+    """They are settings that differ, whatever they are."""
+    shutil.copytree(base / "recorded", tmp_path / "run")
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    entries = [3, {"name": ["a"], "class": {"b": 1}}, {"class": None}]
+    record |= {
+        "plan": {"extensions": entries},
+        "ranks": "two",
+        "argv": {"a": [1]},
+        "models": [[]],
+        "optimizers": {"main": 3},
+    }
+    record["starts"] = [{"iteration": [], "changed": 3}, {"changed": {"x": {}}}]
+    record["config"] = {"\ud800\x1b[31m": 10**400, "deep": json.loads("[" * 200 + "]" * 200)}
+    (tmp_path / "run/run.json").write_text(json.dumps(record))
+    for pair in ((base / "recorded", tmp_path / "run"), (tmp_path / "run", base / "recorded")):
+        assert main(["diff", *map(str, pair)]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.startswith("same up to iteration 24\n")
+        assert "\x1b" not in printed.out
+        assert printed.err == ""
+        assert diff(capsys, *pair)[0] == 0
 
 
 def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(base, tmp_path, capsys):

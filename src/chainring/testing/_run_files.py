@@ -78,13 +78,13 @@ class RunFiles:
         plan = self.record.get("plan")
         entries = plan.get("extensions") if isinstance(plan, dict) else None
         entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        names = {str(entry.get("name")) for entry in entries if entry.get("class") in _SPEEDS} or set(_SPEEDS.values())
+        names = {str(entry.get("name")) for entry in entries if str(entry.get("class")) in _SPEEDS} or set(_SPEEDS.values())
         return key == "elapsed_time" or key.split("/")[0] in names
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings of the updater and the sizes of data and batches, from the last snapshot that can be read."""
         for name in reversed([*self.snapshots.values()]):
-            with contextlib.suppress(OSError, ValueError):  # it is damaged, or was removed
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged, or removed
                 saved = self.store.snapshot(name)
                 values = parse_strict(saved.open(STATE, saved.read_manifest()).read_all())["state"]
                 return {".".join(key.split("/")): value for key, value in values.items() if _SETTING.fullmatch(key)}
