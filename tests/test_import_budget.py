@@ -15,9 +15,9 @@ SCRIPT = (
 EVERYTHING = SCRIPT + "import chainring.cli, chainring.parallel, chainring.testing, chainring.writers\n"
 PROGRAMS = {"chainring": "import chainring", "a script": SCRIPT, "everything": EVERYTHING}
 OPTIONAL = {
-    "IPython", "PIL", "boto3", "botocore", "datasets", "ipywidgets", "matplotlib", "mlflow", "obstore", "pandas", "psutil",
-    "scipy", "sklearn", "tensorboard", "torchvision", "tqdm.auto", "tqdm.autonotebook", "tqdm.notebook",
-    "transformers", "wandb",
+    "IPython", "PIL", "boto3", "botocore", "comet_ml", "datasets", "ipywidgets", "matplotlib", "mlflow", "obstore", "pandas",
+    "psutil", "scipy", "sklearn", "tensorboard", "torchvision", "tqdm.auto", "tqdm.autonotebook", "tqdm.notebook",
+    "trackio", "transformers", "wandb",
 }  # fmt: skip
 
 

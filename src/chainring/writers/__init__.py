@@ -2,12 +2,15 @@
 
 from chainring._media import Histogram, Image, Text
 from chainring.writers.base import Record, Run, Writer
+from chainring.writers.comet import CometWriter
 from chainring.writers.csv import CsvWriter
 from chainring.writers.mlflow import MlflowWriter
 from chainring.writers.tensorboard import TensorBoardWriter
+from chainring.writers.trackio import TrackioWriter
 from chainring.writers.wandb import WandbWriter
 
 __all__ = [
+    "CometWriter",
     "CsvWriter",
     "Histogram",
     "Image",
@@ -16,6 +19,7 @@ __all__ = [
     "Run",
     "TensorBoardWriter",
     "Text",
+    "TrackioWriter",
     "WandbWriter",
     "Writer",
 ]

@@ -1,0 +1,112 @@
+"""CometWriter: the rows of a log as an experiment of Comet."""
+
+from __future__ import annotations
+
+import glob
+import inspect
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chainring._media import Image, Media, Text, media_to_json
+from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run
+from chainring.writers.base import Record, Run, Writer, media_of, scalars
+
+_FILE = "comet_run.json"
+_ROWS_ONLY = dict.fromkeys(
+    ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "log_graph", "parse_args", "auto_log_co2"), False
+)
+
+
+class CometWriter(Writer):
+    """Sends each row to Comet: every number of it as a metric, at the step of its iteration.
+
+    Comet cannot take a metric back, so each start of the run is an experiment of its own, with all rows so far: in the
+    newest one each row is there once, also after a kill. Its key is in ``out/comet_run.json``. The config becomes the
+    parameters. An image is an image, a text a text, a histogram a JSON file.
+
+    ``CometWriter(online=False)`` needs neither a key nor a network: the experiment is an archive in ``out/comet``, which
+    ``comet upload`` sends later. It is complete when the run ends, and those of earlier starts, whose rows it has, are then
+    removed. An experiment that the script has begun is ended. What Comet would log by itself of metrics, parameters, output
+    and graphs is off, unless it is asked for.
+
+    Example::
+
+        trainer.extend(extensions.LogReport(writers=[CometWriter(project_name="digits", online=False)]))
+
+    Args:
+        **settings: arguments of ``comet_ml.start``, such as ``project_name="digits"`` or ``api_key``, and of
+            ``comet_ml.ExperimentConfig``, such as ``name="baseline"``; they take precedence.
+
+    Raises:
+        ImportError: comet_ml is not installed.
+        TypeError: a setting is neither's.
+    """
+
+    writes: Sequence[str] = (_FILE,)
+
+    def __init__(self, **settings: Any) -> None:
+        self._comet = import_optional("comet_ml", "comet", "CometWriter")
+        of_start = inspect.signature(self._comet.start).parameters
+        self._start = {key: value for key, value in settings.items() if key in of_start}
+        self._config = {key: value for key, value in settings.items() if key not in of_start}
+        if unknown := self._config.keys() - inspect.signature(self._comet.ExperimentConfig).parameters:
+            raise TypeError(
+                "settings of CometWriter are arguments of comet_ml.start or comet_ml.ExperimentConfig, "
+                f"and {sorted(unknown)} are of neither"
+            )
+        self._experiment: Any = None
+        self._archives: Path | None = None  # where those of the run are
+        self._earlier: list[Path] = []
+
+    def begin(self, run: Run) -> None:
+        self._archives = archives = Path(self._config.get("offline_directory") or run.out / "comet")
+        earlier = load_service_run(run.out / _FILE).get("archives", [])
+        self._earlier = [path for key in map(str, earlier) for path in archives.glob(f"{glob.escape(key)}*.zip")]
+        self._open()
+        key = self._experiment.get_key()
+        keys = [*(name for name in earlier if any(path.name.startswith(str(name)) for path in self._earlier)), key]
+        save_service_run(run.out / _FILE, {"key": key, "archives": keys})
+        self._experiment.log_parameters({str(key): value for key, value in run.config.items()})
+        for record in run.records:
+            self.write(record)
+
+    def _open(self) -> None:
+        settings = dict(self._start)
+        if "experiment_config" not in settings:
+            place = {}
+            if settings.get("online") is False and self._archives is not None:
+                self._archives.mkdir(parents=True, exist_ok=True)
+                place = {"offline_directory": str(self._archives)}
+            settings["experiment_config"] = self._comet.ExperimentConfig(**{**_ROWS_ONLY, **place, **self._config})
+        self._experiment = self._comet.start(**{"mode": "create", **settings})
+
+    def write(self, record: Record) -> None:
+        if self._experiment is None:
+            self._open()
+        self._experiment.log_metrics(scalars(record), step=record.iteration, epoch=record.epoch)
+        for key, media in media_of(record).items():
+            self._send(key, media, record.iteration)
+
+    def _send(self, key: str, media: Media, step: int) -> None:
+        if isinstance(media, Image):
+            self._experiment.log_image(io.BytesIO(media.png()), name=key, step=step)
+        elif isinstance(media, Text):
+            text = media.text.encode("utf-8", "backslashreplace").decode()
+            self._experiment.log_text(text, step=step, metadata={"key": key})
+        else:
+            name = f"media/{step:08d}/{safe_name(key)}.json"
+            self._experiment.log_asset_data(json.dumps(media_to_json(media)), name=name, step=step)
+
+    def close(self) -> None:
+        experiment, self._experiment = self._experiment, None
+        if experiment is None:
+            return
+        experiment.end()
+        made = [] if self._archives is None else self._archives.glob(f"{glob.escape(experiment.get_key())}*.zip")
+        if any(map(zipfile.is_zipfile, made)):
+            for path in self._earlier:
+                path.unlink(missing_ok=True)

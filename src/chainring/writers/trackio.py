@@ -1,0 +1,105 @@
+"""TrackioWriter: the rows of a log as a run of Trackio."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chainring._media import Image, Media, Text
+from chainring.writers._common import import_optional, load_service_run, save_service_run
+from chainring.writers.base import Record, Run, Writer, counters_of, media_of
+
+_FILE = "trackio_run.json"
+_REMOTE = ("space_id", "server_url")  # arguments of init, and variables of the environment with TRACKIO_ before
+
+
+class TrackioWriter(Writer):
+    """Sends each row to Trackio, at the step of its iteration. Its database is on this machine, so no network is needed.
+
+    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run goes on as the same one, and each
+    row is there once: rows that a kill has lost are sent again. Where the database has rows of updates that the run goes
+    back behind, Trackio cannot take them out; then the run begins anew there under its name with all rows so far, without
+    what Trackio itself has measured of the machine. The config is the trainer's. A run that the script has begun with
+    ``trackio.init`` is ended.
+
+    With ``space_id`` or ``server_url`` the rows go to a Space or a server of your own, from which none can be taken back:
+    each start is a run of its own there, with all rows so far.
+
+    Example::
+
+        trainer.extend(extensions.LogReport(writers=[TrackioWriter(project="digits")]))
+
+    Args:
+        **init: arguments of ``trackio.init``, such as ``project="digits"`` or ``name="baseline"``; they take precedence. The
+            project is ``"uncategorized"`` by default.
+
+    Raises:
+        ImportError: trackio is not installed.
+    """
+
+    writes: Sequence[str] = (_FILE,)
+
+    def __init__(self, **init: Any) -> None:
+        self._trackio = import_optional("trackio", "trackio", "TrackioWriter")
+        self._init = {"project": "uncategorized", **init}
+        self._run: Any = None
+
+    def begin(self, run: Run) -> None:
+        saved = load_service_run(run.out / _FILE)
+        if saved.get("project") != self._init["project"]:
+            saved = {}
+        name = self._init.get("name") or saved.get("name")
+        sent = self._keep(saved, name, run.iteration)
+        config = {str(key): value for key, value in run.config.items()}
+        settings = {"config": config, "name": name, "resume": "never" if sent is None else "must", **self._init}
+        self._run = self._trackio.init(**settings)
+        described = {"project": self._run.project, "name": self._run.name, "run_id": self._run.id}
+        save_service_run(run.out / _FILE, described)
+        for record in run.records:
+            if sent is None or record.iteration not in sent:
+                self.write(record)
+
+    def _keep(self, saved: Mapping[str, Any], name: Any, iteration: int) -> set[int] | None:
+        """Return the steps that the run of the start before has, if it can go on; ``None`` without it.
+
+        Otherwise that run is deleted: Trackio knows runs by their names, and has no way to take out single rows.
+        """
+        if any(self._init.get(key) or os.environ.get(f"TRACKIO_{key.upper()}") for key in _REMOTE):
+            return None
+        try:
+            runs = [run for run in self._trackio.Api().runs(self._init["project"]) if run.name == name]
+        except ValueError:  # there is no such project
+            return None
+        own = [run for run in runs if run.id == saved.get("run_id")]
+        if not own:
+            return None
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        steps = [row["step"] for row in storage.get_logs(self._init["project"], name, run_id=own[0].id)]
+        if len(runs) == 1 and len(set(steps)) == len(steps) and max(steps, default=0) <= iteration:
+            return set(steps)
+        own[0].delete()
+        return None
+
+    def write(self, record: Record) -> None:
+        if self._run is None:
+            self._run = self._trackio.init(**self._init)
+        media = {key: self._convert(item) for key, item in media_of(record).items()}
+        self._run.log({**record.values, **counters_of(record), **media}, step=record.iteration)
+
+    def _convert(self, media: Media) -> Any:
+        """Return an image, a text or a histogram as Trackio's own; a text as it is, in a block of Markdown."""
+        if isinstance(media, Image):
+            return self._trackio.Image(media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0])
+        if isinstance(media, Text):
+            text = media.text.encode("utf-8", "backslashreplace").decode()
+            fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text)), 3)
+            return self._trackio.Markdown(f"{fence}\n{text}\n{fence}")
+        return self._trackio.Histogram(np_histogram=(list(media.counts), list(media.edges)))
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
