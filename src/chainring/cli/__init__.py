@@ -28,13 +28,14 @@ examples:
   chainring verify result                  verify it, after a copy say
   chainring export result mlp.safetensors  the model, for any program
   chainring verify-resume train.py -e 3    kill, resume and compare
+  chainring diff result other              where two runs part
   chainring replay result --to 48123 train.py                any iteration
   chainring batch result 48123 train.py                      its examples
   chainring bisect result --bad "main/loss > 10" train.py    the bad batch
 
 exit status:
   0    success, without damage or a difference
-  1    a file is damaged, a resumed run or a replay differs, or none is bad
+  1    a file is damaged, a run or a replay differs, or none is bad
   2    wrong arguments, or nothing to show, verify, compare or replay
   3    two uninterrupted runs differ already, or one hung
   130  interrupted by Ctrl-C
