@@ -36,12 +36,11 @@ class Objects:
 
     Attributes:
         proxy: the proxy, see `FaultyProxy`.
-        whole: seconds of the run through the proxy by bytes of ballast.
     """
 
     def __init__(self, bench):
         self._bench, self._stack = bench, ExitStack()
-        self.whole, self._references, self._template = {}, {}, None
+        self._references, self._seconds, self._template = {}, None, None
 
     def __enter__(self):
         self._server = self._stack.enter_context(running_server())
@@ -95,7 +94,7 @@ class Objects:
             raise WrongEndError(f"these differ from the uninterrupted run on a disk: {differing}")
 
     def reference(self, ballast):
-        """The outcome of the uninterrupted run on a disk; how long one through the proxy takes is found out as well."""
+        """The outcome of the uninterrupted run on a disk."""
         if not ballast:
             return self._bench.reference
         if ballast not in self._references:
@@ -105,14 +104,14 @@ class Objects:
                 self._references[ballast] = attempt.completed()
         return self._references[ballast]
 
-    def seconds(self, ballast):
+    def seconds(self):
         """How long the run takes through the proxy, without a fault."""
-        if ballast not in self.whole:
-            place = self._bench.place(f"reference-remote-{ballast}")
+        if self._seconds is None:
+            place = self._bench.place("reference-remote")
             began = time.monotonic()
-            self.complete(place, self.url(place), ballast)
-            self.whole[ballast] = time.monotonic() - began
-        return self.whole[ballast]
+            self.complete(place, self.url(place))
+            self._seconds = time.monotonic() - began
+        return self._seconds
 
     def uploads(self):
         """The requests of this attempt that write files of snapshots."""

@@ -18,7 +18,7 @@ def at_random(bench, number, draw, place):
 
     objects, counts = bench.objects, Counter()
     ballast = BALLAST if number % 6 == 3 else 0
-    whole, url, earlier = objects.seconds(ballast), objects.url(place), set()
+    whole, url, earlier = objects.seconds() * (1 + (ballast > 0)), objects.url(place), set()
     while True:
         if number % 2:
             _break(objects.proxy, draw, counts)
@@ -80,7 +80,7 @@ def _count_faults(proxy, counts):
 
 def _aim(objects, draw, ballast):
     """Returns what waits until an upload is under way, and false when that is so; true if the run has ended before."""
-    nth, pause = draw.randint(1, 12), draw.uniform(0, 0.02)
+    nth, pause = draw.randint(1, 8), draw.uniform(0, 0.02)
     is_stalled = draw.random() < 0.7
     if is_stalled:
         keys = ["/rank", "/state.json", *(["partNumber=1", "partNumber=2", "uploadId"] if ballast else [])]

@@ -49,7 +49,7 @@ def _check_refusal(loser, winner, said):
 def stopped(bench, number, draw, place):
     """Stops a run for longer than its lease, lets another take over, and wakes the first while it runs or after its end."""
     objects, url = bench.objects, bench.objects.url(place)
-    whole, counts = objects.seconds(0), Counter()
+    whole, counts = objects.seconds(), Counter()
     with objects.attempt(_beside(place, "one"), url, plan=Plan(lease=LEASE)) as first:
         first.wait_for("running")
         if first.wait_for("ended", draw.uniform(0, whole * 0.7)):
