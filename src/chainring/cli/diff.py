@@ -148,10 +148,8 @@ def _later_lines(found: Parting, first: Finding) -> Iterator[str]:
     if first.what == "generators" and all(each.what == "generators" for each in found.findings):
         names = {each.name.split("/")[2] for each in found.findings if each.name.count("/") >= 2}
         which = f" ({', '.join(sorted(names))})" if names else ""
-        yield (
-            f"all else that was compared is the same: nothing has drawn from these generators{which}, or in vain; "
-            "chainring.deterministic(seed) lets all of them begin alike"
-        )
+        remedy = "; chainring.deterministic(seed) lets all of them begin alike" if first.iteration <= 1 else ""
+        yield f"all else that was compared is the same: what was drawn from them{which} has changed nothing{remedy}"
 
 
 def _replayed_lines(replayed: Replayed) -> Iterator[str]:
