@@ -1,5 +1,6 @@
 """TrackioWriter: what the real trackio has in its database."""
 
+import json
 import math
 import signal
 import sys
@@ -93,7 +94,9 @@ def test_runs_of_one_name_are_not_mixed_up(tmp_path, storage):
     train(tmp_path / "one", writer(name="same"), length=4)
     train(tmp_path / "two", writer(name="same"), length=4)
     train(tmp_path / "one", writer(name="same"))
-    assert sorted(losses(rows) for rows in found(storage).values()) == [LOSSES[:2], LOSSES]
+    rows = {run_id: losses(rows) for (_, run_id), rows in found(storage).items()}
+    ids = [json.loads((tmp_path / out / "trackio_run.json").read_text())["run_id"] for out in ("one", "two")]
+    assert rows == dict(zip(ids, [LOSSES, LOSSES[:2]], strict=True))
 
 
 def test_another_run_in_the_directory_is_another_one_there(tmp_path, storage):
