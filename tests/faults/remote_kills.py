@@ -21,7 +21,7 @@ def at_random(bench, number, draw, place):
     whole, url, earlier = objects.seconds() * (1 + (ballast > 0)), objects.url(place), set()
     while True:
         if number % 2:
-            _break(objects.proxy, draw, counts)
+            _break(objects.proxy, draw, counts, ballast)
         is_left_alone = counts["kills"] >= MOST[ballast > 0]
         aim = _aim(objects, draw, ballast) if not is_left_alone and draw.random() < AIMED else None
         delay = attempts.LIMIT if is_left_alone else draw.uniform(0, whole * 0.45)
@@ -58,7 +58,7 @@ def at_random(bench, number, draw, place):
     return counts
 
 
-def _break(proxy, draw, counts):
+def _break(proxy, draw, counts, ballast):
     """Lets requests of the next attempt fail: before and after they were carried out, cut, unanswered, or slowly sent."""
     from objects import RATE
 
@@ -67,7 +67,7 @@ def _break(proxy, draw, counts):
         fault = draw.choice(["stall", "stall after", "stall response"])
         proxy.fail(fault, method="GET" if fault == "stall response" else None, skip=draw.randrange(100))
     if draw.random() < 0.2:
-        proxy.bytes_per_second = draw.choice([1_000_000, 5_000_000])
+        proxy.bytes_per_second = draw.choice([1_000_000, 5_000_000]) * (20 if ballast else 1)
         counts["over slow links"] += 1
 
 
