@@ -17,6 +17,8 @@ multiprocessing.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "chainring.parallel", "chainring.testing", "pytest"]
 )
 
+torch.set_num_threads(1)  # also for what is computed once for a file, before its first test
+
 
 @pytest.fixture(autouse=True)
 def _repeatable():
