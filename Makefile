@@ -20,15 +20,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## train 100 epochs on handwritten digits and print the table; results in result/
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
-# Tests that start hundreds of processes, in the time of which a contributor would run all others.
-MANY_RANKS := tests/test_distributed_examples.py tests/cli/test_verify_resume_command.py tests/cli/test_replay_commands.py \
-	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py)
+# Tests that start hundreds of processes or make thousands of requests, in the time of which a contributor would run all others.
+LONG := tests/test_distributed_examples.py \
+	$(addprefix tests/cli/test_,verify_resume_command.py replay_commands.py diff_script.py) \
+	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py) \
+	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py lease.py) \
+	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py)
 
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(MANY_RANKS))
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(LONG))
 
 check: lint wheel docs browser migration  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, faults, ranks, speed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples $(MANY_RANKS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples $(LONG)
 	$(BIN)/python tests/faults/run.py
 	$(BIN)/python tests/distributed/run.py
 	$(BIN)/python benchmarks/gate.py

@@ -288,7 +288,7 @@ def read_by_its_library(path, form):
     if form == "torch":
         return torch.load(path, weights_only=True)
     if form == "hf":
-        hugging_face_class().config_class().save_pretrained(path)
+        hugging_face_class().config_class(tie_word_embeddings=True).save_pretrained(path)
         return hugging_face_class().from_pretrained(path).state_dict()
     found = {name: torch.zeros_like(value) for name, value in Net().state_dict().items()}
     dcp.load(found, checkpoint_id=path, no_dist=True)

@@ -298,7 +298,11 @@ def test_a_run_in_parts_writes_the_file_of_one_that_was_never_stopped(tmp_path, 
 KILLED = """
 import os, signal, sys
 sys.path[:0] = sys.argv[3:]
+import torch
+
 from test_recorder import train
+
+torch.set_num_threads(1)
 
 def die(trainer):
     if trainer.updater.iteration == int(sys.argv[2]):
