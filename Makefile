@@ -20,12 +20,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## train 100 epochs on handwritten digits and print the table; results in result/
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
-# Tests that start hundreds of processes or make thousands of requests, in the time of which a contributor would run all others.
-LONG := tests/test_distributed_examples.py \
+# Tests that build the pages, start hundreds of processes or make thousands of requests, in the time of all others together.
+LONG := $(addprefix tests/test_,distributed_examples.py docs.py notebook.py) \
 	$(addprefix tests/cli/test_,verify_resume_command.py replay_commands.py diff_script.py) \
 	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py) \
-	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py lease.py) \
-	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py)
+	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py lease.py saving_to_addresses.py) \
+	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py) tests/serializers/test_foreign_on_ranks.py
 
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(LONG))
