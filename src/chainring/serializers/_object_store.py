@@ -118,7 +118,7 @@ class ObjectSnapshot(SavedSnapshot):
         folder = Path(tempfile.mkdtemp(prefix="chainring-beside-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         beside = self._key.rpartition("/")[0]
-        for name in ("run.json", *manifest.beside):
+        for name in (_RECORD, *manifest.beside):
             try:
                 content = self._bucket.get(f"{beside}/{name}".lstrip("/")).content
             except FileNotFoundError:
@@ -241,7 +241,7 @@ class ObjectStore(Store):
         self.bucket.delete([name])
 
     def links(self) -> dict[str, str]:
-        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size < _LARGEST_LINK]
+        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= _LARGEST_LINK]
         return {name: target for name in small if (target := _link_target(self.bucket, name)) is not None}
 
     def exists(self, name: str) -> bool:
@@ -409,7 +409,7 @@ def _admits(fence: Fence, manifest: Manifest | None) -> bool:
 def _link_target(bucket: Bucket, name: str) -> str | None:
     """Return the snapshot to which a link points, or ``None`` if there is no such link."""
     try:
-        if bucket.head(name).size >= _LARGEST_LINK:
+        if bucket.head(name).size > _LARGEST_LINK:
             return None
         content: Any = json.loads(bucket.get(name).content)
         return check_name(content["target"]) if content["chainring"] == "link" else None
