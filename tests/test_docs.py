@@ -158,6 +158,20 @@ def own_methods(thing):
     return [name for name, method in methods if name[0] != "_" and method.__module__.startswith("chainring")]
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["mixed precision", "checkpoint", "gradient accumulation", "GPU", "multi-GPU", "learning rate schedule",
+     "early stopping", "logging", "debugging NaN"],
+)  # fmt: skip
+def test_the_words_of_the_field_are_in_a_heading(words):
+    """Whoever looks for one of them finds where it is written about; a checkpoint is said to be called a snapshot here."""
+    headings = [
+        heading for page in PAGES for heading in re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    ]
+    assert any(re.search(rf"\b{words}", heading, re.IGNORECASE) for heading in headings)
+    assert "A checkpoint of a whole run is called a *snapshot* here." in (DOCS / "resume.md").read_text()
+
+
 def anchors_of(path):
     """The fragments by which the headings of a page are known."""
     prose = FENCE.sub("", path.read_text())
