@@ -105,12 +105,20 @@ def test_the_trainers_reporter_knows_every_submodule(tmp_path):
     assert list(trainer.observation) == ["main/predictor/l1/norm", "main/loss"]
 
 
-def test_reporting_inside_a_compiled_model_has_the_same_keys_and_values(tmp_path):
+class Verbose(Model):
+    def forward(self, x):
+        loss = super().forward(x)
+        report({f"k{i}": loss * i for i in range(20)}, self)
+        return loss
+
+
+@pytest.mark.parametrize("make", [Model, Verbose])
+def test_reporting_inside_a_compiled_model_has_the_same_keys_and_values(make, tmp_path):
     """The wrapper's prefix shows nowhere."""
     observations = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = Model()
+        model = make()
         given = torch.compile(model, backend="eager") if compiled else model
         updater = StandardUpdater([torch.ones(1, 2)], torch.optim.SGD(model.parameters(), lr=0.1), given)
         trainer = Trainer(updater, (2, "iteration"), tmp_path)
@@ -196,6 +204,54 @@ def test_a_reported_tensor_is_detached():
     assert not observation["pair"][0].requires_grad
     loss.backward()
     assert parameter.grad == 2
+
+
+def many_values(kind):
+    """More values than are copied one by one; those of some kinds do not fit into one tensor."""
+    parameter = torch.linspace(0, 1, 40, requires_grad=True)
+    values = {f"k{i}": parameter[i] * 3 for i in range(40)}
+    others = {
+        "alike": {},
+        "other types": {"text": "abc", "number": 0.1, "pair": (parameter[0] * 2, 3), "array": np.array(2.0), "none": None},
+        "other dtypes": {"half": torch.tensor(0.1, dtype=torch.float16), "count": torch.tensor(2**53 + 1)},
+        "with dimensions": {"rows": torch.ones(3)},
+        "a subclass": {"parameter": nn.Parameter(torch.tensor(0.5))},
+        "dimensions first": {"k0": torch.ones(2), "rows": torch.ones(2)},
+    }
+    return {**values, **others[kind]}
+
+
+@pytest.mark.parametrize(
+    "kind", ["alike", "other types", "other dtypes", "with dimensions", "a subclass", "dimensions first"]
+)
+def test_many_values_are_reported_as_each_would_be_alone(kind):
+    """To the bit, of the same types and dtypes, in the same order, and outside of their graphs."""
+    values, together, alone = many_values(kind), {}, {}
+    with Reporter().scope(together):
+        report(values)
+    with Reporter().scope(alone):
+        for key, value in values.items():
+            report({key: value})
+    assert list(together) == list(alone)
+    for key, value in alone.items():
+        assert type(together[key]) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert together[key].dtype == value.dtype
+            assert torch.equal(together[key], value)
+            assert not together[key].requires_grad
+        else:
+            assert together[key] == value
+
+
+def test_a_change_in_place_of_one_of_many_values_reaches_no_other():
+    """Neither of the value that was given, nor of the one in the observation."""
+    values, observation = {f"k{i}": torch.tensor(float(i)) for i in range(40)}, {}
+    with Reporter().scope(observation):
+        report(values)
+    values["k3"].add_(100)
+    observation["k4"].add_(1000)
+    assert [float(observation[f"k{i}"]) for i in range(2, 6)] == [2.0, 3.0, 1004.0, 5.0]
+    assert float(values["k4"]) == 4.0
 
 
 @pytest.mark.parametrize("make", [lambda: torch.ones(()) * 2, lambda: np.array(2.0)])

@@ -7,11 +7,17 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from chainring._distributed.sharding import to_full
+
+_dtype = attrgetter("dtype")
+_MANY = 16
+"""The number of values from which tensors are copied together."""
 
 
 class _Current(threading.local):
@@ -90,8 +96,12 @@ class Reporter:
             items = values.items()
         except AttributeError:
             raise TypeError(f'report takes a mapping, such as {{"loss": loss}}; got {type(values).__name__}') from None
-        for key, value in items:
-            observation[prefix + key] = _snapshot(value)
+        if len(items) < _MANY or torch.compiler.is_compiling():  # which fuses the copies by itself
+            for key, value in items:
+                observation[prefix + key] = _snapshot(value)
+        else:
+            names = [prefix + key for key in values]
+            observation.update(zip(names, _snapshots(list(values.values())), strict=True))
         if self.watchers:
             for key, value in items:
                 for watch in self.watchers:
@@ -119,6 +129,23 @@ class _Scope:
     def __exit__(self, *error: object) -> None:
         self._reporter.observation = self._observation
         current.reporter = self._outer
+
+
+def _snapshots(values: list[Any]) -> list[Any]:
+    """Return reported values as they are now; tensors that are alike are copied at once, and are views of the copy."""
+    # hot path: "keys in the log": a copy of each takes three times as long
+    tensors = [value for value in values if type(value) is Tensor]
+    if not tensors or tensors[0].ndim or len(set(map(_dtype, tensors))) > 1:
+        return [_snapshot(value) for value in values]
+    try:
+        with torch.no_grad():
+            copies = torch.stack(tensors).unbind()
+    except RuntimeError:  # some have dimensions, or lie on another device
+        return [_snapshot(value) for value in values]
+    if len(copies) == len(values):
+        return list(copies)
+    remaining = iter(copies)
+    return [next(remaining) if type(value) is Tensor else _snapshot(value) for value in values]
 
 
 def _snapshot(value: Any) -> Any:

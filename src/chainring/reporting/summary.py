@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, groupby
 from numbers import Real
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -40,6 +41,7 @@ from chainring.serializers.base import (
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
+_dtype = attrgetter("dtype")
 _CHUNK_SIZE = 256
 """The number of scalars stacked at once: the fixed cost of stacking is then small, and few objects are alive."""
 _MAX_CHUNKS = 64
@@ -569,7 +571,7 @@ def _stack(scalars: list[Any]) -> Tensor | None:
         if scalars.count(first) == len(scalars):  # weights, nearly always
             return torch.full((len(scalars),), float(first), dtype=torch.float64)
         return torch.from_numpy(np.array(scalars, np.float64))
-    if types != {Tensor} or not is_scalar(first) or len({value.dtype for value in scalars}) > 1:
+    if types != {Tensor} or not is_scalar(first) or len(set(map(_dtype, scalars))) > 1:
         return None
     try:
         return torch.stack(scalars)
