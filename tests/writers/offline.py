@@ -10,10 +10,10 @@ _HEAD, _BLOCK = 7, 32768  # bytes of the head of the file and of each piece; pie
 _WHOLE, _LAST = 1, 4  # kinds of pieces that end a record
 
 
-def folders(out):
+def folders(out, place="wandb"):
     """The folders of the starts, in their order. W&B's process writes the last of a run when it is let go."""
     wandb.teardown()
-    return sorted((out / "wandb").glob("offline-run-*"))
+    return sorted((out / place).glob("offline-run-*"))
 
 
 def read(folder):

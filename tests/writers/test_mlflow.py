@@ -24,9 +24,7 @@ def runs_of(database, experiment):
 
 
 def points(database, run, key):
-    """Each point once, though it may have arrived several times."""
-    found = {(metric.step, metric.value) for metric in MlflowClient(database).get_metric_history(run.info.run_id, key)}
-    return sorted(found)
+    return [(metric.step, metric.value) for metric in MlflowClient(database).get_metric_history(run.info.run_id, key)]
 
 
 def test_each_number_of_a_row_is_a_metric_at_its_iteration(tmp_path, database):
@@ -44,11 +42,26 @@ def test_each_number_of_a_row_is_a_metric_at_its_iteration(tmp_path, database):
 
 
 def test_a_resumed_run_goes_on_under_its_id(tmp_path, database):
-    """Each row is there; a parameter stays what it was at the first start."""
-    with pytest.raises(KilledError):
-        train(tmp_path, MlflowWriter(database, "resumed"), kill=7, config={"lr": 0.5})
+    """Each row is there once; a parameter stays what it was at the first start."""
+    train(tmp_path, MlflowWriter(database, "resumed"), length=4, config={"lr": 0.5})
+    (first,) = runs_of(database, "resumed")
     train(tmp_path, MlflowWriter(database, "resumed"), config={"lr": 0.25, "new": 1})
     (run,) = runs_of(database, "resumed")
+    assert run.info.run_id == first.info.run_id
+    assert (points(database, run, "main/loss"), points(database, run, "main/late")) == (LOSSES, LATE)
+    assert run.data.params == {"lr": "0.5", "new": "1"}
+
+
+def test_a_run_that_goes_back_behind_rows_is_replaced(tmp_path, database, capsys):
+    """MLflow takes none back: a run with all rows so far has its name, tags and parameters; it can be restored."""
+    with pytest.raises(KilledError):
+        train(tmp_path, MlflowWriter(database, "back"), kill=7, config={"lr": 0.5})
+    (first,) = runs_of(database, "back")
+    MlflowClient(database).set_tag(first.info.run_id, "note", "mine")
+    train(tmp_path, MlflowWriter(database, "back"), config={"lr": 0.25, "new": 1})
+    (run,) = runs_of(database, "back")
+    assert f"run {first.info.run_id} there is replaced by {run.info.run_id}, and deleted" in capsys.readouterr().out
+    assert (run.info.run_name, run.data.tags["note"]) == (first.info.run_name, "mine")
     assert (points(database, run, "main/loss"), points(database, run, "main/late")) == (LOSSES, LATE)
     assert run.data.params == {"lr": "0.5", "new": "1"}
 
@@ -59,6 +72,28 @@ def test_rows_that_it_lacks_are_sent_when_the_run_is_resumed(tmp_path, database)
         train(tmp_path, kill=7)
     train(tmp_path, MlflowWriter(database, "late"))
     (run,) = runs_of(database, "late")
+    assert points(database, run, "main/loss") == LOSSES
+
+
+def test_a_row_that_was_sent_in_part_is_not_there_twice(tmp_path, database):
+    """A kill between two requests for the numbers of a row leaves those of the first."""
+    train(tmp_path, MlflowWriter(database, "part"), length=4)
+    (first,) = runs_of(database, "part")
+    MlflowClient(database).log_metric(first.info.run_id, "epoch", 0, step=3)
+    train(tmp_path, MlflowWriter(database, "part"))
+    (run,) = runs_of(database, "part")
+    assert points(database, run, "epoch") == [(step, 0) for step in (2, 4, 6, 8)]
+    assert points(database, run, "main/loss") == LOSSES
+
+
+def test_a_run_whose_id_a_kill_has_lost_is_removed(tmp_path, database):
+    """It is known by a tag, which was saved before."""
+    train(tmp_path, MlflowWriter(database, "lost"), length=4)
+    description = json.loads((tmp_path / "mlflow_run.json").read_text())
+    (tmp_path / "mlflow_run.json").write_text(json.dumps({**description, "run_id": None}))
+    train(tmp_path, MlflowWriter(database, "lost"))
+    (run,) = runs_of(database, "lost")
+    assert run.info.run_id != description["run_id"]
     assert points(database, run, "main/loss") == LOSSES
 
 

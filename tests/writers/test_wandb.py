@@ -32,13 +32,39 @@ def test_each_row_is_a_row_there_keyed_by_iteration(tmp_path):
 
 
 def test_a_resumed_run_goes_on_under_its_id(tmp_path):
-    """Without a network W&B cannot know what it has, so the folder of each start holds all rows so far."""
+    """Its new folder has all rows so far; the earlier one is put where ``wandb sync`` does not look."""
     with pytest.raises(KilledError):
         train(tmp_path, WandbWriter(), kill=7)
     train(tmp_path, WandbWriter())
-    (first, _, before), (second, _, after) = map(read, folders(tmp_path))
+    (second, _, after), (first, _, before) = map(read, [*folders(tmp_path), *folders(tmp_path, "wandb/abandoned/1")])
     assert first == second
     assert (losses(before), losses(after)) == (LOSSES[:3], LOSSES)
+    assert len(list((tmp_path / "wandb").glob("*/*.wandb"))) == 2  # of one file: latest-run leads there too
+
+
+def test_a_run_that_was_sent_has_another_id_when_it_is_resumed(tmp_path):
+    """``wandb sync`` leaves a mark beside what it has sent; that folder stays."""
+    with pytest.raises(KilledError):
+        train(tmp_path, WandbWriter(), kill=7)
+    (folder,) = folders(tmp_path)
+    (log,) = folder.glob("*.wandb")
+    log.with_suffix(".wandb.synced").touch()
+    train(tmp_path, WandbWriter())
+    (first, _, before), (second, _, after) = map(read, folders(tmp_path))
+    assert first != second
+    assert (losses(before), losses(after)) == (LOSSES[:3], LOSSES)
+
+
+def test_rows_that_w_and_b_cannot_take_back_are_warned_about(tmp_path):
+    """A run that stays open has rows of iterations that are computed again."""
+    own = wandb.init(dir=str(tmp_path), id="mine")
+    with pytest.raises(KilledError):
+        train(tmp_path / "out", WandbWriter(), kill=7)
+    with pytest.warns(
+        UserWarning, match="has those of run mine up to step 6; .* back to iteration 4, so later ones will be"
+    ):
+        train(tmp_path / "out", WandbWriter())
+    own.finish()
 
 
 def test_another_run_in_the_directory_has_another_id(tmp_path):
@@ -94,7 +120,7 @@ def test_images_texts_and_histograms_are_its_own_of_these_kinds(tmp_path):
     with pytest.raises(KilledError):
         train(tmp_path, WandbWriter(), kill=7, updater=Showing())
     train(tmp_path, WandbWriter(), updater=Showing())
-    folder = folders(tmp_path)[1]
+    (folder,) = folders(tmp_path)
     _, _, rows = read(folder)
     assert losses(rows) == LOSSES
     assert [row["iteration"] for row in rows] == SEEN

@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chainring._media import Histogram, Image, Text, media_to_json
+from chainring._messages import info
 from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 
 _FILE = "mlflow_run.json"
 _METRICS, _PARAMS = 1000, 100  # the most in one request
+_TAG = "chainring.run"
+_FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that are sent first and last
 
 
 class MlflowWriter(Writer):
     """Sends each row to MLflow: every number of it as a metric, at the step of its iteration.
 
-    The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id. Each row arrives at least
-    once: a resumed run sends the earlier rows that MLflow lacks, and a row that is computed again is sent again, at the
-    same step. The config becomes the parameters; MLflow does not let them change, so those of the first start stay. Its
+    The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id, and each row is there once:
+    rows that a kill has lost are sent again. MLflow takes no row back. Where it has rows of updates that the run goes back
+    behind, a new run with all rows so far replaces the earlier one there, under its name, with its tags and parameters; the
+    earlier one is deleted as MLflow deletes, so that ``MlflowClient.restore_run`` brings it back, with artifacts of others.
+
+    The config becomes the parameters; MLflow does not let them change, so those of the first start stay. Its
     databases hold infinity as the largest double. Images, texts and histograms are artifacts, PNG, text and JSON files in
     ``media/<iteration>``. A run that the script has begun with ``mlflow.start_run`` is another one
     and is left alone.
@@ -55,32 +62,61 @@ class MlflowWriter(Writer):
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
         service = {"tracking_uri": self._client.tracking_uri, "experiment": self._experiment}
         saved = load_service_run(run.out / _FILE)
-        if saved.get("run_id") is not None and service.items() <= saved.items():
-            self._run_id = saved["run_id"]
-            self._client.update_run(self._run_id, status="RUNNING")
+        if not service.items() <= saved.items():
+            saved = {}
+        # A tag that is saved before any run is made tells of runs that a killed process had no time to save the id of.
+        tag, run_id = saved.get("tag") or uuid.uuid4().hex, saved.get("run_id")
+        description = {"run_id": run_id, "tag": tag, **service}
+        save_service_run(run.out / _FILE, description)
+        known = {} if run_id is None else {run_id: self._client.get_run(run_id)}
+        experiment_id = known[run_id].info.experiment_id if known else self._experiment_id()
+        own = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{tag}'")
+        earlier = {**{each.info.run_id: each for each in own}, **known}
+        sent = None if run_id is None else self._sent(run_id, run.iteration)
+        if sent is None:
+            self._run_id = self._create(experiment_id, tag, known.get(run_id))
         else:
-            self._create()
-            save_service_run(run.out / _FILE, {"run_id": self._run_id, **service})
+            self._run_id = run_id
+            self._client.update_run(run_id, status="RUNNING")
+        self._send_params(run.config)
+        self._send_rows([record for record in run.records if sent is None or record.iteration not in sent])
+        save_service_run(run.out / _FILE, {**description, "run_id": self._run_id})
+        for other in earlier.keys() - {self._run_id}:
+            self._client.delete_run(other)
+
+    def _sent(self, run_id: str, iteration: int) -> set[int] | None:
+        """Return the steps of the rows that the run has, if it has no others and none in part; otherwise ``None``."""
+        first, last = ([metric.step for metric in self._client.get_metric_history(run_id, key)] for key in (_FIRST, _LAST))
+        names = [Path(file.path).name for file in self._client.list_artifacts(run_id, "media")]
+        media = [int(name) for name in names if name.isdecimal()]
+        is_whole = len(set(first)) == len(first) and sorted(first) == sorted(last)
+        return set(last) if is_whole and max([*first, *media], default=0) <= iteration else None
+
+    def _send_params(self, config: Mapping[str, Any]) -> None:
         known = self._client.get_run(self._run_id).data.params
         param = self._mlflow.entities.Param
-        params = [param(str(key), str(value)) for key, value in run.config.items() if str(key) not in known]
+        params = [param(str(key), str(value)) for key, value in config.items() if str(key) not in known]
         for start in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run_id, params=params[start : start + _PARAMS])
-        sent = {metric.step for metric in self._client.get_metric_history(self._run_id, "elapsed_time")}
-        for record in run.records:
-            if record.iteration not in sent:
-                self.write(record)
 
     def write(self, record: Record) -> None:
         if self._run_id is None:
             self._client = self._mlflow.MlflowClient(self._tracking_uri)
-            self._create()
-        metric, now = self._mlflow.entities.Metric, int(1000 * time.time())
-        metrics = [metric(key, value, now, record.iteration) for key, value in scalars(record).items()]
+            self._run_id = self._create(self._experiment_id(), uuid.uuid4().hex)
+        self._send_rows([record])
+
+    def _send_rows(self, records: Sequence[Record]) -> None:
+        """Send the media of rows, then their numbers, of which those that `_sent` looks for are the first and the last."""
+        metric, metrics = self._mlflow.entities.Metric, []
+        for record in records:
+            for key, media in media_of(record).items():
+                self._send(f"media/{record.iteration:08d}/{safe_name(key)}", media)
+            ago = records[-1].elapsed_time - record.elapsed_time  # the times of earlier rows are as far apart as they were
+            values, time_ms = scalars(record), int(1000 * (time.time() - ago))
+            ordered = {_FIRST: values.pop(_FIRST), **values, _LAST: values[_LAST]}
+            metrics += [metric(key, value, time_ms, record.iteration) for key, value in ordered.items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
-        for key, media in media_of(record).items():
-            self._send(f"media/{record.iteration:08d}/{safe_name(key)}", media)
 
     def _send(self, path: str, media: Image | Text | Histogram) -> None:
         if isinstance(media, Image):
@@ -98,11 +134,23 @@ class MlflowWriter(Writer):
         if run_id is not None:
             self._client.set_terminated(run_id)
 
-    def _create(self) -> None:
+    def _experiment_id(self) -> str:
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if name is None:
-            experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is MLflow's default experiment
-        else:
-            experiment = self._client.get_experiment_by_name(name)
-            experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        self._run_id = self._client.create_run(experiment_id).info.run_id
+            return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")  # 0 is MLflow's default experiment
+        experiment = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
+
+    def _create(self, experiment_id: str, tag: str, earlier: Any = None) -> str:
+        """Create a run; one that replaces an ``earlier`` one has its name, tags and parameters."""
+        if earlier is None:
+            return str(self._client.create_run(experiment_id, tags={_TAG: tag}).info.run_id)
+        tags = {**earlier.data.tags, _TAG: tag}
+        run_id = str(self._client.create_run(experiment_id, tags=tags, run_name=earlier.info.run_name).info.run_id)
+        info(
+            f"MLflow takes no rows back, and has some behind which this run goes back: run {earlier.info.run_id} there is "
+            f"replaced by {run_id}, and deleted; MlflowClient.restore_run would bring it back"
+        )
+        self._run_id = run_id
+        self._send_params(earlier.data.params)
+        return run_id

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import html
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from chainring._files import set_aside
 from chainring._media import Image, Media, Text
 from chainring.writers._common import import_optional, load_service_run, save_service_run
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
@@ -17,14 +21,18 @@ class WandbWriter(Writer):
     """Sends each row to Weights & Biases, whose curves are drawn over ``iteration``.
 
     The run's id is kept in ``out/wandb_run.json``, so a resumed run goes on under the same id; the run's config is the
-    trainer's. Each row arrives at least once: a resumed run sends the earlier rows that W&B lacks, and a row that is
-    computed again is sent again. W&B's own step is the iteration, and because it only grows, a row sent again gets the next
-    step; ``iteration`` is right in every row. A run that the script has begun with ``wandb.init`` is used as it is, and is
-    left open.
+    trainer's. A run that the script has begun with ``wandb.init`` is used as it is, and is left open.
 
     W&B writes its own files into ``out/wandb``. ``WandbWriter(mode="offline")`` or ``WANDB_MODE=offline`` needs no network
-    and does not prompt; each start has a folder there, with all rows so far, which ``wandb sync`` sends later. Online,
-    without a login, W&B prompts or fails as ``wandb.init`` does.
+    and does not prompt: ``wandb sync`` sends the rows later, each once. Each start has a folder there, with all rows so far,
+    and those of earlier starts are moved to ``out/wandb/abandoned/<n>``, where ``wandb sync`` does not look. W&B writes
+    every 15 seconds; what a kill loses of that is written when the run is resumed. A run that was sent in part gets another
+    id when it is resumed, because W&B takes no row back.
+
+    Online, each row arrives at least once: a resumed run sends the earlier rows that W&B lacks. A row that is computed
+    again is sent again, and a warning says so. W&B's own step is the iteration, and because it only
+    grows, a row sent again gets the next step; ``iteration`` is right in every row. Without a login, W&B prompts or fails as
+    ``wandb.init`` does.
 
     Example::
 
@@ -47,10 +55,19 @@ class WandbWriter(Writer):
 
     def begin(self, run: Run) -> None:
         run_id = load_service_run(run.out / _FILE).get("id")
-        resume = {} if run_id is None else {"id": run_id, "resume": "allow"}
-        self._open({"dir": str(run.out), "config": dict(run.config), **resume, **self._init})
+        settings = {"dir": str(run.out), "config": dict(run.config), **self._init}
+        if run_id is not None and _is_kept(Path(settings["dir"]), str(run_id)):
+            settings = {"id": run_id, "resume": "allow", **settings}
+        self._open(settings)
         if self._owns:
             save_service_run(run.out / _FILE, {"id": self._run.id})
+        if run.iteration and self._run.step > run.iteration + 1:
+            warnings.warn(
+                f"W&B takes no row back, and has those of run {self._run.id} up to step {self._run.step - 1}; the run goes "
+                f"back to iteration {run.iteration}, so later ones will be there twice. WandbWriter(mode='offline'), and "
+                "wandb sync at the end, send each row once",
+                stacklevel=2,
+            )
         for record in run.records:
             if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet
                 self.write(record)
@@ -79,3 +96,13 @@ class WandbWriter(Writer):
         run, self._run = self._run, None
         if run is not None and self._owns:
             run.finish()
+
+
+def _is_kept(directory: Path, run_id: str) -> bool:
+    """Set the offline folders of a run aside, whose rows a new one will have; return False if one was sent already."""
+    folders = [*directory.glob(f"wandb/offline-run-*-{glob.escape(run_id)}")]
+    if any(any(folder.glob("*.synced")) for folder in folders):
+        return False
+    for folder in folders:
+        set_aside(folder)
+    return True
