@@ -26,8 +26,10 @@ def versions() -> dict[str, str]:
 
 
 @functools.cache
-def device_name() -> str:
-    """Return the type of the accelerator at hand, with its name if it has one, or ``"cpu"``."""
+def device_name(device: torch.device | None = None) -> str:
+    """Return the type of a device, with its name if it has one; by default of the accelerator at hand, or ``"cpu"``."""
+    if device is not None and device.type == "cpu":
+        return "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"

@@ -99,8 +99,15 @@ def device_scope(device: torch.device | None) -> AbstractContextManager[Any]:
 def as_device(device: Device) -> torch.device | None:
     """Return the device that a setting names.
 
+    Example::
+
+        as_device("auto")  # device(type='cuda', index=0), or device(type='cpu') without an accelerator
+        as_device(-1)  # device(type='cpu')
+
     Args:
         device: ``None``, a negative integer (the CPU), the index of an accelerator, a string or a ``torch.device``.
+            ``"auto"`` is the accelerator (CUDA, MPS, XPU, ...) if this machine has one, else the CPU; where
+            `create_communicator` was called, the device of this rank.
 
     Returns:
         The device; ``None`` for ``None``.
@@ -112,9 +119,11 @@ def as_device(device: Device) -> torch.device | None:
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, str):
-        return torch.device(device)
+        return _auto.choose() if is_auto(device) else torch.device(device)
     if isinstance(device, bool) or not isinstance(device, (int, np.integer)):
-        raise TypeError(f'a device is None, an integer, a string such as "cuda:0" or a torch.device, got {device!r}')
+        raise TypeError(
+            f'a device is None, an integer, a string such as "auto" or "cuda:0", or a torch.device, got {device!r}'
+        )
     if device < 0:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
@@ -123,6 +132,50 @@ def as_device(device: Device) -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(device))
+
+
+def is_auto(device: Device) -> bool:
+    """Return True if the setting leaves the choice of a device to Chainring."""
+    return isinstance(device, str) and device == "auto"
+
+
+class _Auto:
+    """What ``"auto"`` is in this process.
+
+    Attributes:
+        device_of_rank: the device of this rank, once a communicator knows it.
+        chosen: what ``"auto"`` has become before.
+    """
+
+    device_of_rank: torch.device | None = None
+    chosen: torch.device | None = None
+
+    def choose(self) -> torch.device:
+        if self.device_of_rank is not None:
+            return self.device_of_rank
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator is None:
+            self.chosen = torch.device("cpu")
+        else:
+            self.chosen = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return self.chosen
+
+
+_auto = _Auto()
+
+
+def set_device_of_rank(device: torch.device, is_one_of_several: bool) -> None:
+    """Let ``"auto"`` be this device from now on.
+
+    Raises:
+        RuntimeError: this is one of several ranks, and ``"auto"`` was another device before.
+    """
+    if is_one_of_several and _auto.device_of_rank is None and _auto.chosen not in (None, device):
+        raise RuntimeError(
+            f'device="auto" is the device of the rank, which is {device}, and became {_auto.chosen} before the rank was '
+            "known; call create_communicator() before the iterators, updaters and extensions that take a device"
+        )
+    _auto.device_of_rank = device
 
 
 def _move(device: torch.device | None, x: Any) -> Any:

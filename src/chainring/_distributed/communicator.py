@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chainring._distributed.attendance import begin_alone, end_alone
+from chainring.converters import Device, as_device, is_auto
 
 
 class Communicator:
@@ -139,6 +140,11 @@ class Communicator:
 
     def close(self) -> None:
         """End the exchange; afterwards the communicator must not be used."""
+
+
+def device_of_rank(device: Device, comm: Communicator) -> torch.device | None:
+    """Return the device that a setting names, where ``"auto"`` is that of the rank if there are several."""
+    return comm.device if is_auto(device) and comm.world.size > 1 else as_device(device)
 
 
 def as_communicator(comm: Any) -> Communicator:

@@ -25,7 +25,7 @@ from chainring._distributed.launchers import Place, meet, read_local_rank, read_
 from chainring._distributed.mesh import MeshCommunicator, ranks_along
 from chainring._distributed.watchdog import BESIDE, OWN
 from chainring._messages import mute
-from chainring.converters import Device, as_device
+from chainring.converters import Device, as_device, is_auto, set_device_of_rank
 
 _groups_joined = 0
 
@@ -51,8 +51,9 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         updater = StandardUpdater(iterator, optimizer, model, comm=create_communicator(mesh=mesh["dp"]))
 
     Args:
-        device: where this rank computes; by default the accelerator of its number on this machine, the only one that it
-            sees, or the host where there is none. The updater and the extensions take it from ``comm.device``.
+        device: where this rank computes; by default, and for ``"auto"``, the accelerator of its number on this machine, the
+            only one that it sees, or the host where there is none. The updater and the extensions take it from
+            ``comm.device``.
         mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; of several dimensions
             for ``fully_shard`` with copies. By default all ranks share the data.
         timeout: seconds that a rank waits in an exchange for one that does not arrive; then all end with an error that names
@@ -84,6 +85,7 @@ def _create_world(device: Device, timeout: float | None) -> Communicator:
     started = dist.is_available() and dist.is_initialized()
     place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
     rank_device = _device_of_rank(device, place.local_rank)
+    set_device_of_rank(rank_device, place.size > 1)
     if place.size == 1 and not started:
         alone = Communicator()
         alone.device = rank_device
@@ -95,7 +97,7 @@ def _create_world(device: Device, timeout: float | None) -> Communicator:
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
-    if device is not None:
+    if device is not None and not is_auto(device):
         return as_device(device) or torch.device("cpu")
     if not torch.accelerator.is_available():
         return torch.device("cpu")

@@ -36,7 +36,8 @@ class DevicePrefetcher(Iterator):
 
     Args:
         iterator: gives the batches; a ``DataLoader`` or another iterable of batches is wrapped.
-        device: a negative integer or ``"cpu"`` is the host, ``None`` leaves batches where they are.
+        device: a negative integer or ``"cpu"`` is the host, ``"auto"`` the accelerator if there is one; ``None`` leaves
+            batches where they are.
         converter: ``converter(batch, None)`` makes tensors of a batch, on the host. They are the columns of the batch
             that is returned, which `concat_examples` passes on.
 

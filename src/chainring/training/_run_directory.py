@@ -314,12 +314,18 @@ def _settings_of(trainer: Trainer) -> dict[str, Any]:
         "argv": list(sys.argv),
         "git_commit": _environment.git_commit(),
         "versions": _environment.versions(),
-        "device": _environment.device_name(),
+        "device": _environment.device_name(_device_of(trainer.updater)),
         "threads": torch.get_num_threads(),
         "ranks": trainer.comm.world.size,
         "seeds": _to_record({"torch": torch.initial_seed(), "iterators": seeds}),
         "optimizers": _to_record(getattr(trainer.updater, "constructed", {})),
     }
+
+
+def _device_of(updater: Any) -> torch.device | None:
+    """Return the device that an updater was given, or has chosen."""
+    device = getattr(updater, "device", None)
+    return device if isinstance(device, torch.device) else None
 
 
 def _plan_of(trainer: Trainer) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from chainring import _random
-from chainring._distributed.communicator import Communicator
+from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
-from chainring.converters import Device, as_device, concat_examples
+from chainring.converters import Device, as_device, concat_examples, is_auto
 from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
@@ -58,7 +58,7 @@ class Evaluator(Extension):
             of several by name, of which ``"main"`` is evaluated.
         target: the model, or a dict of several by name; a single one is called ``"main"``.
         converter: ``converter(batch, device)`` makes tensors of a batch of examples.
-        device: of the batches; ``None`` leaves them where they are.
+        device: of the batches; ``None`` leaves them where they are, and ``"auto"`` is as for `StandardUpdater`.
         eval_hook: called with the evaluator before each evaluation.
         eval_func: called with a batch instead of the main target. It returns the same: a loss, or a mapping with ``"loss"``.
         precision: of the forward, as for `StandardUpdater`; by default that of the updater for a model of its own, else
@@ -115,8 +115,8 @@ class Evaluator(Extension):
             Precision(precision, "cpu")  # refuses an unknown name
         self.converter = converter
         self.device = as_device(device)
-        self.eval_hook = eval_hook
-        self.eval_func = eval_func
+        self._follows_rank = is_auto(device)
+        self.eval_hook, self.eval_func = eval_hook, eval_func
         self.precision = precision
         self.loss_func = loss_func
         self._precision = precision or "fp32"
@@ -149,6 +149,8 @@ class Evaluator(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._comm = trainer.comm
+        if self._follows_rank:
+            self.device = device_of_rank("auto", trainer.comm)
         self._follow(trainer.updater)
         if self._virtual_ranks is not None and self._initial_seed is None:
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())

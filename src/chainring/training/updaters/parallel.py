@@ -39,7 +39,8 @@ class ParallelUpdater(StandardUpdater):
             for each share, with its device and its replica.
         model: the main model, of which a copy is made for each other device.
         models: the replicas by name instead, all of the same structure; the parameters are those of ``models["main"]``.
-        devices: the device of each replica by its name; devices may repeat. Without, replicas stay where they are.
+        devices: the device of each replica by its name, as for `StandardUpdater`; devices may repeat. Without, replicas
+            stay where they are.
 
     Raises:
         ValueError: neither ``models`` nor ``devices`` is given, or they differ in names, or the models in structure.

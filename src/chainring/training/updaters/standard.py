@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chainring._distributed.communicator import Communicator
+from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import to_full
 from chainring._distributed.watchdog import note_iteration
 from chainring._progress import raise_unless_end
-from chainring.converters import Device, as_device, concat_examples
+from chainring.converters import Device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
 from chainring.reporting.reporter import current_observation, report_scope
@@ -131,7 +131,9 @@ class StandardUpdater(Updater):
         optimizer: over the parameters of the models.
         model: is moved to ``device``. Called with a batch it returns the loss, unless there is a ``loss_func``.
         converter: ``converter(batch, device)`` makes tensors of a batch of examples.
-        device: ``None`` leaves data and models where they are; a negative integer or ``"cpu"`` is the host.
+        device: ``None`` leaves data and models where they are; a negative integer or ``"cpu"`` is the host; an integer, or a
+            string such as ``"cuda:1"``, is that accelerator; ``"auto"`` is the accelerator if there is one, under several
+            ranks that of the rank, else the host.
         loss_func: ``loss_func(model, *inputs)`` returns the loss, or a mapping that has ``"loss"``, whose scalars are
             reported under the model's name.
         precision: of the forward: ``"fp32"`` as the model is, ``"bf16"`` autocast, ``"fp16"`` autocast with a loss scaler.
@@ -190,11 +192,11 @@ class StandardUpdater(Updater):
         if not self._overrides("update_core"):
             check_default_update(self._iterators, self._models, self._optimizers)
         self.converter = converter
-        self.device = as_device(device)
         self.loss_func, self.virtual_ranks, self.compile = loss_func, virtual_ranks, compile
         self.accumulate, self.accumulate_across_epochs = accumulate, accumulate_across_epochs
         self.callbacks = UpdateCallbacks() if callbacks is None else callbacks
         self.comm = Communicator() if comm is None else comm
+        self.device = device_of_rank(device, self.comm)
         check_sharding(self.comm, self._models)
         self._communicates = comm is not None
         self._virtual = None if virtual_ranks is None else self._make_virtual_ranks(virtual_ranks)
