@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from docutils.nodes import Element
+import numpy as np
+import torch
+from docutils.nodes import Element, paragraph
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
+from sphinx.util.typing import stringify_annotation
 
 import chainring
 from chainring.training.extensions import dump_graph, snapshot
 
 # Classes that are called as functions: under the names of the classes they would be aliases.
 dump_graph.__name__, snapshot.__name__ = "dump_graph", "snapshot"
+# PyTorch's documents have these classes where users import them.
+torch.nn.Module.__module__, torch.optim.Optimizer.__module__ = "torch.nn", "torch.optim"
 
 project = "Chainring"
 copyright = "The Chainring developers"  # noqa: A001 - Sphinx's name for it
 release = version = chainring.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
 
 html_theme = "furo"
 html_title = "Chainring"
@@ -30,6 +44,15 @@ html_css_files = ["chainring.css"]
 highlight_language = "none"  # what is printed is no Python
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
+viewcode_line_numbers = True
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor what is printed
+
+# The names of other documents that ours lead to, kept here so that the pages can be built without a network.
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", "inventories/python.inv"),
+    "numpy": ("https://numpy.org/doc/stable", "inventories/numpy.inv"),
+    "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.inv"),
+}
 
 myst_heading_anchors = 3
 
@@ -46,7 +69,7 @@ napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|Tensor|Module|Optimizer|np|numpy|ndarray|os|pathlib|collections|contextlib)\b.*"),
+    ("py:class", r"nn\.Module|Tensor"),  # of annotations that are not imported at run time
     ("py:class", r"chainring\.training\.extensions\.snapshot\.Snapshot"),  # made by the function of that name
     (
         "py:class",
@@ -68,13 +91,53 @@ def find_by_its_name(app: Sphinx, env: BuildEnvironment, node: Element, contnode
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
 
 
+def shorten_signature(*args: Any) -> tuple[str | None, str | None]:
+    """Put `ArrayLike` and `DTypeLike` in place of the dozen private types that they stand for; show a default as `...`."""
+    *_, arguments, returned = args
+    for name in ("ArrayLike", "DTypeLike"):
+        union = stringify_annotation(getattr(np.typing, name), "smart").removesuffix(" | None")
+        arguments = arguments and arguments.replace(union, f"~numpy.typing.{name}").replace("<factory>", "...")
+    return arguments, returned
+
+
 def copy_linked_files(app: Sphinx, docname: str, source: list[str]) -> None:
     """Turn a link to a file outside docs/, which leads there on a forge, into one to a copy of it in the pages."""
     up = "../" * (docname.count("/") + 1)
     source[0] = re.sub(rf"\]\(({re.escape(up)}[^)#]+)\)", r"](path:\1)", source[0])
 
 
+def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
+    """List the pages with their first paragraphs in `llms.txt`, as https://llmstxt.org describes it."""
+    if exception or app.builder.name != "html":
+        return
+    env = app.env
+    lines = [f"# {project}", "", f"> {summary_of(env, 'index')}"]
+    sections: dict[str, list[str]] = {}
+    for page in pages_in_order(env, "index"):
+        section = page.partition("/")[0].capitalize() if "/" in page else "Documents"
+        sections.setdefault(section, []).append(
+            f"- [{env.titles[page].astext()}]({app.builder.get_target_uri(page)}): {summary_of(env, page)}"
+        )
+    for name, links in sections.items():
+        lines += ["", f"## {name}", "", *links]
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+def pages_in_order(env: BuildEnvironment, page: str) -> list[str]:
+    """Return the pages below a page, as the tables of contents list them."""
+    below = env.toctree_includes.get(page, [])
+    return [each for child in below for each in (child, *pages_in_order(env, child))]
+
+
+def summary_of(env: BuildEnvironment, page: str) -> str:
+    """Return the first paragraph of a page as plain text in one line."""
+    first = next(iter(env.get_doctree(page).findall(paragraph)), None)
+    return " ".join(first.astext().split()) if first is not None else ""
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("missing-reference", find_by_its_name)
+    app.connect("autodoc-process-signature", shorten_signature)
     app.connect("source-read", copy_linked_files)
+    app.connect("build-finished", write_llms_txt)

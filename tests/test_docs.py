@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import snowballstemmer
 
 import forked
 from test_public_api import PACKAGES
@@ -126,6 +128,52 @@ def built(tmp_path_factory):
 def test_the_documents_are_made_without_a_warning(built):
     """References that lead nowhere are warnings too."""
     assert built[1] == ""
+
+
+def test_public_objects_and_those_of_other_libraries_are_links(built):
+    """A class leads to its source, and the types of its arguments to the documents of Python and PyTorch."""
+    page = (built[0] / "reference" / "training.html").read_text()
+    assert 'href="../_modules/chainring/training/trainer.html#Trainer"' in page
+    assert (built[0] / "_modules/chainring/training/trainer.html").exists()
+    assert 'href="https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module"' in page
+    assert 'href="https://docs.python.org/3/library/collections.abc.html#collections.abc.Mapping"' in page
+
+
+def test_code_has_a_button_that_copies_it(built):
+    """Its script is on each page."""
+    assert all("copybutton.js" in (built[0] / page).read_text() for page in ("index.html", "reference/training.html"))
+
+
+def test_a_file_for_language_models_lists_every_page_with_a_summary(built):
+    """`llms.txt` has a title, a quoted summary, and sections of links, as https://llmstxt.org describes it."""
+    title, _, summary, *rest = (built[0] / "llms.txt").read_text().splitlines()
+    assert title == "# Chainring"
+    assert re.fullmatch(r"> .*PyTorch.*", summary)
+    links = [re.fullmatch(r"- \[[^]]+\]\((.+)\): (.+)", line) for line in rest if line and not line.startswith("## ")]
+    assert all(links)
+    pages = {page.relative_to(DOCS).with_suffix(".html").as_posix() for page in PAGES}
+    assert {link[1] for link in links} == pages - {"index.html"}
+    assert [link[1] for link in links if link[2].endswith(":") or len(link[2]) < 20] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mixed precision", "checkpoint", "gradient accumulation", "gpu", "learning rate", "early stopping",
+        "wandb", "torchrun", "slurm", "nan", "dataloader", "ema", "resume", "distributeddataparallel", "tensorboard",
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_users_look_for(words, built):
+    """Each word, by its stem, is in the index of the search, and one page at least has them all."""
+    text = (built[0] / "searchindex.js").read_text()
+    index = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    stem = snowballstemmer.stemmer("english").stemWord
+
+    def pages_with(word):
+        found = [index[part].get(stem(word), []) for part in ("terms", "titleterms")]
+        return {page for each in found for page in ([each] if isinstance(each, int) else each)}
+
+    assert set.intersection(*map(pages_with, words.split()))
 
 
 def documented(built):
