@@ -1,6 +1,13 @@
-"""A small run in which one thing may be another, for the tests of what finds the difference."""
+"""A small run in which one thing may be another, for the tests of what finds the difference.
 
+    python tests/planted.py OUT CHANGES
+
+trains it, with the changes as a JSON object.
+"""
+
+import json
 import random
+import sys
 
 import numpy as np
 import torch
@@ -36,15 +43,13 @@ class Data(DatasetMixin):
         if "draws" in self.changes and i == 7:
             {"torch": lambda: torch.rand(1), "numpy": np.random.rand, "python": random.random}[self.changes["draws"]]()
         x = self.points[i] + self.changes.get("noise", 0.1) * torch.randn(WIDTH)
-        return x, (i + (i == self.changes.get("label"))) % 3
+        return x.to(dtype_of(self.changes)), (i + (i == self.changes.get("label"))) % 3
 
 
 class Swish(nn.Module):
     """An activation, by one of two kernels that round otherwise."""
 
-    def __init__(self, by_hand):
-        super().__init__()
-        self.by_hand = by_hand
+    by_hand = False
 
     def forward(self, x):
         return x * torch.sigmoid(x) if self.by_hand else nn.functional.silu(x)
@@ -59,17 +64,24 @@ class Net(nn.Module):
         width = changes.get("width", 8)
         self.first = nn.Linear(WIDTH, width)
         self.norm = nn.BatchNorm1d(width, momentum=changes.get("momentum", 0.1), eps=changes.get("norm_eps", 1e-5))
-        self.act = changes.get("activation", Swish)(bool(changes.get("kernel")))
+        self.act = changes.get("activation", Swish)()
         self.drop = nn.Dropout(changes.get("dropout", 0.3))
         self.last = nn.Linear(width, 3, bias=changes.get("bias", True))
 
     def forward(self, x, t):
-        h = self.last(self.drop(self.act(self.norm(self.first(x)))))
+        h = self.norm(self.first(x))
+        if "kernel" in self.changes:  # from this iteration on
+            self.act.by_hand = int(self.norm.num_batches_tracked) >= self.changes["kernel"]
+        h = self.last(self.drop(self.act(h)))
         loss = nn.functional.cross_entropy(h, t, label_smoothing=self.changes.get("smoothing", 0.0))
         if "penalty" in self.changes:
             loss = loss + self.changes["penalty"] * self.first.weight.square().sum()
         chainring.report({"loss": loss, "accuracy": (h.argmax(1) == t).float().mean()}, self)
         return loss
+
+
+def dtype_of(changes):
+    return getattr(torch, changes.get("dtype", "float32"))
 
 
 def make_optimizer(model, changes):
@@ -85,7 +97,7 @@ def ulp(tensor, place):
     """Change one number by one unit in the last place."""
     with torch.no_grad():
         flat = tensor.view(-1)
-        flat[place] = torch.nextafter(flat[place], torch.tensor(9.0))
+        flat[place] = torch.nextafter(flat[place], torch.full_like(flat[place], 9.0))
 
 
 def at(iteration, change):
@@ -103,11 +115,11 @@ def make_trainer(out, recorded=True, length=LENGTH, comm=None, wrap=None, **chan
     """A trainer that has not run; the changes are those of the keys of this file."""
     chainring.deterministic(changes.get("seed", 0))
     torch.set_num_threads(changes.get("threads", 1))
-    model = Net(changes)
+    model = Net(changes).to(dtype_of(changes))
     if changes.get("init"):
         nn.init.zeros_(model.last.weight)
     if "ulp" in changes:
-        ulp(model.get_parameter(changes["ulp"]), 1)
+        ulp(model.get_parameter(changes["ulp"]), changes.get("place", 1))
     if "frozen" in changes:
         getattr(model, changes["frozen"]).requires_grad_(False)
     net = model if wrap is None else wrap(model)
@@ -131,7 +143,8 @@ def add_extensions(trainer, model, optimizer, recorded, changes):
     if "evaluated" in changes:
         trainer.extend(at(changes["evaluated"], lambda trainer: chainring.report({"score": changes["score"]})))
     if "later" in changes:
-        trainer.extend(at(*changes["later"]))
+        iteration, change = changes["later"]
+        trainer.extend(at(iteration, LATER.get(change, change)))
     trainer.extend(extensions.LogReport(trigger=(changes.get("rows", ROWS), "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(changes.get("every", SNAPSHOTS), "iteration"))
     if recorded:
@@ -174,6 +187,19 @@ def change_moment(trainer):
     ulp(optimizer_of(trainer).state[model_of(trainer).last.bias]["exp_avg"], 0)
 
 
+def draw(trainer):
+    """Draw a number that dropout and augmentation would have got."""
+    torch.rand(1)
+
+
+def draw_in_vain(trainer):
+    """Draw a number of a generator that nothing else uses."""
+    np.random.rand()
+
+
+CHANGES = (decay_more, change_weight, change_variance, change_moment, draw, draw_in_vain)
+LATER = {change.__name__: change for change in CHANGES}  # for changes in JSON
+
 # What is changed; the first iteration that differs, what differs there, and the first tensor that does, of those that are
 # recorded after every fourth iteration; a part of the name of a setting that differs.
 DIFFERENCES = {
@@ -201,10 +227,10 @@ DIFFERENCES = {
     "one ulp of a buffer": ({"later": (9, change_variance)}, 12, "tensor", VARIANCE, "once"),
     "one ulp of a moment": ({"later": (5, change_moment)}, 8, "tensor", MOMENT, "once"),
     "weight decay in the middle": ({"later": (11, decay_more)}, 12, "tensor", FIRST, "once"),
-    "a number drawn in the middle": ({"later": (17, lambda t: torch.rand(1))}, 18, "loss", FIRST, "once"),
-    "a number that nothing uses": ({"later": (17, lambda t: np.random.rand())}, 18, "generators", None, "once"),
+    "a number drawn in the middle": ({"later": (17, draw)}, 18, "loss", FIRST, "once"),
+    "a number that nothing uses": ({"later": (17, draw_in_vain)}, 18, "generators", None, "once"),
     "a kernel": ({"kernel": True}, 4, "", FIRST, ""),  # in which iteration the loss shows it depends on the processor
-    "an activation": ({"activation": lambda by_hand: nn.Tanh()}, 1, "loss", FIRST, ""),
+    "an activation": ({"activation": nn.Tanh}, 1, "loss", FIRST, ""),
     "the rate of dropout": ({"dropout": 0.31}, 1, "loss", FIRST, ""),
     "no dropout": ({"dropout": 0.0}, 1, "loss", FIRST, ""),
     "the momentum of running statistics": ({"momentum": 0.2}, 4, "tensor", MEAN, ""),
@@ -224,3 +250,6 @@ DIFFERENCES = {
     "accumulation": ({"accumulate": 2}, 1, "batch", FIRST, "settings.accumulate"),
     "virtual ranks": ({"virtual_ranks": 2}, 1, "loss", FIRST, "settings.virtual_ranks"),
 }  # fmt: skip
+
+if __name__ == "__main__":
+    make_trainer(sys.argv[1], **json.loads(sys.argv[2])).run()

@@ -1,7 +1,7 @@
 """chainring diff --script: both runs are replayed where they part, and the first module whose output differs is named."""
 
 import json
-from pathlib import Path
+import shutil
 
 import pytest
 
@@ -9,12 +9,6 @@ import forked
 import planted
 from chainring.cli import main
 
-SCRIPT = f"""
-import json, sys
-sys.path.insert(0, {str(Path(planted.__file__).parent)!r})
-import planted
-planted.make_trainer(sys.argv[1], **json.loads(sys.argv[2])).run()
-"""
 SPARSE = {"recorded": False, "length": 80, "rows": 80, "every": 100}  # but for the last row nothing is there
 RUNS = {
     "base": {},
@@ -30,7 +24,7 @@ RUNS = {
 def place(tmp_path_factory):
     """A script and runs of it."""
     root = tmp_path_factory.mktemp("runs")
-    (root / "train.py").write_text(SCRIPT)
+    shutil.copy(planted.__file__, root / "train.py")
     for name, changes in RUNS.items():
         forked.run([str(root / "train.py"), str(root / name), json.dumps(changes)])
     return root
