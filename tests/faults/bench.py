@@ -72,6 +72,7 @@ class Bench:
         here = str(Path(__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the end of the first rank the others warn
         self._context = multiprocessing.get_context("forkserver")  # one process imports torch, for all attempts
         self._context.set_forkserver_preload(["attempts", "torch._dynamo", "boto3", "chainring.training._remote_run"])
         self.root = Path(tempfile.mkdtemp(prefix="chainring-faults-"))

@@ -16,6 +16,7 @@ import clock
 import damage
 import data
 import kills
+import partings
 import remote_damage
 import remote_kills
 import remote_races
@@ -26,7 +27,7 @@ from bench import Bench
 
 import tries
 
-PARTS = (kills, signals, damage, data, clock, replays, remote_races, remote_kills, remote_damage, remote_writers)
+PARTS = (kills, signals, damage, data, clock, replays, partings, remote_races, remote_kills, remote_damage, remote_writers)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))
