@@ -1,8 +1,14 @@
 """chainring replay, batch and bisect: any iteration of a run, its examples, and where it went wrong."""
 
+import fcntl
 import json
 import math
+import os
+import pty
 import shutil
+import struct
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,7 @@ from chainring.serializers._store import DirectorySnapshot
 
 SCRIPT = """
 import argparse
+import time
 import torch
 from torch import nn
 import chainring
@@ -29,6 +36,7 @@ parser.add_argument("--length", type=int, default=120)
 parser.add_argument("--policy")
 parser.add_argument("--note")
 parser.add_argument("--recorded", action="store_true")
+parser.add_argument("--seconds", type=float, default=0.0)
 parser.add_argument("--lr", type=float, default=0.02)
 arguments = parser.parse_args()
 chainring.deterministic(3)
@@ -39,6 +47,7 @@ class Data(chainring.datasets.DatasetMixin):
         return 400
 
     def get_example(self, i):
+        time.sleep(arguments.seconds)
         return torch.randn(4) + i / 400 * (arguments.value if i == arguments.poison else 1.0)
 
 
@@ -236,6 +245,24 @@ def test_a_replay_that_goes_another_way_than_was_recorded_fails_with_1(place, tm
     assert main(["batch", "--json", run, "3", *other]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["same"], found["difference"].startswith("the replay goes another way")) == (False, True)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(place, monkeypatch, is_terminal):
+    """On the output of errors."""
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    if is_terminal:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with open(theirs, "w") as errors:
+        monkeypatch.setattr(sys, "stderr", errors)
+        command = ["replay", str(place / "sound"), "--to", "80", str(place / "train.py"), "--seconds", "0.2"]
+        assert main(command) == 0
+        errors.write("end")
+        errors.flush()
+        shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert ("| 5/5 [" in shown) == is_terminal
+    assert is_terminal or shown == "end"
 
 
 @pytest.mark.parametrize(

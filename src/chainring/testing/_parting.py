@@ -273,7 +273,7 @@ def _compare_saved(found: Parting, one: RunFiles, other: RunFiles, iteration: in
     """Compare the snapshots of an iteration; return what differs."""
     with one.opened(iteration) as state, other.opened(iteration) as state_other:
         title = f"compare snapshots of iteration {iteration}"
-        with tqdm(desc=title, total=count_compared(state), delay=2.0, leave=False, file=sys.stderr) as bar:
+        with tqdm(desc=title, total=count_compared(state), delay=2.0, leave=False, file=sys.stderr, disable=None) as bar:
             differences = (
                 Finding(iteration, each.what, each.name, each.text)
                 for each in compare_saved(

@@ -203,7 +203,7 @@ def replay_script(
             capture=capture,
             condition=None if condition is None else (condition.key, condition.operator, condition.number),
         )  # fmt: skip
-        with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr) as bar:
+        with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None) as bar:
             code = run(script_starter(_MODULE, script, arguments), task, functools.partial(_show, task, bar))
             if task.path("result").exists():
                 bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))

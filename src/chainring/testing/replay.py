@@ -88,7 +88,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
 
 
 def _replay(trainer: Trainer, run: Path, directory: Path, iteration: int) -> Replay:
-    with tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5) as bar:
+    with tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5, disable=None) as bar:
         replaying = Replay(
             trainer, run, directory, latest=iteration, until=iteration,
             on_iteration=lambda reached: _advance(bar, reached - replaying.origin.iteration),
