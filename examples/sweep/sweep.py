@@ -52,7 +52,7 @@ def train(trial: optuna.Trial, epochs: int, out: Path) -> float:
     trainer.extend(extensions.snapshot("best"), trigger=triggers.MinValueTrigger("validation/main/loss"))
     trainer.extend(pruner(trial, "validation/main/loss"))
     trainer.run()
-    return min(row["validation/main/loss"] for row in trainer.get_extension("LogReport").log)
+    return min(row["validation/main/loss"] for row in trainer.get_extension(extensions.LogReport).log)
 
 
 def main() -> None:

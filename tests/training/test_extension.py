@@ -147,6 +147,69 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
         trainer.get_extension("a_funktion")
 
 
+class Subclassed(Named):
+    """Is found as its base is."""
+
+    default_name = "subclassed"
+
+
+def test_an_extension_is_found_by_its_class(tmp_path):
+    """Whatever its name there; a class called like a function too."""
+    trainer = a_trainer(tmp_path)
+    mine, log, snapshot = Named(), extensions.LogReport(), extensions.snapshot()
+    trainer.extend(mine, name="other")
+    trainer.extend(log)
+    trainer.extend(snapshot)
+    assert trainer.get_extension(Named) is mine
+    assert trainer.get_extension(extensions.LogReport) is log
+    assert trainer.get_extension(extensions.snapshot) is snapshot
+
+
+def test_an_extension_is_found_by_the_class_that_it_derives_from(tmp_path):
+    """Unless there is one of that class itself, which then is meant."""
+    trainer = a_trainer(tmp_path)
+    derived, exact = Subclassed(), Named()
+    trainer.extend(derived)
+    assert trainer.get_extension(Named) is derived
+    trainer.extend(exact)
+    assert trainer.get_extension(Named) is exact
+    assert trainer.get_extension(Subclassed) is derived
+
+
+def test_a_class_without_an_extension_lists_those_that_are_registered(tmp_path):
+    """With their classes, as names may be others."""
+    trainer = a_trainer(tmp_path)
+    with pytest.raises(KeyError, match="no extension of class LogReport; registered: none"):
+        trainer.get_extension(extensions.LogReport)
+    trainer.extend(a_function)
+    trainer.extend(Named(), name="other")
+    expected = r"no extension of class LogReport; registered: a_function \(function\), other \(Named\)"
+    with pytest.raises(KeyError, match=expected):
+        trainer.get_extension(extensions.LogReport)
+
+
+def test_a_class_of_several_extensions_is_refused_with_their_names(tmp_path):
+    """None of them is taken silently; one object under two names is no choice."""
+    trainer = a_trainer(tmp_path)
+    first = Named()
+    trainer.extend(first)
+    trainer.extend(first, name="again")
+    assert trainer.get_extension(Named) is first
+    trainer.extend(Named())
+    rule = r"the only extension of that class, and there are 3: mine, again, mine_1; give the name of one of them"
+    with pytest.raises(ValueError, match=rule):
+        trainer.get_extension(Named)
+
+
+@pytest.mark.parametrize("wanted", [3, None, extensions.observe_lr, Named()])
+def test_an_extension_is_not_found_by_anything_else(tmp_path, wanted):
+    """Such as the function that made it."""
+    trainer = a_trainer(tmp_path)
+    trainer.extend(Named())
+    with pytest.raises(TypeError, match="an extension is known by its name or its class, such as LogReport; got"):
+        trainer.get_extension(wanted)
+
+
 def test_an_extension_brings_its_trigger_and_priority(tmp_path):
     """Arguments that extend is not given come from the extension."""
     trainer, mine, order = a_trainer(tmp_path, stop=(4, "iteration")), Named(), []

@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
@@ -36,6 +36,8 @@ from chainring.training.triggers.base import describe_setting, serialize_extensi
 if TYPE_CHECKING:
     from chainring.serializers._store import Store
     from chainring.training.updaters.base import Updater
+
+_E = TypeVar("_E")
 
 
 class Trainer(Stateful):
@@ -187,15 +189,53 @@ class Trainer(Stateful):
         self._entries[entry.name] = entry
         self._run.loaded_state.restore(self, is_complete=False)
 
-    def get_extension(self, name: str) -> Any:
-        """Return the extension registered as ``name``.
+    @overload
+    def get_extension(self, name: type[_E]) -> _E: ...
+
+    @overload
+    def get_extension(self, name: str) -> Any: ...
+
+    def get_extension(self, name: str | type[Any]) -> Any:
+        """Return the extension registered as ``name``, or the one of a class.
+
+        Example::
+
+            trainer.get_extension(LogReport).log[-1]["main/loss"]
+            trainer.get_extension("LogReport_1")  # the second that was registered
+
+        Args:
+            name: the name of an extension, or its class. Objects of a subclass are found where there is none of the class
+                itself.
 
         Raises:
-            KeyError: there is no extension of that name.
+            KeyError: there is no extension of that name or class.
+            ValueError: several extensions are of that class.
+            TypeError: ``name`` is neither a name nor a class.
         """
+        if isinstance(name, type):
+            return self._get_extension_of(name)
+        if not isinstance(name, str):
+            raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
         if name not in self._entries:
             raise KeyError(f"no extension {name!r}; registered: {list(self._entries)}")
         return self._entries[name].extension
+
+    def _get_extension_of(self, wanted: type[Any]) -> Any:
+        of_class = {name: entry.extension for name, entry in self._entries.items() if isinstance(entry.extension, wanted)}
+        exact = {name: extension for name, extension in of_class.items() if type(extension) is wanted}
+        found = exact or of_class
+        if not found:
+            raise KeyError(f"no extension of class {wanted.__name__}; registered: {self._named_classes()}")
+        first, *others = found.values()
+        if any(other is not first for other in others):
+            raise ValueError(
+                f"get_extension({wanted.__name__}) returns the only extension of that class, and there are {len(found)}: "
+                f"{', '.join(found)}; give the name of one of them"
+            )
+        return first
+
+    def _named_classes(self) -> str:
+        return ", ".join(f"{name} ({type(entry.extension).__name__})" for name, entry in self._entries.items()) or "none"
 
     def run(self) -> None:
         """Train until the stop trigger fires or the data end.

@@ -59,7 +59,7 @@ class LogReport(Extension):
 
         trainer.extend(extensions.LogReport(writers=[CsvWriter()]), trigger=(100, "iteration"))
         trainer.run()
-        trainer.get_extension("LogReport").log[-1]["main/loss"]
+        trainer.get_extension(LogReport).log[-1]["main/loss"]
 
     Args:
         keys: the keys to average; ``None`` takes all.
