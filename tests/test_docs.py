@@ -10,9 +10,11 @@ import sys
 import types
 import zlib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import snowballstemmer
+from spellchecker import SpellChecker
 
 import forked
 from test_public_api import PACKAGES
@@ -221,6 +223,61 @@ def test_the_words_of_the_field_are_in_a_heading(words):
     ]
     assert any(re.search(rf"\b{words}", heading, re.IGNORECASE) for heading in headings)
     assert "A checkpoint of a whole run is called a *snapshot* here." in (DOCS / "resume.md").read_text()
+
+
+CODE = re.compile(r"`+[^`]+`+|\]\([^)]*\)|<[^>]*>|https?://\S+|\w*[._/\d]\w[\w./]*|-{1,2}\w[\w-]*=?")
+
+
+def words_of(text):
+    """The words of a text, without what stands in it of code, addresses, paths, options and numbers."""
+    prose = CODE.sub(" ", FENCE.sub("", text))
+    return {re.sub(r"'s?$", "", word) for word in re.findall(r"[^\W\d_][^\W\d_']+", prose)}
+
+
+@pytest.fixture(scope="module")
+def misspelled():
+    """A function of a text that returns its words that are neither in the dictionary nor in docs/words.txt."""
+    known = set((DOCS / "words.txt").read_text().split())
+    dictionary = SpellChecker()
+    return lambda text: {word for word in words_of(text) if not {word, word.lower()} & known and word not in dictionary}
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_words_of_a_page_are_spelled_as_in_a_dictionary(path, misspelled):
+    """Names and terms that no dictionary of English has are in docs/words.txt."""
+    assert misspelled(path.read_text()) == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_words_of_a_docstring_are_spelled_as_in_a_dictionary(package, misspelled):
+    """Those of every public class, method and function, without their examples and the names of their arguments."""
+    wrong = set()
+    for name, thing in names_of(package):
+        members = [thing, *(getattr(thing, each) for each in own_methods(thing))] if inspect.isclass(thing) else [thing]
+        for member in filter(callable, members):
+            text = (inspect.getdoc(member) or "").partition("Example::")[0]
+            wrong |= {
+                (name, word) for word in misspelled(re.sub(r"^ +\*{0,2}\w+( \(.*?\))?:", "", text, flags=re.MULTILINE))
+            }
+    assert wrong == set()
+
+
+def test_no_word_of_the_list_is_unused(misspelled):
+    """Each word of docs/words.txt stands in a page or a docstring, and the list is sorted."""
+    listed = (DOCS / "words.txt").read_text().split()
+    assert listed == sorted(listed, key=str.lower)
+    sources = "".join(path.read_text() for path in [*TEXTS, *(ROOT / "src").rglob("*.py")])
+    assert [word for word in listed if not re.search(rf"\b{word}", sources, re.IGNORECASE)] == []
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_addresses_on_the_web_are_well_formed(path):
+    """Those of links: https, a host with a name, and no character that an address cannot have. None is fetched."""
+    for target in re.findall(r"\]\((\w+:[^)\s]*)\)", FENCE.sub("", path.read_text())):
+        parts = urlsplit(target)
+        assert parts.scheme == "https", target
+        assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), target
+        assert re.fullmatch(r"[\w./?=&%#~+:@-]*", target), target
 
 
 def anchors_of(path):

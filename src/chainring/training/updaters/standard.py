@@ -126,7 +126,7 @@ class StandardUpdater(Updater):
     Args:
         iterator: gives batches; a ``DataLoader`` or another iterable of batches is wrapped. One, or a mapping of several
             by name, as for ``optimizer`` and ``model``; a single one is called ``"main"``. ``None`` where an update needs no
-            data, such as to minimise a function: the model, or ``loss_func(model)``, is called without inputs, epochs stay
+            data, such as to minimize a function: the model, or ``loss_func(model)``, is called without inputs, epochs stay
             at 0, and each update counts once in a mean.
         optimizer: over the parameters of the models.
         model: is moved to ``device``. Called with a batch it returns the loss, unless there is a ``loss_func``.
