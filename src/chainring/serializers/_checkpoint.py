@@ -315,10 +315,10 @@ class Checkpoint:
     """
 
     def __init__(self, state: StateCollector) -> None:
-        self._text, tensors = _values.encode(state.target)
+        self._values, tensors = _values.encode_values(state.target)
         self._referred, self._comm = state.referred, (comm := state.comm.world)
-        self.tensors = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor) and comm.rank == 0}
-        sharded = {name: tensors[name] for name in sorted(tensors) if is_sharded(tensors[name])}
+        sharded = {name: tensors[name] for name in sorted(name for name, tensor in tensors.items() if is_sharded(tensor))}
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in sharded} if comm.rank == 0 else {}
         self.is_sharded, self._offsets = bool(sharded), dict[str, _safetensors.ShardOffsets]()
         if sharded:
             busy = sum(tensor.numel() for tensor in self.tensors.values())
@@ -352,8 +352,9 @@ class Checkpoint:
             return _safetensors.write(file, self.tensors, self._offsets, load)
 
         def write_text(file: Sink) -> Written:
-            file.write(self._text)
-            return len(self._text), zlib.crc32(self._text)
+            text = _values.to_text(self._values)
+            file.write(text)
+            return len(text), zlib.crc32(text)
 
         about = {**self.about, **(about or {})}
         files: dict[str, WriteFile] = {STATE: write_text}
@@ -599,22 +600,25 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._layouts: list[tuple[object, ...]] = []  # of the tensors that were copied last
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
         aliases = find_aliases(tensors)
         originals = {name: tensor for name, tensor in tensors.items() if aliases[name] == name}
-        self._buffers = {
-            name: self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=True) for name, tensor in originals.items()
-        }
+        layouts = list(map(_layout, originals.values()))
+        if layouts != self._layouts or [*originals] != [*self._buffers]:
+            self._buffers = {name: self._buffer(name, tensor) for name, tensor in originals.items()}
+            self._layouts = layouts
+        if originals:
+            with torch.no_grad():  # one call for all, since a call for each takes longer than to copy a small one
+                torch._foreach_copy_(list(self._buffers.values()), list(originals.values()), non_blocking=True)
         for device in {tensor.device for tensor in originals.values() if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
         return {name: self._buffers[first] for name, first in aliases.items()}
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
-        if buffer is not None and _layout(buffer) == _layout(tensor):
-            return buffer
         like = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
         if buffer is not None and _layout(buffer) == _layout(like):
             return buffer

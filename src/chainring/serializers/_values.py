@@ -54,7 +54,12 @@ def encode(state: Mapping[str, Any]) -> tuple[bytes, dict[str, Tensor]]:
         TypeError: a value that could not be restored; the message names its path and type.
     """
     values, tensors = encode_values(state)
-    return json.dumps({"format": FORMAT, "state": values}, allow_nan=False).encode(), tensors
+    return to_text(values), tensors
+
+
+def to_text(values: Mapping[str, Any]) -> bytes:
+    """Return the JSON document of values that `encode_values` has encoded."""
+    return json.dumps({"format": FORMAT, "state": values}, allow_nan=False).encode()
 
 
 def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,6 +107,8 @@ class _Encoder:
 
     def value(self, path: str, value: Any, depth: int) -> Any:
         cls = type(value)
+        if cls in _TENSORS:  # hot path: "stop for a snapshot" in benchmarks/growth.py, as most values are tensors there
+            return {"$tensor": self._tensor(path, value, depth)}
         if depth > MAX_DEPTH:
             raise TypeError(
                 f"{path}: {cls.__name__} lies more than {MAX_DEPTH} containers deep, or holds itself; flatten it"
@@ -118,7 +125,7 @@ class _Encoder:
             return {_SEQUENCE_TAGS[cls]: self._items(path, value, depth)}
         if cls in _MAPPING_TAGS:
             return {_MAPPING_TAGS[cls]: [self._pair(path, key, item, depth) for key, item in value.items()]}
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor):  # of a subclass
             return {"$tensor": self._tensor(path, value, depth)}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._numpy(path, value, depth)
@@ -134,7 +141,7 @@ class _Encoder:
         return [self.value(below, key, depth + 1), self.value(below, item, depth + 1)]
 
     def _tensor(self, path: str, tensor: Tensor, depth: int) -> str:
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) or is_sharded(tensor)
+        is_plain = type(tensor) in _TENSORS or is_sharded(tensor)
         if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
@@ -281,6 +288,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
     return np.dtype(text)  # type: ignore[no-any-return]
 
 
+_TENSORS = (Tensor, torch.nn.Parameter)
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: lambda value: value if abs(value) < _LARGEST_INT else {"$int": hex(value)},
     float: _float,
