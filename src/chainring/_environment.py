@@ -30,7 +30,7 @@ def device_name(device: torch.device | None = None) -> str:
     """Return the type of a device, with its name if it has one; by default of the accelerator at hand, or ``"cpu"``."""
     if device is not None and device.type == "cpu":
         return "cpu"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "cpu"
     name = getattr(torch.get_device_module(accelerator), "get_device_name", lambda: "")()

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from chainring._files import Sink, parse_strict
+from chainring.serializers._dtypes import find_dtypes, require_dtype
 from chainring.serializers._store import LocalFile, StoredFile
 from chainring.serializers.base import find_aliases
 
@@ -42,10 +43,9 @@ _FORMAT_DTYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _FORMAT_DTYPES.items()}
-_VIEWS = {  # dtypes that not every reader of the format knows: stored as
-    torch.complex128: torch.float64, torch.float8_e8m0fnu: torch.uint8, torch.float4_e2m1fn_x2: torch.uint8,
-}  # fmt: skip
-_VIEW_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in _VIEWS}
+_VIEW_NAMES = find_dtypes(["complex128", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+_VIEWS = {dtype: torch.float64 if dtype.is_complex else torch.uint8 for dtype in _VIEW_NAMES.values()}
+"""Dtypes that not every reader of the format knows: stored as."""
 
 _NUMPY = {
     *(torch.float64, torch.float32, torch.float16, torch.bool),
@@ -362,6 +362,7 @@ def _described(stored: torch.dtype, shape: Sequence[int], entry: Mapping[str, An
     """Return the dtype and shape of a tensor that is stored with others, if the entry fits."""
     dtype = _VIEW_NAMES.get(entry["dtype"]) if "dtype" in entry else stored
     if "dtype" in entry:
+        require_dtype(entry["dtype"])
         if dtype is None or _VIEWS[dtype] is not stored or (dtype.is_complex and tuple(shape[-1:]) != (2,)):
             raise ValueError(f"{stored} of shape {list(shape)} cannot be a view of {entry['dtype']!r:.40}")
         shape = shape[:-1] if dtype.is_complex else shape

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
+from chainring.serializers._dtypes import find_dtypes, require_dtype
 from chainring.serializers._values import Array, decode_values, encode_values
 from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, as_array, is_module, state_entries
 
@@ -39,13 +40,10 @@ _NATIVE_DTYPES = {
     np.dtype(code).str: torch.from_numpy(np.zeros(0, code)).dtype
     for code in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 }
-_DTYPES_NUMPY_LACKS = {
-    name: getattr(torch, name)
-    for name in (
-        "bfloat16", "complex32", "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    )
-}  # fmt: skip
+_DTYPES_NUMPY_LACKS = find_dtypes([
+    "bfloat16", "complex32", "float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+])  # fmt: skip
 _NONE = (
     b"\x80\x03cnumpy.core.multiarray\n_reconstruct\nq\0cnumpy\nndarray\nq\x01K\0\x85q\x02C\x01bq\x03\x87q\x04Rq\x05(K\x01)"
     b"cnumpy\ndtype\nq\x06X\x02\0\0\0O8q\x07\x89\x88\x87q\x08Rq\t(K\x03X\x01\0\0\0|q\nNNN"
@@ -389,6 +387,7 @@ def _to_tensor(array: Array, description: Mapping[str, Any]) -> Any:
         return array
     tensor = torch.from_numpy(array.astype(native, copy=False))
     if "dtype" in description:
+        require_dtype(description["dtype"])
         dtype = _DTYPES_NUMPY_LACKS[description["dtype"]]
         if dtype.itemsize != tensor.itemsize:  # a view would change the shape
             raise ValueError(f"{tensor.dtype} cannot hold the bits of {dtype}")

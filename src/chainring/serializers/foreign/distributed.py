@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from chainring.serializers._dtypes import find_dtypes, require_dtype
 from chainring.serializers.foreign.archive import read_torch_stream
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.torch_save import from_dictionary
@@ -38,14 +39,11 @@ _PATHS = {
     *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
 }
 """The class of the checkpoint's own path, which becomes text."""
-_DTYPES = {
-    ("torch", name): getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
-    )
-}
+_DTYPES = find_dtypes([
+    "float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
+])  # fmt: skip
 
 
 _Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -112,8 +110,10 @@ class _MetadataReader(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return type(name, (_Record,), {})  # a class for this place alone: nothing in the file can change another
-        if (module, name) in _DTYPES:
-            return _DTYPES[module, name]
+        if module == "torch":
+            require_dtype(name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if (module, name) == _SIZE:
             return lambda sizes=(): tuple(sizes)
         if (module, name) == _LAYOUT or (module, name) in _PATHS:
