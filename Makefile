@@ -14,7 +14,8 @@ install: $(VENV)/.installed  ## a virtual environment with Chainring and what it
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable ".[dev,examples]"
+	$(PIP) --upgrade "pip>=25.1"  # the first that knows dependency groups
+	$(PIP) --editable ".[examples]" --group dev
 	touch $@
 
 demo: install  ## train 100 epochs on handwritten digits and print the table; results in result/
@@ -67,7 +68,7 @@ migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the rea
 	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest tests/migration
 
 $(VENV)/.bench: $(VENV)/.installed
-	$(PIP) --editable ".[bench]"
+	$(PIP) --group bench
 	touch $@
 
 bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start, beside other libraries

@@ -109,7 +109,7 @@ def main() -> int:
             print(*map(line_of, measured), sep="\n", flush=True)
             results += measured
     for name in missing:
-        print(f"{'':>5}  {name:<42}  missing: pip install 'chainring[bench]'")
+        print(f"{'':>5}  {name:<42}  missing: pip install --group bench")
     return conclude(args, {"machine": facts, "rows": results}, failures(results, args.slack) if args.check else [])
 
 

@@ -105,7 +105,7 @@ def print_table(results: list[dict[str, Any]], missing: list[str], first: Figure
     for result in results:
         print(line_of(result).rstrip())
     for name in missing:
-        print(f"{name:<42}  missing: pip install 'chainring[bench]'")
+        print(f"{name:<42}  missing: pip install --group bench")
     spread = f"({first.least:.1f} to {first.most:.1f})"
     print(
         f"{'from run() to the first update, ms':<42}{'':>9}{first.median:>10.1f} {spread:<22}"

@@ -66,7 +66,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
         before = result["size_mb"]
         print(line_of(result))
     if not any(result["row"] == LIGHTNING for result in results):
-        print(f"{'':>5}  {'lightning':<26}  missing: pip install 'chainring[bench]'")
+        print(f"{'':>5}  {'lightning':<26}  missing: pip install --group bench")
 
 
 def line_of(result: dict[str, Any]) -> str:

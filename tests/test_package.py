@@ -12,7 +12,8 @@ import forked
 from test_architecture import ROWS
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 GITHUB = ROOT / ".github"
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 LINKED = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md"]
@@ -73,8 +74,8 @@ def test_every_extra_is_installed_for_the_tests():
     """So that no test is left out where a contributor has installed what the commands install."""
     extras = PROJECT["optional-dependencies"]
     name = re.compile(r"[\w-]+")
-    installed = {name.match(line).group() for extra in ("dev", "examples") for line in extras[extra]}
-    wanted = {name.match(line).group() for extra, lines in extras.items() if extra != "bench" for line in lines}
+    installed = {name.match(line).group() for line in PYPROJECT["dependency-groups"]["dev"] + extras["examples"]}
+    wanted = {name.match(line).group() for lines in extras.values() for line in lines}
     assert wanted <= installed
 
 

@@ -9,7 +9,8 @@ import torch
 
 from chainring.serializers import _safetensors
 
-VIEWED = [torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]  # stored as a view of another dtype
+LATER = [getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)]  # than torch 2.6
+VIEWED = [torch.complex128, *LATER]  # stored as a view of another dtype
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64,
