@@ -97,11 +97,12 @@ def one_snapshot(out: Path, calls: Calls) -> None:
 
 def resume(out: Path, calls: Calls) -> None:
     """From the construction of the trainer to its first update, a snapshot being loaded."""
-    make_trainer(out, (TRACED, "iteration"), saves=True).run()
-    trainer = make_trainer(out, (TRACED, "iteration"), saves=True)
-    with traced(calls):
-        serializers.load(out / f"snapshot_iter_{TRACED}", trainer)
-        trainer.run()
+    make_trainer(out, Window(defaultdict(set), TRACED), saves=True).run()
+    window = Window(calls, TRACED)  # ends the tracing when it is asked before the update
+    trainer = make_trainer(out, window, saves=True)
+    window.tracing.__enter__()
+    serializers.load(out / f"snapshot_iter_{TRACED}", trainer)
+    trainer.run()
 
 
 def state_dict(out: Path, calls: Calls) -> None:

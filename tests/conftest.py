@@ -28,11 +28,11 @@ def _repeatable():
 
 @pytest.fixture
 def said(capsys):
-    """Returns the lines printed since it was last called, but for that of another stop trigger: tests cut runs by it."""
+    """Returns the lines printed since it was last called, but for those about the stop trigger: tests cut runs by it."""
 
     def lines():
         printed = capsys.readouterr().out.splitlines()
-        return [line for line in printed if not line.startswith("resumed with stop trigger")]
+        return [line for line in printed if not line.startswith(("resumed with stop trigger", "already finished"))]
 
     return lines
 

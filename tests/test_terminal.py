@@ -84,20 +84,25 @@ def command(out):
     return arguments, environment | {"OMP_NUM_THREADS": "1"}
 
 
-def run_in_terminal(columns, out, **settings):
-    """The example with its output and errors on a pseudo-terminal of that width, in an environment with these settings."""
+def show_in_terminal(columns, arguments, environment):
+    """What a program sends to a pseudo-terminal of that width, which has its output and errors, and its exit code."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    arguments, environment = command(out)
-    environment |= {"TERM": "xterm-256color", **settings}
+    environment = {"TERM": "xterm-256color", **environment}
     with forked.Forked(arguments, env=environment, stdin=slave, stdout=slave, stderr=slave) as process:
         os.close(slave)
         received = b""
         while chunk := _read(master):
             received += chunk
     os.close(master)
-    assert process.returncode == 0, received.decode()
-    text = received.decode()
+    return received.decode(), process.returncode
+
+
+def run_in_terminal(columns, out, **settings):
+    """The example with its output and errors on a pseudo-terminal of that width, in an environment with these settings."""
+    arguments, environment = command(out)
+    text, code = show_in_terminal(columns, arguments, {**environment, **settings})
+    assert code == 0, text
     return Seen(Screen(columns).feed(text), json.loads((out / "log").read_text()), text)
 
 
@@ -196,3 +201,49 @@ def test_nothing_but_lines_goes_to_a_pipe(tmp_path):
     assert [line for line in text if line not in progress] == table_of(json.loads((tmp_path / "log").read_text()))
     assert all(BAR.fullmatch(line) for line in progress)
     assert text[-1].startswith("100%|" + "#" * 50 + "| epoch 4.00/4, iteration 1150 [")
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch
+from torch import nn
+from chainring import iterators, training
+from chainring.training import extensions
+
+model = nn.Linear(2, 1)
+iterator = iterators.SerialIterator(torch.ones(40, 2), 2)
+optimizer = torch.optim.SGD(model.parameters())
+updater = training.StandardUpdater(iterator, optimizer, model, loss_func=lambda net, x: net(x).sum())
+trainer = training.Trainer(updater, (60, "iteration"), sys.argv[1])
+trainer.extend(extensions.snapshot())
+trainer.extend(extensions.LogReport())
+if "bar" in sys.argv:
+    trainer.extend(extensions.ProgressBar(update_interval=1))
+
+
+def disturb(trainer):
+    if trainer.updater.iteration == 5:
+        signum = getattr(signal, sys.argv[2])
+        os.write(1, b"^C" * (signum == signal.SIGINT))  # what the terminal echoes
+        os.kill(os.getpid(), signum)
+
+
+trainer.extend(disturb)
+trainer.run()
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("bar", [["bar"], []], ids=["bar", "no bar"])
+def test_a_signal_is_told_on_a_line_of_its_own(tmp_path, columns, signal, bar):
+    """Neither beside the bar nor behind the ^C that the terminal echoes, which is gone with the bar."""
+    environment = command(tmp_path)[1]
+    text, code = show_in_terminal(columns, ["-c", INTERRUPTED, str(tmp_path), signal, *bar], environment)
+    screen = Screen(columns).feed(text)
+    told = [line for line in screen.text() if line]
+    echo = ["^C"] if signal == "SIGINT" and not bar else []
+    assert told == [*echo, f"{signal} ends the run after iteration 5: its state is saved"]
+    assert screen.column == 0
+    assert code == {"SIGINT": 130, "SIGTERM": 143}[signal]
+    assert any("%|" in line for line in screen.drawn) == bool(bar)

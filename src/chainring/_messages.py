@@ -1,12 +1,16 @@
-"""Messages of a run to its user: printed lines, and warnings that are given once."""
+"""Messages of a run to its user: printed lines, and warnings that point to a line of the user's."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from chainring.serializers.base import AbstractSerializer
+
+_NOT_THE_USERS = sys.stdlib_module_names | {"chainring", "torch", "tqdm"}
 
 _is_muted = False
 
@@ -17,14 +21,69 @@ def mute() -> None:
     _is_muted = True
 
 
-def info(text: str) -> None:
-    """Print a line for the user, unless this process is muted."""
-    if not _is_muted:
-        print(text, flush=True)
+def info(text: str, *, follows_signal: bool = False) -> None:
+    """Print a line for the user, above a progress bar if there is one, unless this process is muted.
+
+    With ``follows_signal`` it begins a line of its own on a terminal, which has echoed Ctrl-C as ``^C``.
+    """
+    if _is_muted:
+        return
+    begins_line = follows_signal and not _bars() and getattr(sys.stdout, "isatty", lambda: False)()
+    with _above_bars(sys.stdout):
+        print("\n" * begins_line + text, flush=True)
+
+
+def _bars() -> Any:
+    """Return the progress bars that are drawn now, those of the user included."""
+    return getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())
+
+
+def _above_bars(out: Any) -> AbstractContextManager[None]:
+    """Return a context in which lines can be written to a standard stream; the bars are drawn again below them."""
+    return sys.modules["tqdm"].tqdm.external_write_mode(file=out) if _bars() else nullcontext()
+
+
+class Place(NamedTuple):
+    """A line of a program."""
+
+    filename: str
+    line: int
+    module: str
+
+
+def user_place() -> Place | None:
+    """Return the line of the user's that has led here, the innermost; ``None`` in a thread of ours."""
+    return _find_places()[0]
+
+
+def warn(text: str, place: Place | None = None) -> None:
+    """Warn, with a line of the user's as the place: that of the call, or where the extension that is at work was extended.
+
+    Args:
+        text: the warning.
+        place: another place, such as where an object was constructed.
+    """
+    caller, extension = _find_places()
+    place = place or extension or caller or Place("sys", 1, "sys")
+    registry = getattr(sys.modules.get(place.module), "__dict__", {}).setdefault("__warningregistry__", {})
+    with _above_bars(sys.stderr):
+        warnings.warn_explicit(text, UserWarning, place.filename, place.line, place.module, registry)
+
+
+def _find_places() -> tuple[Place | None, Place | None]:
+    """Return the innermost line of the user's, and if that has started a run, where the extension at work was extended."""
+    frame, extension = sys._getframe(1), None
+    while (module := frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_USERS:
+        if module == "chainring.training.trainer":
+            extension = getattr(frame.f_locals.get("self"), "place_of_extension", extension)
+        if frame.f_back is None:
+            return None, None
+        frame = frame.f_back
+    return Place(frame.f_code.co_filename, frame.f_lineno, module), extension
 
 
 class OneTimeWarning:
-    """A warning that is given once in a run, however often the run is resumed.
+    """A warning that is given once in a run, however often the run is resumed; it points to where this is constructed.
 
     Attributes:
         was_given: True if it has been given.
@@ -32,12 +91,13 @@ class OneTimeWarning:
 
     def __init__(self) -> None:
         self.was_given = False
+        self._place = user_place()
 
-    def give(self, text: str, stacklevel: int) -> None:
+    def give(self, text: str) -> None:
         """Warn, unless this was done before."""
         if not self.was_given:
             self.was_given = True
-            warnings.warn(text, stacklevel=stacklevel + 1)
+            warn(text, self._place)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load whether the warning has been given."""

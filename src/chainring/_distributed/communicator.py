@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chainring._distributed.attendance import begin_alone, end_alone
+from chainring._messages import warn
 from chainring.converters import Device, as_device, is_auto
 
 
@@ -70,10 +70,9 @@ class Communicator:
         """
         started = dist.is_available() and dist.is_initialized()
         if self.world.size == 1 and started and dist.get_world_size() > 1:
-            warnings.warn(
+            warn(
                 f"{dist.get_world_size()} ranks have been started, and every rank trains on all data by itself, because "
                 "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
-                stacklevel=2,
             )
             begin_alone(dist.get_rank(), dist.get_world_size())
 

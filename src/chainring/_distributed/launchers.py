@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -13,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
+
+from chainring._messages import warn
 
 _DEFAULT_PORT = 29500  # as in torchrun, of a launcher that has no name for a start
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -261,10 +262,9 @@ def _warn_of_idle_tasks(environment: Mapping[str, str]) -> None:
     """Warn where Slurm has allotted several tasks, and this process, which is none of them, trains alone."""
     count = environment.get("SLURM_NTASKS", "1")
     if count not in ("0", "1") and "SLURM_STEP_ID" not in environment:
-        warnings.warn(
+        warn(
             f"this job of Slurm has {count} tasks, as SLURM_NTASKS says, and this process, which srun has not started, "
             f"trains alone: start the script with `srun`, or ask for --ntasks=1 --cpus-per-task={count}",
-            stacklevel=5,
         )
 
 

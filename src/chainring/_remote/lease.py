@@ -31,13 +31,13 @@ import socket
 import threading
 import time
 import uuid
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 
 from chainring._files import parse_strict
+from chainring._messages import warn
 from chainring._remote.bucket import MISSING, Bucket, ChangedError, Found, RemoteError, Tag
 
 SECONDS = 30  # for which nobody else takes a lease that was renewed
@@ -257,9 +257,9 @@ class Lease:
                 if self._lost is None and not has_expired:
                     self._replace(replace(self._record, is_held=False).encode())
             except RemoteError as error:
-                warnings.warn(f"another run may have to wait {self._record.seconds} s: {error}", stacklevel=2)
+                warn(f"another run may have to wait {self._record.seconds} s: {error}")
             if self._lost is not None and not self._loss_was_raised:
-                warnings.warn(self._lost, stacklevel=2)
+                warn(self._lost)
 
     def _keep(self, period: float) -> None:
         """Renew the lease until it is released or lost."""

@@ -22,7 +22,6 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from chainring._files import open_regular
-from chainring._messages import OneTimeWarning
+from chainring._messages import OneTimeWarning, warn
 from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, Tag
 from chainring._remote.lease import Lease, LeaseLostError
 
@@ -334,7 +333,7 @@ class Mirror:
             self._large_waits.set()
         except OSError as error:
             with suppress(Warning):  # which nobody could catch here
-                self._outage.give(f"the files of {self._bucket.url} wait in {self.folder}: {error}", stacklevel=1)
+                self._outage.give(f"the files of {self._bucket.url} wait in {self.folder}: {error}")
         except Warning:
             pass
         return False
@@ -511,7 +510,7 @@ class Mirror:
             if name in self._left_out:
                 return
             self._left_out.add(name)
-        warnings.warn(f"{name!r} of {self._bucket.url} is left out: {reason}", stacklevel=2)
+        warn(f"{name!r} of {self._bucket.url} is left out: {reason}")
 
     def _set_aside(self) -> str:
         """Move the directory away before a run empties it; say where."""

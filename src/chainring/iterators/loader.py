@@ -8,7 +8,6 @@ import multiprocessing.util
 import os
 import signal
 import threading
-import warnings
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
+from chainring._messages import warn
 from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import batch_of_columns, count_rows
 from chainring.iterators._worker_main import exit_with_parent
@@ -558,10 +558,9 @@ class LoaderIterator(Iterator):
                 if self._state_lacks is None
                 else f"the state of {kind} lacks {self._state_lacks}"
             )
-            warnings.warn(
+            warn(
                 f"iterator {self.name!r} fetches {taken} batches again and skips them, to continue in the middle of an "
                 f"epoch: {why}. SerialIterator and loaders with a state need not",
-                stacklevel=2,
             )
         self._begin_pass()
         for skipped in range(taken):
@@ -820,7 +819,7 @@ def _warn_of_inexact_order(loader: Any) -> None:
             reason = "its stream is shuffled without a seed, in another order each time; write shuffle(seed=...)"
     if reason is not None:
         kind = type(loader).__name__
-        warnings.warn(f"a run over this {kind} cannot be resumed bit for bit: {reason}", stacklevel=3)
+        warn(f"a run over this {kind} cannot be resumed bit for bit: {reason}")
 
 
 # --- the worker processes of a DataLoader ---

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import shared_by_copies
+from chainring._messages import warn
 from chainring.converters import to_device
 from chainring.reporting import _counts
 from chainring.reporting._exact import ExactSum, Moments
@@ -527,11 +527,10 @@ def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
     """Name the metrics whose state is not saved by their owner, a model for example."""
     saved = (name for name, m in metrics.items() if serialize_method(m) is not None or (has_state(m) and m.state_dict()))
     if unsaved := sorted(metrics.keys() - set(saved)):
-        warnings.warn(
+        warn(
             f"this state lies inside the interval of the metrics {unsaved}, and what they have counted is not in it: a run "
             "resumed from here computes them over the rest of the interval. Save where intervals end; or make the metric a "
             "part of the model that saves its state: metric.persistent(True), or an nn.Module with buffers",
-            stacklevel=3,
         )
 
 

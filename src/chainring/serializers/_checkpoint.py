@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -25,7 +24,7 @@ from chainring._distributed.gathering import Load, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._parts import StoredTensors
@@ -202,10 +201,9 @@ def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snap
     _load_entries(obj, tensors, strict)
     if parts := own_states(unwrap(obj)):
         paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
-        warnings.warn(
+        warn(
             f"{source} holds parameters and buffers only: the state that serialize of {paths} declares stays as it is. "
             "serializers.save(path, model) writes a directory with both",
-            stacklevel=2,
         )
 
 

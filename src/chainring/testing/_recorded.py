@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from chainring._messages import warn
 from chainring.training._ledger import Ledger, LedgerError, Row
 from chainring.training.extensions import Recorder
 
@@ -53,7 +53,7 @@ def ledger_of(run: Path, trainer: Trainer | None = None) -> Ledger | None:
     try:
         return Ledger.read(path) if path.is_file() else None
     except LedgerError as error:
-        warnings.warn(f"what is recorded is passed over: {error}", stacklevel=2)
+        warn(f"what is recorded is passed over: {error}")
         return None
 
 

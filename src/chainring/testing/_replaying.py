@@ -10,7 +10,6 @@ import functools
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from chainring import serializers
 from chainring._distributed.sharding import to_local
 from chainring._files import parse_strict, read_regular
+from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE
 from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore
@@ -280,7 +280,7 @@ class Replay:
                 continue
             except CorruptError as error:
                 if origin.snapshot.exists():
-                    warnings.warn(f"snapshot {origin.snapshot.name!r} is passed over: {error}", stacklevel=4)
+                    warn(f"snapshot {origin.snapshot.name!r} is passed over: {error}")
                 continue
             self._copy_media()
             return origin

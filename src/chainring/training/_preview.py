@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from chainring import _random
+from chainring._messages import warn
 from chainring._progress import find_main_iterator
 from chainring.serializers.base import (
     AbstractSerializer,
@@ -213,10 +214,9 @@ def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, 
     if found and trainer.comm.is_main:
         shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
         more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-        warnings.warn(
+        warn(
             "two updates and a call of each extension have changed what no state holds, so that a resumed run begins with "
             f"what the script makes; what is set anew before each use need not be saved:{shown}{more}",
-            stacklevel=4,
         )
 
 

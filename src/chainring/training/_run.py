@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from chainring import _random
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._distributed.watchdog import reporting_position
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
@@ -108,10 +107,9 @@ class LoadedState:
             if one.kind not in doubtful and classes.get(self._pairs.get(one.name, "")) != one.extension_class
         ]
         if (only_there or only_here) and not self.gives_way:
-            warnings.warn(
+            warn(
                 f"this run has other extensions than the one it continues: only there {only_there}, only here {only_here}. "
                 "The state of those only there is dropped; those only here start from now",
-                stacklevel=2,
             )
         if self._source is not None:
             conclude_reading(self._source)
@@ -242,11 +240,10 @@ def _warn_of_doubt(here: list[Identity], there: list[Identity]) -> None:
     def shown(ones: list[Identity]) -> str:
         return ", ".join(f"{one.name!r} ({', '.join([*(one.identity or ()), one.trigger])})" for one in ones)
 
-    warnings.warn(
+    warn(
         f"extensions begin without their state, because it is not certain which is which: here {shown(here)}, in the saved "
         f"run {shown(there)}. Register them as the saved run did to continue all; extend(..., name=) of its own makes an "
         "extension certain from now on",
-        stacklevel=3,
     )
 
 
@@ -472,14 +469,16 @@ def _end(trainer: Trainer, initialized: list[Entry], failure: BaseException | No
     """Call every ``on_error`` and every ``finalize``; return the first error, with the later ones as its notes."""
     position = _position(trainer)
     for entry in initialized if failure is not None else ():
+        trainer.extension_name = entry.name
         failure = _try_call(f"on_error of {entry.name!r}", failure, entry.on_error, trainer, failure)
-    if isinstance(failure, Exception):  # logged now, because finalizing may take long or hang
+    # Now, because finalizing may take long or hang; without a log, the error is printed once, with its traceback.
+    if isinstance(failure, Exception) and logger.hasHandlers():
         logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
     for entry in trainer.entries:
+        trainer.extension_name = entry.name
         failure = _try_call(f"finalize of {entry.name!r}", failure, optional_method(entry, "finalize"))
-    failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
     trainer.extension_name = None
-    return failure
+    return _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
 
 
 def _try_call(name: str, failure: BaseException | None, call: Callable[..., None], *arguments: Any) -> BaseException | None:

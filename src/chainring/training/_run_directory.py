@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from chainring._files import (
     temporary_path,
     to_json,
 )
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring._naming import name_cleaner
 from chainring.serializers._store import Store
 from chainring.serializers.base import announce_change
@@ -255,7 +254,7 @@ def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, An
         return {}
     except (OSError, ValueError) as error:
         moved = set_aside(path) if moves_damaged else None
-        warnings.warn(f"{path} is passed over{f' and moved to {moved}' if moved else ''}: {error}", stacklevel=2)
+        warn(f"{path} is passed over{f' and moved to {moved}' if moved else ''}: {error}")
         return {}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring._checks import find_call_error, is_number
+from chainring._messages import user_place
 from chainring.serializers.base import Stateful
 from chainring.training.triggers import IntervalTrigger, TriggerLike, get_trigger
 
@@ -213,6 +214,7 @@ class Entry:
         class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
         identity, trigger_identity: methods of the extension and its trigger, or ``None`` if they do not define them.
         call: calls the extension. A profiler replaces it by a call that it times.
+        place: the line of the script that has registered it, to which warnings point.
         is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
     """
 
@@ -247,6 +249,7 @@ class Entry:
         default = getattr(extension, "invoke_before_training", None)
         self.invoke_before_training: bool = _first(invoke_before_training, default, False)
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
+        self.place = user_place()
         self.is_due = False
         self.class_names = [type(extension).__name__, type(self.trigger).__name__]
         self.identity = _of_trainer(self._defined("identity"))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, as_communicator
-from chainring._messages import info
+from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reporter
 from chainring.reporting.summary import is_scalar
@@ -31,9 +30,11 @@ from chainring.training._run_directory import resolve_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
 from chainring.training.triggers import TriggerLike, get_stop_trigger
-from chainring.training.triggers.base import describe_setting, serialize_extension_trigger, serialize_inner_trigger
+from chainring.training.triggers.base import describe, describe_setting, serialize_extension_trigger, serialize_inner_trigger
+from chainring.training.triggers.interval import ReachedTrigger
 
 if TYPE_CHECKING:
+    from chainring._messages import Place
     from chainring.serializers._store import Store
     from chainring.training.updaters.base import Updater
 
@@ -64,7 +65,8 @@ class Trainer(Stateful):
         url: the address of the run, if it is in an object store.
         reporter: collects the reported values.
         observation: the values that the updater and the extensions have reported in this iteration so far.
-        extension_name: the name of the extension that is being initialized or called, ``None`` outside of extensions.
+        extension_name: the name of the extension that is being initialized, called or finalized, ``None`` outside of
+            extensions.
         is_rehearsing: True during `rehearse`.
         is_replaying: True while `chainring.testing.replay` repeats iterations of an earlier run: nothing is sent elsewhere.
         is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
@@ -152,6 +154,11 @@ class Trainer(Stateful):
     def entries(self) -> list[Entry]:
         """The registered extensions in the order in which they run, each with its name, trigger and priority."""
         return sorted(self._entries.values(), key=lambda entry: -entry.priority)
+
+    @property
+    def place_of_extension(self) -> Place | None:
+        """Where the script has registered the extension at work, to which warnings point; ``None`` outside of extensions."""
+        return None if self.extension_name is None else self._entries[self.extension_name].place
 
     def extend(
         self,
@@ -254,13 +261,16 @@ class Trainer(Stateful):
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
-            is_running = True
+            is_running, first = True, self.updater.iteration
             while is_running:
                 try:
                     while not self.ends():
                         if not self._iterate(entries, snapshots):
                             self._warn_of_early_end()
                             break
+                    else:
+                        if self.is_resumed and self.updater.iteration == first and not self.interruption.ends_run:
+                            info(_describe_finished(self))
                     is_running = False
                 except RollBack as reason:
                     self._run.roll_back(self, reason)
@@ -342,14 +352,15 @@ class Trainer(Stateful):
                 ends = "comes in" if self.interruption.is_nested else "ends the run after"
                 words = _describe_saved(snapshots, self.updater.iteration)
                 rest = "; this run is inside another one, and goes on to its end" if self.interruption.is_nested else ""
-                info(f"{self.interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}")
+                info(
+                    f"{self.interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}", follows_signal=True
+                )
 
     def _warn_of_early_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):
-            warnings.warn(
+            warn(
                 f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
                 f"{self.stop_trigger} fired; an iterator with repeat=True begins a new epoch instead",
-                stacklevel=3,
             )
 
     def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
@@ -452,6 +463,18 @@ class Trainer(Stateful):
             for rank, state in enumerate(serializer.comm.gather_object(generators)):
                 serializer(str(rank), state)
         return generators
+
+
+def _describe_finished(trainer: Trainer) -> str:
+    """Return in words why a resumed run makes no update, and what lets it train further."""
+    updater, trigger = trainer.updater, trainer.stop_trigger
+    epoch = f"epoch {updater.epoch}, " if getattr(updater, "counts_epochs", True) else ""
+    place = f"already finished at {epoch}iteration {updater.iteration}"
+    if not isinstance(trigger, ReachedTrigger):
+        return f"{place}: {describe(trigger)} stops the training here; give another stop trigger to train further"
+    seconds = f", {trainer.elapsed_time:.0f} seconds" if trigger.unit == "second" else ""
+    further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}")'
+    return f'{place}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
 
 
 def _resume_order(entry: Entry) -> tuple[bool, bool]:

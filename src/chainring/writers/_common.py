@@ -6,14 +6,13 @@ import importlib
 import json
 import os
 import re
-import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from chainring._files import parse_strict, read_regular, replace_file, set_aside
-from chainring._messages import info
+from chainring._messages import info, warn
 
 _LARGEST_DESCRIPTION = 1 << 16  # bytes
 
@@ -66,6 +65,6 @@ def load_service_run(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         description = error
     if not isinstance(description, dict):
-        warnings.warn(f"{path} does not hold the id of a run, and will be replaced: {description}", stacklevel=2)
+        warn(f"{path} does not hold the id of a run, and will be replaced: {description}")
         return {}
     return description

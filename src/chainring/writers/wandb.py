@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import html
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chainring._files import set_aside
 from chainring._media import Image, Media, Text
+from chainring._messages import warn
 from chainring.writers._common import import_optional, load_service_run, save_service_run
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 
@@ -62,11 +62,10 @@ class WandbWriter(Writer):
         if self._owns:
             save_service_run(run.out / _FILE, {"id": self._run.id})
         if run.iteration and self._run.step > run.iteration + 1:
-            warnings.warn(
+            warn(
                 f"W&B takes no row back, and has those of run {self._run.id} up to step {self._run.step - 1}; the run goes "
                 f"back to iteration {run.iteration}, so later ones will be there twice. WandbWriter(mode='offline'), and "
                 "wandb sync at the end, send each row once",
-                stacklevel=2,
             )
         for record in run.records:
             if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet

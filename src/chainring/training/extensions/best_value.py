@@ -92,7 +92,6 @@ class BestValue(Extension):
                 f"{type(self).__name__} has nothing to compare at iteration {updater.iteration}: since its interval began, "
                 f"{self.key!r} was not reported as a single number; reported now are "
                 f"{sorted(trainer.observation, key=str)}. This warning is given once; check the key",
-                stacklevel=2,
             )
         elif not math.isnan(mean) and (self._best is None or self._is_better(mean, self._best[0])):
             self._best = mean, updater.iteration, updater.epoch

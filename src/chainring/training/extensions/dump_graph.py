@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from chainring._files import replace_file
+from chainring._messages import warn
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
@@ -106,10 +106,9 @@ class DumpGraph(Extension):
             reason, remedy = "was reported without a graph", "report the tensor itself, not its item() or detach()"
         else:
             reason, remedy = f"was not reported; reported were {reported}", "give one of these as root_name"
-        warnings.warn(
+        warn(
             f"dump_graph draws the graph behind a reported loss, and {self._root_name!r} {reason}. If it does not come in "
             f"the next {_MAX_TRIES - 1} iterations either, no graph is written; {remedy}",
-            stacklevel=3,
         )
 
     def _write(self, graph: _Graph, path: Path) -> None:
@@ -122,7 +121,7 @@ class DumpGraph(Extension):
             done = subprocess.run([program, "-Tsvg", path], capture_output=True, timeout=_DOT_TIMEOUT, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             stderr = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-            warnings.warn(f"{path} is written, and drawing it failed: {error}. {stderr}".rstrip(), stacklevel=4)
+            warn(f"{path} is written, and drawing it failed: {error}. {stderr}".rstrip())
             return
         replace_file(path.with_suffix(".svg"), done.stdout)
 

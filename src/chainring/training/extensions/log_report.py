@@ -8,7 +8,6 @@ import math
 import os
 import re
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from chainring import _random
 from chainring._files import append, atomic_write, from_json, is_regular, make_folder, open_regular, to_json
 from chainring._media import Media, media_from_json, media_to_json
+from chainring._messages import warn
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
 from chainring.training.extension import Extension
@@ -198,7 +198,7 @@ class LogReport(Extension):
             except Exception as error:
                 self._working.remove(writer)
                 failure = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
-                warnings.warn(f"{failure}. Training goes on, and so do the log and the other writers", stacklevel=2)
+                warn(f"{failure}. Training goes on, and so do the log and the other writers")
 
     def finalize(self) -> None:
         self._media.close()
@@ -208,7 +208,7 @@ class LogReport(Extension):
             try:
                 writer.close()
             except Exception as error:
-                warnings.warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}", stacklevel=2)
+                warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}")
         self._open = []
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -283,10 +283,9 @@ class StoredRows:
 
 def _warn_of_loss(stored: StoredRows) -> None:
     number = f", {stored.count} of them" if stored.count else ""
-    warnings.warn(
+    warn(
         f"the log goes on without its earlier rows{number}: {stored.path} does not begin with the {stored.size} bytes that "
         "it had when the snapshot was taken; move a snapshot together with the files beside it",
-        stacklevel=4,
     )
 
 
@@ -421,11 +420,10 @@ class _MediaLog:
             self._places = places
             return
         if self._size:
-            warnings.warn(
+            warn(
                 f"the log goes on without the images, texts and histograms of its earlier rows: {path} does not begin "
                 f"with the {self._size} bytes that it had when the snapshot was taken; move a snapshot together with "
                 "the files beside it",
-                stacklevel=2,
             )
         self._size = self._crc = 0
         if os.path.lexists(path):

@@ -130,7 +130,6 @@ class LRScheduler(Extension):
             f"{type(self.scheduler).__name__} is not stepped at iteration {trainer.updater.iteration}: since its last step "
             f"{self.monitor!r} was not reported as a single number; reported now are {sorted(trainer.observation)}. This "
             "warning is given once; check the key, or step it where the value is reported: extend(..., trigger=...)",
-            stacklevel=2,
         )
 
     def _step(self, *value: float) -> None:

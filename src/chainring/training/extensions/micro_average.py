@@ -80,7 +80,6 @@ class MicroAverage(Extension):
             f"MicroAverage has nothing to report as {self.result_key!r} at iteration {trainer.updater.iteration}: "
             f"since its interval began {self.keys[0]!r} and {self.keys[1]!r} were not reported together, as single numbers; "
             f"reported now are {sorted(trainer.observation)}. This warning is given once; check the keys",
-            stacklevel=2,
         )
 
     def serialize(self, serializer: AbstractSerializer) -> None:

@@ -120,7 +120,6 @@ class PlotReport(Extension):
                 f"{self._filename} has no point yet of {missing} at iteration {updater.iteration}: reported were "
                 f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "
                 "This is said once",
-                stacklevel=2,
             )
 
     def _add(self, trainer: Trainer, means: dict[str, float]) -> None:

@@ -6,13 +6,13 @@ import html
 import importlib
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from chainring._messages import warn
 from chainring.training.extension import Extension
 from chainring.training.extensions import _display
 from chainring.training.extensions.log_report import key_list
@@ -102,9 +102,7 @@ class PrintReport(Extension):
         # Only now, because a key may come late, such as that of an occasional evaluation.
         blank = [entry for entry in self._entries or () if entry not in self._keys]
         if self._report is not None and self._keys and blank:
-            warnings.warn(
-                f"PrintReport has found nothing to show as {blank}; the rows have {list(self._keys)}", stacklevel=2
-            )
+            warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(self._keys)}")
         self._report = None
 
     def _new_rows(self) -> list[dict[str, Any]]:

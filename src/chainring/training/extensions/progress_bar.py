@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 3.0  # refreshed at least so often, however slow the iterations are
 _LINE_SECONDS = 1.0  # at least between two lines of a plain log
+_ECHO = "^C^C"  # of the terminal, behind the bar, when Ctrl-C is pressed
 
 
 class ProgressBar(Extension):
@@ -187,11 +188,25 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
 
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        """Return a function that draws over the line; an empty text erases what the terminal has echoed behind it, too."""
+        draw, last = tqdm.status_printer(file), 0
+
+        def draw_or_erase(text: str) -> None:
+            nonlocal last
+            draw(text or " " * (last + len(_ECHO)))
+            last = len(text)
+
+        return draw_or_erase
+
     def __str__(self) -> str:
         """Return the line with the bar in its full length, or shorter in a narrow terminal."""
         fields: dict[str, Any] = {**self.format_dict, "ncols": None}
         line = self.format_meter(**fields)
-        columns = (_display.terminal_width(self.fp) or shutil.get_terminal_size().columns) - 1  # a full line may wrap
+        columns = (
+            (_display.terminal_width(self.fp) or shutil.get_terminal_size().columns) - 1 - len(_ECHO)
+        )  # a full line may wrap
         if len(line) <= columns:
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._files import is_regular, make_folder, open_regular, write_error
+from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests, read_together
@@ -293,10 +293,9 @@ def _write_at(descriptor: int, content: bytes, start: int, path: Path) -> None:
 
 
 def _warn_of_loss(written: _Written) -> None:
-    warnings.warn(
+    warn(
         f"the recorder goes on without its earlier iterations: {written.path} does not begin with the {written.size} bytes "
         "that it had when the snapshot was taken; move a snapshot together with the files beside it",
-        stacklevel=4,
     )
 
 

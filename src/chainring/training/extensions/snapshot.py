@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from chainring._checks import is_integer
 from chainring._distributed.sharding import is_sharded
+from chainring._messages import warn
 from chainring._naming import name_cleaner
 from chainring.serializers._checkpoint import (
     BackgroundWriter,
@@ -145,7 +145,7 @@ class Snapshot(Extension):
 
     def _find_newest(self, store: Store) -> str | None:
         names = [name for name, _ in self._series.listing(store)]
-        return find_newest(store, names, lambda text: warnings.warn(text, stacklevel=5), self._damaged)
+        return find_newest(store, names, warn, self._damaged)
 
     def _load(self, saved: SavedSnapshot, obj: Any, comm: Communicator) -> None:
         """Load a snapshot, or note that it is damaged, on all ranks alike."""
@@ -154,7 +154,7 @@ class Snapshot(Extension):
         except CorruptError as error:
             self._damaged.add(saved.name)
             if comm.is_main:
-                warnings.warn(f"snapshot {saved.name!r} is passed over: {error}", stacklevel=2)
+                warn(f"snapshot {saved.name!r} is passed over: {error}")
             raise
 
     def initialize(self, trainer: Trainer) -> None:

@@ -50,13 +50,14 @@ class BestValueTrigger(Trigger):
         self.key = key
         self.compare = compare
         self.trigger = get_trigger(trigger)
+        self._warning = OneTimeWarning()
         self.forget()
 
     def forget(self) -> None:
         self._means = IntervalMeans([self.key])
         self._best: float | None = None
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
-        self._warning = OneTimeWarning()
+        self._warning.was_given = False
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
@@ -98,7 +99,6 @@ class BestValueTrigger(Trigger):
         self._warning.give(
             f"{self} has nothing to compare at iteration {iteration}: since its interval began, {cause}. "
             f"This check does not count, and this warning is given once; {remedy}",
-            stacklevel=5,
         )
 
     def serialize(self, serializer: AbstractSerializer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from chainring._messages import warn
 from chainring.reporting.reporter import current
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
@@ -107,9 +107,8 @@ class CompiledUpdate:
 
 
 def warn_not_compiled(reason: str) -> None:
-    warnings.warn(
+    warn(
         f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
-        stacklevel=2,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, to_local
+from chainring._messages import warn
 from chainring.serializers.base import (
     AbstractSerializer,
     DictionaryDeserializer,
@@ -55,7 +55,7 @@ class HookStates:
         """Warn of states that are not saved, or not enough."""
         for hook in self._list():
             if hook.doubt is not None:
-                warnings.warn(hook.doubt, stacklevel=2)
+                warn(hook.doubt)
 
     def serialize(self, serializer: AbstractSerializer, comm: Communicator) -> None:
         """Save the states of all ranks, each with the rank's number, or keep those of this rank until the run starts."""
@@ -168,10 +168,9 @@ def _load(hook: _Hook, serializer: AbstractSerializer, comm: Communicator) -> di
     ranks = visit_optional(serializer, "ranks", {})
     if saved != (name, world.size) or world.rank not in ranks:
         was = "the saved run has none" if saved[0] is None else f"it was saved as {saved[0]} by {saved[1]} ranks"
-        warnings.warn(
+        warn(
             f"{hook.title} begins with a new {name} on {world.size} ranks, because {was}: the resumed run is not exactly "
             "the uninterrupted one",
-            stacklevel=2,
         )
         return None
     values: dict[str, Any] = ranks[world.rank]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +19,7 @@ from chainring._checks import is_integer
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_local
 from chainring._distributed.virtual_ranks import TreeSum, block_of
+from chainring._messages import warn
 from chainring._naming import unwrap
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
@@ -586,11 +586,10 @@ def check_virtual_ranks(
 def _warn_of_own_state(name: str, model: nn.Module) -> None:
     """Warn of modules that save a state of their own, such as the hidden state of a recurrent network."""
     if own := [path or "itself" for path, _ in own_states(unwrap(model))]:
-        warnings.warn(
+        warn(
             f"model {name!r} has {', '.join(own)}, which keeps a state of its own, since it has serialize(); the virtual "
             "ranks of one process share it. What changes in it from batch to batch, as the hidden state of a recurrent "
             "network does, makes the bits depend on the number of ranks: leave virtual_ranks out then",
-            stacklevel=5,
         )
 
 

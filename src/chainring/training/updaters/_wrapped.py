@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import exchanged_by_fsdp, find_misplaced, fsdp_modules, is_sharded, to_local
+from chainring._messages import warn
 from chainring.training.updaters._hook_states import HookStates
 
 
@@ -126,11 +126,10 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
         total = sum(rank[name] for rank in gathered)
         other = alike.setdefault((tuple(parameter.shape), f"{total:.9e}"), name)
         if other != name and total:
-            warnings.warn(
+            warn(
                 f"parameters {other!r} and {name!r} are equal and not one: if they were tied, parallelize_module has untied "
                 "them, and each now trains by itself. Tie them again after it, before the optimizer is made: let the one "
                 "module have the weight of the other",
-                stacklevel=2,
             )
 
 
