@@ -25,6 +25,7 @@ from chainring.serializers._store import DirectoryStore
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that an attempt may take
+OTHERS = (".", "previous", "abandoned", "wandb", "comet")  # how the names of directories that are no snapshots begin
 LEFT = 8.0  # seconds in which the workers of a killed process must be gone
 
 
@@ -35,6 +36,7 @@ class Settings:
     Attributes:
         url: the address of the run, if it is not in the directory of the try.
         environment: variables of the process.
+        added: called with the trainer, before it runs, and a function that tells messages.
     """
 
     workers: int = 0
@@ -46,6 +48,7 @@ class Settings:
     url: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     ballast: int = 0
+    added: Any = None
 
 
 def live(pipe, out, output, settings):
@@ -83,6 +86,8 @@ def live(pipe, out, output, settings):
 
     arguments = settings.workers, settings.start, fault, settings.timeout, started, ended, settings.ballast
     trainer = program.build(settings.url or out, *arguments)
+    if settings.added is not None:
+        settings.added(trainer, tell)
 
     def signalled(number, frame):
         at.setdefault("begun", trainer.updater.begun)
@@ -249,7 +254,7 @@ def check_snapshots(out):
         return found
     store = DirectoryStore(out)
     for entry in out.iterdir():
-        if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith((".", "previous", "abandoned")):
+        if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(OTHERS):
             found[entry.name] = store.verify(entry.name).iteration
     return found
 

@@ -22,12 +22,26 @@ import remote_kills
 import remote_races
 import remote_writers
 import replays
+import services
 import signals
 from bench import Bench
 
 import tries
 
-PARTS = (kills, signals, damage, data, clock, replays, partings, remote_races, remote_kills, remote_damage, remote_writers)
+PARTS = (
+    kills,
+    signals,
+    damage,
+    data,
+    clock,
+    replays,
+    partings,
+    remote_races,
+    remote_kills,
+    remote_damage,
+    remote_writers,
+    services,
+)
 
 if __name__ == "__main__":
     sys.exit(tries.main(__doc__, [row for part in PARTS for row in part.ROWS], Bench))

@@ -1,5 +1,9 @@
 """What a writer is told before the first row, and which writers are told."""
 
+import random
+import sys
+
+import numpy as np
 import pytest
 from written import KilledError, Losing, train
 
@@ -7,7 +11,7 @@ from chainring import serializers
 from chainring._distributed.communicator import Communicator
 from chainring.training import Trainer
 from chainring.training.extensions import LogReport
-from chainring.writers import CsvWriter, MlflowWriter, Record, Run, TensorBoardWriter, WandbWriter, Writer
+from chainring.writers import CsvWriter, MlflowWriter, Record, Run, TensorBoardWriter, TrackioWriter, WandbWriter, Writer
 
 
 class Told(Writer):
@@ -115,6 +119,18 @@ def test_only_the_first_rank_has_writers(tmp_path):
     log = LogReport(trigger=(2, "iteration"), writers=[writer])
     Trainer(updater, (4, "iteration"), str(tmp_path), [log]).run()
     assert (len(log.log), writer.told) == (2, [])
+
+
+def test_a_package_that_draws_when_it_is_imported_leaves_the_generators_as_they_are(tmp_path, monkeypatch):
+    """As what Trackio imports does; seeds may be set before a writer is made. Here a file of its name draws."""
+    (tmp_path / "trackio.py").write_text("import random\nimport numpy as np\nrandom.random(), np.random.rand()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    before = random.getstate(), np.random.get_state(legacy=False)
+    TrackioWriter(project="digits")
+    assert random.getstate() == before[0]
+    np.testing.assert_equal(np.random.get_state(legacy=False), before[1])
+    monkeypatch.delitem(sys.modules, "trackio")
 
 
 def test_a_rehearsal_tells_writers_nothing(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chainring import _random
 from chainring._files import parse_strict, read_regular, replace_file, set_aside
 from chainring._messages import info, warn
 
@@ -18,9 +19,13 @@ _LARGEST_DESCRIPTION = 1 << 16  # bytes
 
 
 def import_optional(module: str, extra: str, writer: str) -> Any:
-    """Import a package that is an optional dependency, or raise an `ImportError` that names the extra."""
+    """Import a package that is an optional dependency, or raise an `ImportError` that names the extra.
+
+    Random numbers that it draws meanwhile do not change the run, whose seeds may be set already.
+    """
     try:
-        return importlib.import_module(module)
+        with _random.preserve_host_rng():
+            return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
             f"{writer} writes with {module}, which cannot be imported ({error}): pip install 'chainring[{extra}]'"

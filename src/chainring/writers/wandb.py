@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import html
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,15 @@ class WandbWriter(Writer):
         self._owns = False
 
     def begin(self, run: Run) -> None:
+        self._owns = self._wandb.run is None
         run_id = load_service_run(run.out / _FILE).get("id")
         settings = {"dir": str(run.out), "config": dict(run.config), **self._init}
         if run_id is not None and _is_kept(Path(settings["dir"]), str(run_id)):
             settings = {"id": run_id, "resume": "allow", **settings}
+        settings.setdefault("id", self._chosen_id())
+        if self._owns:  # before W&B has it, so that a kill leaves no run behind that is nobody's
+            save_service_run(run.out / _FILE, {"id": settings["id"]})
         self._open(settings)
-        if self._owns:
-            save_service_run(run.out / _FILE, {"id": self._run.id})
         if run.iteration and self._run.step > run.iteration + 1:
             warn(
                 f"W&B takes no row back, and has those of run {self._run.id} up to step {self._run.step - 1}; the run goes "
@@ -70,6 +74,12 @@ class WandbWriter(Writer):
         for record in run.records:
             if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet
                 self.write(record)
+
+    def _chosen_id(self) -> str:
+        """Return the id that W&B would take from its settings or the environment, or else a new one."""
+        settings = self._init.get("settings")
+        given = settings.get("run_id") if isinstance(settings, Mapping) else getattr(settings, "run_id", None)
+        return given or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(6)
 
     def write(self, record: Record) -> None:
         if self._run is None:

@@ -206,7 +206,8 @@ class LogReport(Extension):
             self._file.close()
         for writer in self._open:
             try:
-                writer.close()
+                with _random.preserve_host_rng():
+                    writer.close()
             except Exception as error:
                 warn(f"{type(writer).__name__} failed to close: {type(error).__name__}: {error}")
         self._open = []
