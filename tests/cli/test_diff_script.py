@@ -89,3 +89,4 @@ def test_a_script_that_is_not_there_is_trouble(place, capsys):
     for name, words in (("gone.py", "there is no script"), ("nothing.py", "chainring")):
         assert main(["diff", "--script", str(place / name), str(place / "base"), str(place / "rate")]) == 2
         assert words in capsys.readouterr().err
+    assert main(["diff", "--script", str(place / "gone.py"), str(place / "base"), str(place / "base")]) == 2

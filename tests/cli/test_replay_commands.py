@@ -77,6 +77,7 @@ if arguments.note:
     open(arguments.note, "w").write("begun")
 trainer.run()
 """
+KILLED = "trainer.extend(lambda trainer: __import__('signal').raise_signal(9), 'killed', (60, 'iteration'))\ntrainer.run()"
 POISON = 77  # of which the batch is that of iteration 30 in this order
 
 
@@ -247,6 +248,14 @@ def test_a_replay_that_goes_another_way_than_was_recorded_fails_with_1(place, tm
     assert (found["same"], found["difference"].startswith("the replay goes another way")) == (False, True)
 
 
+def test_a_script_that_is_killed_is_named_with_the_signal(place, tmp_path, capsys):
+    """It may have printed nothing."""
+    script = tmp_path / "killed.py"
+    script.write_text(SCRIPT.replace("trainer.run()", KILLED))
+    assert main(["replay", str(place / "sound"), "--to", "70", str(script)]) == 2
+    assert "the script failed in the replay; its process was ended by signal 9 (Killed)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(place, monkeypatch, is_terminal):
     """On the output of errors."""
@@ -276,6 +285,14 @@ def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(pla
         (["replay", "nowhere", "--to", "5", "{script}"], "there is no directory nowhere"),
         (["batch", "{run}", "0", "{script}"], "the first iteration is 1"),
         (["bisect", "{run}", "--bad", "main/loss", "{script}"], 'KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10"'),
+        (["bisect", "{run}", "--bad", "main/loss >> 3", "{script}"], "got 'main/loss >> 3'"),
+        (["bisect", "{run}", "--bad", "main/loss => 3", "{script}"], "got 'main/loss => 3'"),
+        (["bisect", "{run}", "--bad", "main/loss > > 3", "{script}"], "got 'main/loss > > 3'"),
+        (["bisect", "{run}", "--to", "0", "--bad", "main/loss > 3", "{script}"], "and the first is 1"),
+        (
+            ["bisect", "{run}", "--bad", "mian/loss > 3", "{script}"],
+            "has mian/loss; did you mean main/loss?",
+        ),
         (["bisect", "{run}", "--bad", "main/loss > much", "{script}"], "got 'main/loss > much'"),
         (["bisect", "{run}", "--bad", "mian/loss > 3", "{script}"], "nothing has reported 'mian/loss'; reported: main/loss"),
     ],

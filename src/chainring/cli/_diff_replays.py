@@ -37,15 +37,22 @@ class Replayed:
     notes: list[str] = field(default_factory=list)
 
 
+def require_script(script: str | None) -> None:
+    """Refuse a script that is not there, also where it would not be needed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if script is not None and not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}")
+
+
 def replay_both(script: str, found: Parting, one: RunFiles, other: RunFiles) -> Replayed:
     """Replay two runs where they part, each with its own arguments.
 
     Raises:
         ValueError: a run cannot be replayed; or it is in an object store.
-        FileNotFoundError: there is no such script.
     """
-    if not Path(script).is_file():
-        raise FileNotFoundError(f"there is no script {script}")
     for run in (one, other):
         if is_url(run.place):
             raise ValueError(

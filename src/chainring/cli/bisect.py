@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,7 +76,10 @@ def run(options: argparse.Namespace) -> int:
     last = evidence.last if options.to is None else options.to
     found = None
     goes_on = options.to is None
+    if last == 0 and not goes_on:
+        raise ValueError("--to is the last iteration to look at, and the first is 1; 0 is the state before it")
     if evidence.first_unknown(condition) <= last or goes_on:
+        _note_unlogged(condition.key, evidence)
         found = _search(recorded, condition, evidence, options, last)
         _require_key(condition, found, evidence)
     answer = _answer(options, recorded, evidence, found, last)
@@ -185,6 +189,14 @@ def _parameters(not_finite: Mapping[str, Any] | None) -> str:
     if not not_finite["is_first"]:
         return f"Parameters were not finite in the state of iteration {not_finite['iteration']} already: {names}"
     return f"Parameters were first not finite after iteration {not_finite['iteration']}: {names}"
+
+
+def _note_unlogged(key: str, evidence: Evidence) -> None:
+    """Say before a long replay that a key may be misspelled."""
+    if evidence.logged and not (key in evidence.logged or evidence.values):
+        near = difflib.get_close_matches(key, evidence.logged, 1)
+        text = f"no row of a log has {key}; {f'did you mean {near[0]}? ' if near else ''}it is looked for in a replay"
+        print(f"chainring: {printable(text)}", file=sys.stderr)
 
 
 def _require_key(condition: Condition, found: Mapping[str, Any], evidence: Evidence) -> None:

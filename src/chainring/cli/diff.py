@@ -10,7 +10,7 @@ from typing import Any
 
 from chainring._files import to_json
 from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._diff_replays import Replayed, replay_both
+from chainring.cli._diff_replays import Replayed, replay_both, require_script
 from chainring.serializers._store import CorruptError
 from chainring.testing._parting import Finding, Parting, compare_runs
 from chainring.testing._run_files import RunFiles, read_run_files
@@ -56,6 +56,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print what was found, and return the exit status."""
+    require_script(options.script)
     try:
         with read_run_files(options.one) as one, read_run_files(options.other) as other:
             found = compare_runs(one, other)

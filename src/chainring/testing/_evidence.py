@@ -24,7 +24,7 @@ from chainring.training._run_directory import read_record
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
-_CONDITION = re.compile(r"\s*(\S.*?)\s*(<=|>=|==|<|>)\s*(\S+)\s*")
+_CONDITION = re.compile(r"\s*(\S.*?[^\s<>=!]|[^\s<>=!])\s*(<=|>=|==|<|>)\s*(\S+)\s*")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,13 @@ class Evidence:
         values: by iteration the value; ``None`` where it was not reported.
         means: the means of intervals, each with the iterations before its first and with which it ends.
         last: the last iteration that the run is known to have reached.
+        logged: the keys in the rows of the logs.
     """
 
     values: dict[int, float | None] = field(default_factory=dict)
     means: list[tuple[int, int, float]] = field(default_factory=list)
     last: int = 0
+    logged: set[str] = field(default_factory=set)
 
     def first_unknown(self, condition: Condition) -> int:
         """Return the first iteration of which it is not known that the condition does not hold."""
@@ -151,6 +153,7 @@ def _add_rows(found: Evidence, log: Path, key: str) -> None:
             if not isinstance(iteration, int) or iteration < before:
                 continue
             found.last = max(found.last, iteration)
+            found.logged.update(row)
             mean = row.get(key)
             if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
                 found.means.append((before, iteration, float(mean)))

@@ -112,6 +112,8 @@ def compare_runs(one: RunFiles, other: RunFiles) -> Parting:
     _compare_ledgers(found, one, other)
     for name in one.logs.keys() & other.logs.keys():
         _compare_logs(found, name, one, other)
+    for name in sorted(one.logs.keys() ^ other.logs.keys()):
+        found.not_compared.append(f"the rows of {name}, which only {(one if name in one.logs else other).place} has")
     _compare_snapshots(found, one, other)
     shorter, longer = sorted((one, other), key=lambda run: run.last)
     if shorter.last < longer.last:

@@ -138,6 +138,7 @@ def failure_of(task: ProcessTask, code: int, summary: str) -> str:
     if task.path("refusal").exists():
         return task.path("refusal").read_text()
     shown = "\n".join(task.lines("output")[-_MAX_LINES:])
-    if not shown and code != 0:
+    if not shown and code > 0:
         shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
-    return f"{summary}; its process ended with {code}:\n{shown}".rstrip(":\n")
+    end = f"was ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with {code}"
+    return f"{summary}; its process {end}:\n{shown}".rstrip(":\n")
