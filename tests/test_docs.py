@@ -26,8 +26,9 @@ MIGRATION = sorted(page for page in (DOCS / "migration").glob("*.md") if page.na
 TEXTS = sorted([*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")])
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BEFORE = "{code-block} python"
-LIBRARIES = {"hugging-face": "transformers", "pfn-extras": "pytorch_pfn_extras"}
-RUNS_BEFORE = {"hugging-face"}
+LIBRARIES = {"hugging-face": "transformers", "nanogpt": "torch", "pfn-extras": "pytorch_pfn_extras", "torchvision": "torch"}
+"""Of pages of migration: what their script before imports; of nanoGPT and torchvision these are loops."""
+RUNS_BEFORE = {"accelerate", "hugging-face", "nanogpt", "torchvision"}
 """Pages of migration whose script before is run too, because its library is there wherever the tests are."""
 
 
@@ -40,7 +41,7 @@ def blocks_of(page):
 
 @pytest.fixture
 def _services_keep_to_themselves(tmp_path, monkeypatch):
-    """W&B, on the page of logs, says nothing and leaves no files elsewhere."""
+    """W&B, on the page of logs, says nothing and leaves no files elsewhere; Accelerate begins again on each page."""
     for name, value in {"MODE": "offline", "SILENT": "true", "CONSOLE": "off"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
@@ -48,6 +49,8 @@ def _services_keep_to_themselves(tmp_path, monkeypatch):
     yield
     if "wandb" in sys.modules:
         sys.modules["wandb"].teardown()
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)  # one for the process
 
 
 @pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWarning")  # of MLflow's own tables
@@ -80,8 +83,10 @@ def test_a_page_of_migration_has_a_table_a_script_before_and_one_after(page):
     assert re.search(r"^\| .* \| Chainring \|\n\|---\|---\|$", text, re.MULTILINE)
     before, after = (FENCE.search(text.split(f"## {heading}\n")[1]) for heading in ("Before", "After"))
     assert before.group(1) == ("python" if page.stem in RUNS_BEFORE else BEFORE)
+    begun = text.split("## After\n")[0]
+    scripts = [code for language, code in FENCE.findall(begun) if language in ("python", BEFORE)]
     library = LIBRARIES.get(page.stem, page.stem)
-    assert library in {name.partition(".")[0] for name in imported(before.group(2))}
+    assert library in {name.partition(".")[0] for code in scripts for name in imported(code)}
     assert "trainer.run()" in after.group(2)
 
 
