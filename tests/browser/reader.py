@@ -25,7 +25,7 @@ _COLOURED = """
 
 
 class Reader:
-    """Opens the page of a directory and remembers what the browser asked for and complained about.
+    """Opens the page of a run, or of a list of them, and remembers what the browser asked for and complained about.
 
     Attributes:
         page: the page in the browser.
@@ -34,15 +34,20 @@ class Reader:
     """
 
     def __init__(self, chromium, out, viewport=WIDE, **options):
-        written = html_report.write(out)
         self._context = chromium.new_context(viewport=viewport, **options)
         self.page = self._context.new_page()
         self.asked, self.complaints = [], []
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.address = written.file.resolve().as_uri()
+        self.address = out if isinstance(out, str) else self._written(out)
         self.page.goto(self.address)
+
+    def _written(self, out):
+        if not isinstance(out, list):
+            return html_report.write(out).file.resolve().as_uri()
+        partings = [html_report.Parting(1, 20, "one and two part in iteration 20")]
+        return html_report.write_several(out, out[0].parent / "several.html", partings).file.as_uri()
 
     def __enter__(self):
         return self
@@ -64,19 +69,20 @@ class Reader:
 
     def curve(self, name, number=0):
         """How many pixels of a chart have the colour of its curve of this number, once it has been painted anew."""
-        return len(self._pixels(name, number))
+        return len(self.pixels(name, f"--c{number}"))
 
     def middle(self, name):
         """How far up the first curve of a chart is in the middle of its width, from 0, its lowest pixel, to 1."""
-        pixels = self._pixels(name, 0)
+        pixels = self.pixels(name, "--c0")
         rights, downs = zip(*pixels, strict=True)
         centre = (min(rights) + max(rights)) / 2
         there = [down for right, down in pixels if abs(right - centre) < 5]
         return (max(downs) - sum(there) / len(there)) / (max(downs) - min(downs))
 
-    def _pixels(self, name, number):
+    def pixels(self, name, colour):
+        """The places in a chart that have this colour of the page, once it has been painted anew."""
         self.settle()
-        return self.chart(name).evaluate(_COLOURED, f"--c{number}")
+        return self.chart(name).evaluate(_COLOURED, colour)
 
     def settle(self):
         """Lets the browser paint what is due."""

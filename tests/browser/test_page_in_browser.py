@@ -36,12 +36,12 @@ class TestEveryLook:
     """Light and dark, wide and narrow."""
 
     def test_all_is_there_without_a_request_or_a_complaint(self, chromium, result, scheme, size):
-        """Ten parts under their headings, two charts with two curves each, and nothing asked for but the file."""
+        """Twelve parts under their headings, two charts with two curves each, and nothing asked for but the file."""
         with Reader(chromium, result, size, color_scheme=scheme) as reader:
             titles = reader.page.get_by_role("heading", level=2).all_inner_texts()
             assert titles == [
-                "Curves", "Log", "Images, texts and histograms", "Settings", "Starts", "Plan", "Time by phase", "Parameters",
-                "Graph", "Snapshots",
+                "Curves", "CPU, GPU and memory", "Log", "Images, texts and histograms", "Settings", "Starts", "Plan",
+                "Time by phase", "Parameters", "Graph", "Snapshots", "Notes",
             ]  # fmt: skip
             for name in ("main/loss", "main/accuracy"):
                 assert reader.curve(name, 0) > 100
@@ -264,7 +264,7 @@ def test_what_a_file_holds_never_becomes_a_script(chromium, tmp_path):
     )
     with Reader(chromium, out) as reader:
         assert reader.page.get_by_role("region", name="Configuration").get_by_text(text).first.is_visible()
-        assert reader.chart(text).get_by_role("button").inner_text().strip() == text
+        assert reader.chart(text).locator(".legend").get_by_role("button").inner_text().strip() == text
         assert reader.page.title() == "run"
         assert reader.complaints == []
 

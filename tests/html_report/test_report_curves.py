@@ -1,21 +1,31 @@
 """Which keys share a chart, which of many points are drawn, and where."""
 
+import base64
 import math
 import random
+import struct
 
+import numpy as np
 import pytest
 
-from chainring.html_report._curves import MAX_CURVE_POINTS, charts_of, sample
-from chainring.html_report._run import Log
+from chainring.html_report._curves import MAX_CURVE_POINTS, curves_of, packed, sample, script_data
+from chainring.html_report._log import log_of
 from report_runs import falling
 
 
-def charts(rows, room=12_000):
-    return charts_of(Log("log.jsonl", rows), room)
+def found(rows, room=12_000):
+    return curves_of(log_of("log.jsonl", rows), room)
+
+
+def kept_of(values, most):
+    return sample(np.array(values, float), most).tolist()
 
 
 def keys(rows):
-    return {chart.name: [curve.key for curve in chart.curves] for chart in charts(rows).charts}
+    charts = {}
+    for curve in found(rows).curves:
+        charts.setdefault(curve.chart, []).append(curve.key)
+    return charts
 
 
 def test_training_and_validation_of_a_metric_share_a_chart():
@@ -46,21 +56,21 @@ def test_what_is_no_number_has_no_curve():
 def test_a_curve_has_the_rows_that_have_its_key():
     """A validation every third row."""
     rows = [{"a": 1.0, "iteration": i} | ({"b": 2.0} if i % 3 == 0 else {}) for i in range(9)]
-    _, b = (chart.curves[0] for chart in charts(rows).charts)
-    assert b.rows == [0, 3, 6]
+    _, b = found(rows).curves
+    assert b.rows.tolist() == [0, 3, 6]
 
 
 def test_what_is_not_finite_is_a_gap_and_counted():
     """NaN and both infinities, also an integer that no float can hold."""
     values = [1.0, math.nan, math.inf, -math.inf, 10**400, 2.0]
-    (chart,) = charts([{"a": value, "iteration": i} for i, value in enumerate(values)]).charts
-    assert chart.curves[0].gaps == {"NaN": 1, "Infinity": 2, "-Infinity": 1}
-    assert [math.isnan(value) for value in chart.curves[0].values] == [False, True, True, True, True, False]
+    (curve,) = found([{"a": value, "iteration": i} for i, value in enumerate(values)]).curves
+    assert curve.gaps == {"NaN": 1, "Infinity": 2, "-Infinity": 1}
+    assert [math.isnan(value) for value in curve.values] == [False, True, True, True, True, False]
 
 
 def test_few_values_are_all_kept():
     """Up to the number that there is room for."""
-    assert sample([1.0] * 50, 50) == list(range(50))
+    assert kept_of([1.0] * 50, 50) == list(range(50))
 
 
 @pytest.mark.parametrize("count", [51, 99, 1000, 100_000])
@@ -68,7 +78,7 @@ def test_few_values_are_all_kept():
 def test_many_values_are_cut_to_what_there_is_room_for(count, most):
     """In their order, the first and the last among them."""
     values = [random.random() for _ in range(count)]
-    kept = sample(values, most)
+    kept = kept_of(values, most)
     assert len(kept) <= most
     assert kept == sorted(set(kept))
     assert (kept[0], kept[-1]) == (0, count - 1)
@@ -80,38 +90,38 @@ def test_a_spike_of_one_value_is_never_lost(spike, place):
     """Nor is a dip."""
     values = [math.sin(i / 100) for i in range(5000)]
     values[place] = math.copysign(50.0, spike)
-    assert place in sample(values, 100)
+    assert place in kept_of(values, 100)
 
 
 def test_a_gap_is_never_lost():
     """Also where a whole stretch is one."""
     values = [1.0] * 5000
     values[1234] = math.nan
-    assert 1234 in sample(values, 100)
-    kept = sample([math.nan] * 5000, 100)
+    assert 1234 in kept_of(values, 100)
+    kept = kept_of([math.nan] * 5000, 100)
     assert 2 <= len(kept) <= 100
 
 
 def test_a_page_of_many_curves_draws_fewer_points_of_each_and_then_fewer_curves():
     """The points of all stay below what there is room for; what has no room is named."""
     rows = [{"iteration": i} | {f"k{k}": float(i % 7) for k in range(60)} for i in range(300)]
-    found = charts(rows, room=1200)
-    assert found.drawn <= 1200
-    assert len(found.charts) == 50
-    assert found.left_out == [f"k{k}" for k in range(50, 60)]
-    assert charts(falling(100_000)).drawn <= MAX_CURVE_POINTS
+    curves = found(rows, room=1200)
+    assert curves.drawn <= 1200
+    assert len(curves.curves) == 50
+    assert curves.left_out == [f"k{k}" for k in range(50, 60)]
+    assert found(falling(100_000)).drawn <= MAX_CURVE_POINTS
 
 
 def test_rows_within_an_epoch_stand_between_its_ends():
     """The epoch is the number of complete ones, so rows of ten iterations in epochs of 18 are at tenths of eighteenths."""
     rows = [{"a": 1.0, "iteration": i, "epoch": i // 18} for i in range(10, 190, 10)]
-    assert charts(rows).axes["epoch"] == pytest.approx([i / 18 for i in range(10, 190, 10)])
+    assert found(rows).axes["epoch"].tolist() == pytest.approx([i / 18 for i in range(10, 190, 10)])
 
 
 def test_rows_at_the_ends_of_epochs_stand_there():
     """Where no two rows share an epoch nothing is computed: the length of an epoch may vary."""
     rows = [{"a": 1.0, "iteration": i, "epoch": e} for e, i in enumerate([15, 29, 44, 58], 1)]
-    assert charts(rows).axes["epoch"] == [1, 2, 3, 4]
+    assert found(rows).axes["epoch"].tolist() == [1, 2, 3, 4]
 
 
 def test_epochs_whose_length_has_changed_are_as_they_were_logged():
@@ -119,15 +129,56 @@ def test_epochs_whose_length_has_changed_are_as_they_were_logged():
     rows = [
         {"a": 1.0, "iteration": i, "epoch": e} for i, e in [(5, 0), (10, 1), (15, 1), (16, 2), (17, 2), (18, 3), (40, 3)]
     ]
-    assert charts(rows).axes["epoch"] == [0, 1, 1, 2, 2, 3, 3]
+    assert found(rows).axes["epoch"].tolist() == [0, 1, 1, 2, 2, 3, 3]
 
 
 def test_rows_without_counters_are_numbered():
     """A postprocess may have taken them out."""
-    assert charts([{"a": 1.0}, {"a": 2.0}]).axes == {"row": [1.0, 2.0]}
+    (axis,) = found([{"a": 1.0}, {"a": 2.0}]).axes.items()
+    assert (axis[0], axis[1].tolist()) == ("row", [1.0, 2.0])
 
 
 @pytest.mark.parametrize("value", ["x", None, True, math.nan, [1]])
 def test_a_counter_that_is_no_number_is_no_place(value):
     """The other rows have theirs."""
-    assert charts([{"a": 1.0, "iteration": 1}, {"a": 2.0, "iteration": value}]).axes == {"iteration": [1.0, None]}
+    axes = found([{"a": 1.0, "iteration": 1}, {"a": 2.0, "iteration": value}]).axes
+    assert list(axes) == ["iteration"]
+    assert axes["iteration"][0] == 1
+    assert math.isnan(axes["iteration"][1])
+
+
+def test_a_smooth_curve_is_drawn_from_the_means_of_all_points():
+    """And not from the least and the greatest of each section, whose middle is elsewhere."""
+    rows = [{"a": 10.0 if i % 10 == 0 else 0.0, "iteration": i} for i in range(100_000)]
+    (curve,) = found(rows).curves
+    assert curve.means.mean() == pytest.approx(1, rel=0.01)
+    assert len(curve.means) == len(curve.mean_rows) < MAX_CURVE_POINTS
+    assert not len(found(rows[:100]).curves[0].means)
+
+
+@pytest.mark.parametrize(
+    ("values", "letter", "kept"),
+    [
+        ([0, 1, 2**31 - 1], "i", [0, 1, 2**31 - 1]),
+        ([0.5, math.nan], "f", [0.5, math.nan]),
+        ([2.0**40, 1.0], "d", [2.0**40, 1.0]),
+        ([1e300, 1e-300], "d", [1e300, 1e-300]),
+        ([], "i", []),
+    ],
+)
+def test_numbers_are_kept_as_small_as_they_can_be_read_back(values, letter, kept):
+    """Counters exactly, others with seven digits, and all that a float can hold."""
+    text = packed(values)
+    content = base64.b64decode(text[1:])
+    assert text[0] == letter
+    size = 8 if letter == "d" else 4
+    assert list(struct.unpack(f"<{len(content) // size}{letter}", content)) == pytest.approx(kept, nan_ok=True)
+
+
+def test_the_script_is_given_the_rows_that_any_curve_needs():
+    """Each once, with their positions on every axis."""
+    data = script_data(found(falling(50_000, b=1.0)))
+    assert list(data["axes"]) == ["iteration", "epoch", "time"]
+    assert data["count"] == 50_000
+    assert {curve["key"] for curve in data["curves"]} == {"main/loss", "b"}
+    assert all(curve["at"][0] == "i" for curve in data["curves"])

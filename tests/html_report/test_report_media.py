@@ -1,6 +1,7 @@
 """Images, texts and histograms on the page of a run: what is shown of them, and that nothing in their file is trusted."""
 
 import base64
+import itertools
 import json
 import re
 
@@ -46,12 +47,12 @@ def text(content):
     return {"kind": "text", "text": content}
 
 
-def test_images_texts_and_histograms_are_shown_by_key_the_newest_first(tmp_path):
+def test_images_texts_and_histograms_are_shown_by_key_in_their_order(tmp_path):
     """Escaped, whatever a key or a text holds; the images are in the page itself."""
     training.Trainer(Showing(), (3, "iteration"), str(tmp_path), [extensions.LogReport(trigger=(1, "iteration"))]).run()
     found = section(tmp_path)
     assert [len(found.split(f"iteration {k}<")) - 1 for k in (1, 2, 3)] == [3, 3, 3]
-    assert found.index("iteration 3<") < found.index("iteration 2<") < found.index("iteration 1<")
+    assert found.index("iteration 1<") < found.index("iteration 2<") < found.index("iteration 3<")
     images = re.findall(r"data:image/png;base64,([^\"]+)", found)
     assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
     assert (len(images), found.count("<pre>"), found.count("<svg")) == (3, 3, 3)
@@ -59,12 +60,15 @@ def test_images_texts_and_histograms_are_shown_by_key_the_newest_first(tmp_path)
     assert "3 values from 0 to 1, 1 NaN" in found
 
 
-def test_a_page_has_the_newest_twelve_of_a_key(tmp_path):
-    """And says where all of them are."""
-    out = written(tmp_path, *(row(k, a=text(f"of {k}.")) for k in range(15)), number=15)
+def test_a_page_has_some_of_each_key_evenly_spaced(tmp_path):
+    """The first and the newest among them; it says where all of them are."""
+    out = written(tmp_path, *(row(k, a=text(f"of {k}.")) for k in range(150)), number=150)
     found = section(out)
-    assert re.findall(r"of (\d+)\.<", found) == [str(k) for k in range(14, 2, -1)]
-    assert "newest 12 of 15" in re.sub(r"\s+", " ", found)
+    shown = [int(number) for number in re.findall(r"of (\d+)\.<", found)]
+    assert len(shown) == 24
+    assert (shown[0], shown[-1]) == (0, 149)
+    assert all(3 <= after - before <= 12 for before, after in itertools.pairwise(shown))
+    assert "24 of 150, evenly spaced" in re.sub(r"\s+", " ", found)
     assert "log.media.jsonl" in found
 
 
@@ -77,7 +81,7 @@ def test_a_long_text_is_cut_and_its_length_is_named(tmp_path):
 
 
 def test_all_of_them_stay_below_eight_megabytes(tmp_path):
-    """The oldest of the largest are left out."""
+    """Some of the largest are left out."""
     big = {"kind": "image", "png": PNG[:-2] + "A" * 3_000_000}
     found = section(written(tmp_path, *(row(k, big=big, small=text(f"of {k}.")) for k in range(5))))
     assert found.count("data:image/png") == 2

@@ -44,7 +44,7 @@ def test_the_keys_of_a_log_begin_with_the_counters(run):
 def test_a_last_line_that_is_being_written_does_not_count(tmp_path, end):
     """A line is whole when its end is there."""
     (log,) = read_logs(logged(tmp_path, falling(3), end), [])
-    assert (len(log.rows), log.unreadable) == (3, 0)
+    assert (log.count, log.unreadable) == (3, 0)
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "3", '"x"', "[" * 100_000, '{"a": %s}' % ("9" * 5000), "", "\x00"])

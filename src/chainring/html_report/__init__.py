@@ -1,21 +1,26 @@
-"""The page of a run: its curves, log, settings, plan, times, parameters, graph and snapshots in one HTML file.
+"""The page of one run, or of several beside one another, in one HTML file.
 
-A run's directory is read into plain values (`_run`), the points of its curves are chosen (`_curves`), and the template
-``page.html`` becomes the page (`_page`). The name is not ``report``, because `chainring.report` is the function that reports
-values.
+The directory of a run is read into plain values (`_run`, its logs by `_log` and `_media`), the points of its curves are
+chosen (`_curves`), several runs are compared (`_several`), their content is made from templates (`_parts`), and that becomes
+the page (`_page`). The name is not ``report``, because `chainring.report` is the function that reports values.
 """
 
 from __future__ import annotations
 
-import datetime
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chainring._files import is_url, replace_file
+from chainring.html_report._media import MAX_SIZE
 from chainring.html_report._page import SIGN, page_of
-from chainring.html_report._run import DAMAGED, directory_of, read_run
+from chainring.html_report._parts import Content, content_of, content_of_several, drawn_run
+from chainring.html_report._run import DAMAGED, Readers, directory_of, read_run
+from chainring.html_report._several import Parting, names_of
 from chainring.serializers._store import Place
+
+__all__ = ["Page", "Parting", "write", "write_several"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,8 @@ class Page:
     file: Path
     size: int  # bytes
     rows: int
-    snapshots: int
-    damaged: list[str]  # names of snapshots whose bytes are not those that were written
+    snapshots: int = 0
+    damaged: tuple[str, ...] = ()  # names of snapshots whose bytes are not those that were written
 
 
 def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Page:
@@ -38,14 +43,36 @@ def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Pag
     """
     with directory_of(place) as (directory, store):
         run = read_run(directory, store, verify=verify)
-        text = page_of(run, datetime.datetime.now().astimezone()).encode()
+        content = content_of(drawn_run(run))
     path = Path("" if is_url(place) else place, "report.html") if file is None else file
+    damaged = tuple(snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED)
+    return Page(path, _write(content, path), content.rows, len(run.snapshots), damaged)
+
+
+def write_several(places: Sequence[Place], file: Path | None = None, partings: Sequence[Parting] = ()) -> Page:
+    """Write a page of several runs beside one another, by default ``report.html`` in the current directory; see `write`.
+
+    Of the snapshots nothing is shown. ``partings`` tell where runs part from the first. A run that is given twice is refused
+    with a `ValueError`.
+    """
+    names, drawn = names_of(places), []
+    for place in places:  # of each the points that are drawn are kept, and not its log
+        with directory_of(place) as (directory, store):
+            readers = Readers(max_rows=1, max_media=MAX_SIZE // len(places))
+            run = read_run(directory, store, with_snapshots=False, readers=readers)
+            drawn.append(drawn_run(run, len(places)))
+    content = content_of_several(names, drawn, partings)
+    path = Path("report.html") if file is None else file
+    return Page(path, _write(content, path), content.rows)
+
+
+def _write(content: Content, path: Path) -> int:
+    text = page_of(content).encode()
     if os.path.lexists(path) and not _is_page(path):
         raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text)
-    damaged = [snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED]
-    return Page(path, len(text), sum(len(log.rows) for log in run.logs), len(run.snapshots), damaged)
+    return len(text)
 
 
 def _is_page(path: Path) -> bool:

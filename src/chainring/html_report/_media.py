@@ -8,15 +8,14 @@ import json
 import re
 import struct
 import sys
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_SHOWN = 12  # of a key
+MAX_SHOWN = 24  # of a key
 _MAX_KEYS = 100
-_MAX_SIZE = 8 << 20  # characters of the images and texts on a page
+MAX_SIZE = 8 << 20  # characters of the images and texts on a page
 _MAX_TEXT = 4_000
 _MAX_BINS = 1_000
 _PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]{32,}={0,2}")  # the Base64 of a PNG file
@@ -36,17 +35,22 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What was reported under one key, the newest first, and how many rows have it."""
+    """What is shown of what was reported under one key, the oldest first, and how many rows have it."""
 
     key: str
-    shown: deque[Shown]
+    shown: list[Shown]
     count: int
 
 
-def read_media(path: Path, number_of_rows: int) -> list[Series]:
-    """Read what belongs to the rows of a log; a line that is damaged, or of a row that is not there, is left out."""
-    series: dict[str, deque[Shown]] = {}
+def read_media(path: Path, number_of_rows: int, max_size: int = MAX_SIZE) -> list[Series]:
+    """Read what belongs to the rows of a log; a line that is damaged, or of a row that is not there, is left out.
+
+    Of many rows some are shown, evenly spaced, and so are those that there is room for.
+    """
+    series: dict[str, list[Shown]] = {}
+    newest: dict[str, Shown] = {}
     counts: dict[str, int] = {}
+    strides: dict[str, int] = {}  # of which rows are kept
     with open(path, "rb") as file:
         for line in file:
             row, content = _parse(line)
@@ -55,9 +59,15 @@ def read_media(path: Path, number_of_rows: int) -> list[Series]:
             for key, item in content.items():
                 shown = _shown(row.get("iteration"), item) if isinstance(item, dict) else None
                 if shown is not None and (key in series or len(series) < _MAX_KEYS):
-                    series.setdefault(key, deque(maxlen=MAX_SHOWN)).appendleft(shown)
-                    counts[key] = counts.get(key, 0) + 1
-    return _fitting([Series(key, shown, counts[key]) for key, shown in series.items()])
+                    kept, count = series.setdefault(key, []), counts.get(key, 0)
+                    if count % (stride := strides.setdefault(key, 1)) == 0:
+                        kept.append(shown)
+                    if len(kept) > 2 * MAX_SHOWN:
+                        kept[:], strides[key] = kept[::2], 2 * stride
+                    newest[key], counts[key] = shown, count + 1
+    for key, kept in series.items():
+        kept += [] if kept[-1] is newest[key] else [newest[key]]
+    return _fitting([Series(key, _spread(kept, MAX_SHOWN), counts[key]) for key, kept in series.items()], max_size)
 
 
 def _parse(line: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -69,14 +79,26 @@ def _parse(line: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return (row, content) if isinstance(row, dict) and isinstance(content, dict) else ({}, {})
 
 
-def _fitting(series: list[Series]) -> list[Series]:
-    """Leave out the oldest of each key until all fit on a page."""
-    sizes = [sum(len(each.png or each.text or "") for each in one.shown) for one in series]
-    while sum(sizes) > _MAX_SIZE:
-        longest = sizes.index(max(sizes))
-        dropped = series[longest].shown.pop()
-        sizes[longest] -= len(dropped.png or dropped.text or "")
+def _spread(shown: list[Shown], number: int) -> list[Shown]:
+    """Return so many, evenly spaced: the newest, and the oldest if there are two."""
+    if len(shown) <= number:
+        return shown
+    return shown[-1:] if number == 1 else [shown[round(i * (len(shown) - 1) / (number - 1))] for i in range(number)]
+
+
+def _fitting(series: list[Series], max_size: int) -> list[Series]:
+    """Leave out some of the largest until all fit on a page."""
+    sizes = [_size(one.shown) for one in series]
+    while sum(sizes) > max_size:
+        largest = sizes.index(max(sizes))
+        shown = series[largest].shown
+        shown[:] = _spread(shown, len(shown) - 1) if len(shown) > 1 else []
+        sizes[largest] = _size(shown)
     return series
+
+
+def _size(shown: list[Shown]) -> int:
+    return sum(len(each.png or each.text or "") for each in shown)
 
 
 def _shown(iteration: Any, item: dict[str, Any]) -> Shown | None:

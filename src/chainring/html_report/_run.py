@@ -9,13 +9,14 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json, is_url
 from chainring._remote.errors import RemoteError
-from chainring.html_report._media import Series, read_media
+from chainring.html_report._log import MAX_ROWS, Log, LogFile
+from chainring.html_report._media import MAX_SIZE, read_media
 from chainring.serializers._store import (
     MANIFEST,
     CorruptError,
@@ -30,11 +31,12 @@ from chainring.serializers._store import (
     split,
 )
 from chainring.training._run_directory import RECORD, NamePattern, parse_record
-from chainring.writers.base import COUNTERS
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
 _GRAPH = "cg.json"  # the default name
+NOTES = ("notes.md", "notes.txt")  # that a person may write into the directory of a run
+_MAX_NOTES = 20_000  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,17 @@ class Run:
     profile: Profile | None = None
     graph: Graph | None = None
 
+    notes: str = ""  # of a person, in NOTES
+
     @property
     def starts(self) -> list[dict[str, Any]]:
+        """The starts and the rollbacks, which have a reason."""
         return [start for start in self.record.get("starts", ()) if isinstance(start, dict)]
+
+    @property
+    def rollbacks(self) -> int:
+        """The number of times that the run went back to a snapshot by itself, without a start."""
+        return sum("rollback" in start for start in self.starts)
 
     @property
     def models(self) -> list[Model]:
@@ -77,10 +87,15 @@ def directory_of(place: Place) -> Iterator[tuple[Path, Store]]:
         directory.mkdir()
         _fetch(store.place, [RECORD], directory)
         record, _ = _read_record(directory)
-        files = {name for name in record.get("files", ()) if isinstance(name, str)} | {"log.jsonl", "profile.json", _GRAPH}
+        files = {name for name in record.get("files", ()) if isinstance(name, str)} | {
+            "log.jsonl",
+            "profile.json",
+            _GRAPH,
+            *NOTES,
+        }
         files |= {f"{name.removesuffix('.jsonl')}.media.jsonl" for name in files if name.endswith(".jsonl")}
         files |= {f"{name.removesuffix('.json')}.svg" for name in files if name.endswith(".json")}
-        _fetch(store.place, sorted(name for name in files if name.endswith((".json", ".jsonl", ".svg"))), directory)
+        _fetch(store.place, sorted(name for name in files if name.endswith((".json", ".jsonl", ".svg", *NOTES))), directory)
         yield directory, store
 
 
@@ -95,7 +110,14 @@ def _fetch(url: str, names: Iterable[str], directory: Path) -> None:
                 file.copy_to(path)
 
 
-def read_run(directory: Path, store: Store | None = None, *, verify: bool = True) -> Run:
+def read_run(
+    directory: Path,
+    store: Store | None = None,
+    *,
+    verify: bool = True,
+    with_snapshots: bool = True,
+    readers: Readers | None = None,
+) -> Run:
     """Read the directory of a run, which may still be going on, and its snapshots, by default those there; see `write`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
@@ -104,13 +126,21 @@ def read_run(directory: Path, store: Store | None = None, *, verify: bool = True
     place = directory if store is None else store
     record, record_error = _read_record(directory)
     files = [name for name in record.get("files", ()) if isinstance(name, str)]
-    logs, snapshots = read_logs(directory, files), read_snapshots(store or DirectoryStore(directory), files, verify=verify)
+    logs, snapshots = read_logs(directory, files, readers), []
+    if with_snapshots or not (record or record_error or logs):
+        snapshots = read_snapshots(store or DirectoryStore(directory), files, verify=verify)
     if not (record or record_error or logs or snapshots):
         raise FileNotFoundError(
             f"{place} is not the directory of a run: it has no {RECORD}, no log.jsonl and no snapshot; "
             'give the out= of the Trainer, "result" by default'
         )
-    return Run(directory, record, record_error, logs, snapshots, _read_profile(directory), _read_graph(directory, files))
+    profile, graph = _read_profile(directory), _read_graph(directory, files)
+    return Run(directory, record, record_error, logs, snapshots, profile, graph, _read_notes(directory))
+
+
+def _read_notes(directory: Path) -> str:
+    paths = [path for name in NOTES if (path := inside(directory, name)) is not None]
+    return "\n\n".join(path.read_bytes()[:_MAX_NOTES].decode("utf-8", "replace").strip() for path in paths)
 
 
 def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
@@ -145,23 +175,7 @@ def _read_object(directory: Path, name: str) -> dict[str, Any] | None:
         return _json_object(file.read(_LARGEST_FILE))
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A log of a run, by the name of the file of its lines."""
-
-    name: str
-    rows: list[dict[str, Any]]  # NaN and infinities as floats
-    unreadable: int = 0  # the number of complete lines that are not rows
-    media: list[Series] = field(default_factory=list)
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of all rows: the counters first, then the others as they first occur."""
-        keys = dict.fromkeys(key for row in self.rows for key in row)
-        return [key for key in COUNTERS if key in keys] + [key for key in keys if key not in COUNTERS]
-
-
-def read_logs(directory: Path, files: Iterable[str]) -> list[Log]:
+def read_logs(directory: Path, files: Iterable[str], readers: Readers | None = None) -> list[Log]:
     """Read the logs among the files that a run lists, and the one of the default name.
 
     Of the two files of a log, ``log`` and ``log.jsonl``, the lines are read, to which every row is appended at once.
@@ -170,14 +184,24 @@ def read_logs(directory: Path, files: Iterable[str]) -> list[Log]:
     logs = sorted(name for name in names if name.endswith(".jsonl") and name.removesuffix(".jsonl") in names)
     if "log.jsonl" not in logs:
         logs.insert(0, "log.jsonl")
-    return [_read_log(directory, path, name) for name in logs if (path := inside(directory, name)) is not None]
+    readers = Readers() if readers is None else readers
+    found = []
+    for name in logs:
+        if (path := inside(directory, name)) is not None:
+            log = readers.files.setdefault(name, LogFile(path, name, readers.max_rows)).read()
+            media = inside(directory, f"{name.removesuffix('.jsonl')}.media.jsonl")
+            shown = [] if media is None else read_media(media, log.count, readers.max_media)
+            found.append(replace(log, media=shown))
+    return found
 
 
-def _read_log(directory: Path, path: Path, name: str) -> Log:
-    *lines, _ = path.read_bytes().split(b"\n")  # a last line without its end is being written, or was cut by a kill
-    rows = [row for line in lines if (row := _json_object(line)) is not None]
-    media = inside(directory, f"{name.removesuffix('.jsonl')}.media.jsonl")
-    return Log(name, rows, len(lines) - len(rows), [] if media is None else read_media(media, len(rows)))
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """How much of the logs of a run is kept, and by the names of the files what has been read of them before."""
+
+    max_rows: int = MAX_ROWS  # as they were written
+    max_media: int = MAX_SIZE  # characters
+    files: dict[str, LogFile] = field(default_factory=dict)
 
 
 VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"

@@ -103,8 +103,8 @@ class Parting:
             self.tensors_same_at = max(self.tensors_same_at or 0, iteration)
 
 
-def compare_runs(one: RunFiles, other: RunFiles) -> Parting:
-    """Compare the files of two runs, with a progress bar where large snapshots are read."""
+def compare_runs(one: RunFiles, other: RunFiles, *, with_snapshots: bool = True) -> Parting:
+    """Compare the files of two runs, with a progress bar where large snapshots are read, unless they are left out."""
     found = Parting(differing_settings(one, other), lasts=(one.last, other.last))
     if not (one.record and other.record):
         names = [run.place for run in (one, other) if not run.record]
@@ -114,7 +114,8 @@ def compare_runs(one: RunFiles, other: RunFiles) -> Parting:
         _compare_logs(found, name, one, other)
     for name in sorted(one.logs.keys() ^ other.logs.keys()):
         found.not_compared.append(f"the rows of {name}, which only {(one if name in one.logs else other).place} has")
-    _compare_snapshots(found, one, other)
+    if with_snapshots:
+        _compare_snapshots(found, one, other)
     shorter, longer = sorted((one, other), key=lambda run: run.last)
     if shorter.last < longer.last:
         found.not_compared.append(f"iterations {shorter.last + 1} to {longer.last}, which only {longer.place} has")

@@ -260,6 +260,7 @@ class Run:
         self._directory: RunDirectory | None = None
         self._remote: RemoteRun | None = None
         self._started_triggers: list[Any] = []
+        self._rollback: str | None = None  # the reason, if the run has gone back to a snapshot
 
     @contextmanager
     def session(self, trainer: Trainer) -> Iterator[None]:
@@ -316,6 +317,7 @@ class Run:
         info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
             optional_method(entry, "finalize")()
+        self._rollback = str(reason)
         self._start(trainer, [], lambda: _load_sound(trainer, trainer.entries, state))
 
     def initialize_trigger(self, trigger: Any, trainer: Trainer) -> None:
@@ -361,7 +363,7 @@ class Run:
             earlier = read_record(loaded.directory) or earlier
         else:
             directory.archive_later_snapshots(known, trainer.updater.iteration)
-        write_record(trainer, earlier, known, loaded.changes)
+        write_record(trainer, earlier, known, loaded.changes, self._rollback)
 
     def _restore_generators(self, trainer: Trainer) -> None:
         loaded, rank = self.loaded_state, trainer.comm.rank

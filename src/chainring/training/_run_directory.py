@@ -277,11 +277,16 @@ def parse_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(
-    trainer: Trainer, earlier: Mapping[str, Any], files: Iterable[str], changes: Mapping[str, list[Any]]
+    trainer: Trainer,
+    earlier: Mapping[str, Any],
+    files: Iterable[str],
+    changes: Mapping[str, list[Any]],
+    rollback: str | None = None,
 ) -> None:
     """Add this start to the record of the earlier run, empty if it is a new one; print the settings that have changed.
 
     The record names all that the run writes by ``files``, which are templates; ``changes`` are those of the loaded state.
+    ``rollback`` is the reason why the run has gone back to a snapshot by itself.
     """
     settings = _settings_of(trainer)
     start = {
@@ -291,6 +296,7 @@ def write_record(
         "pid": os.getpid(),
         "argv": settings["argv"],
         "changed": {**(_announce_changes(earlier, settings) if earlier else {}), **_to_record(changes)},
+        **({} if rollback is None else {"rollback": rollback}),
     }
     record = {
         "format": _FORMAT,

@@ -1,6 +1,7 @@
 """A NaN stops the run, is left out or undone, never saved as good, and can be repeated bit for bit."""
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -105,6 +106,14 @@ def test_the_log_has_every_iteration_once(tmp_path, policy):
     trainer.run()
     assert [row["iteration"] for row in trainer.get_extension("LogReport").log] == [*range(1, 10)]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 9
+
+
+def test_the_record_tells_a_run_that_went_back_from_one_that_was_started(tmp_path):
+    """The entry has the reason; a start has none."""
+    trainer_of(tmp_path, "rollback").run()
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [(start["iteration"], "rollback" in start) for start in starts] == [(0, False), (4, True)]
+    assert f"iteration {BAD} had NaN or infinity" in starts[1]["rollback"]
 
 
 def test_stop_ends_the_run_and_no_snapshot_is_poisoned(tmp_path):

@@ -1,0 +1,298 @@
+"""The content of a page: its parts as HTML in which all that comes from a file is escaped, and the points of its curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import Any
+
+from chainring.html_report._curves import MAX_POINTS, MAX_POINTS_OF_SEVERAL, Curves, curves_of, script_data
+from chainring.html_report._log import Column, Log
+from chainring.html_report._run import DAMAGED, Run
+from chainring.html_report._several import Parting, differing_settings, last_values
+from chainring.writers.base import COUNTERS
+
+_MAX_ROWS = 300  # of a table
+_MAX_CELLS = 4_000  # of the table of a log
+_MAX_COLUMNS = 40
+_MAX_CHARACTERS = 600  # of one text
+_SMALL = 160  # pixels up to which an image is enlarged
+_SYSTEM = ("cpu_percent", "process_cpu_percent", "memory_percent", "process_memory_mib", "accelerator_percent",
+           "accelerator_memory_mib")  # the keys of extensions.SystemMetrics, after its name  # fmt: skip
+
+SECTIONS = {
+    "curves": "Curves", "system": "CPU, GPU and memory", "log": "Log", "media": "Images, texts and histograms",
+    "settings": "Settings", "starts": "Starts", "plan": "Plan", "time": "Time by phase", "parameters": "Parameters",
+    "graph": "Graph", "snapshots": "Snapshots", "notes": "Notes",
+}  # fmt: skip
+SECTIONS_OF_SEVERAL = {
+    "curves": "Curves", "runs": "Runs", "settings": "Settings that differ", "system": "CPU, GPU and memory",
+    "media": "Images, texts and histograms", "notes": "Notes",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a page shows.
+
+    Attributes:
+        title: of the page.
+        sections: by name their titles.
+        parts: by name the HTML of each section, and of the facts at its head.
+        data: what the script draws.
+        rows: of all logs.
+    """
+
+    title: str
+    sections: Mapping[str, str]
+    parts: Mapping[str, str]
+    data: Mapping[str, Any]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRun:
+    """A run, and the points of its curves that a page has.
+
+    Attributes:
+        run: of its logs, if there are several runs, only the last row and numbers are kept.
+        data: its curves, for the script.
+        drawn: the number of points that are drawn.
+        count: the number of points that its logs have.
+        left_out: keys for which there is no room.
+        curves: those of each log that has rows.
+    """
+
+    run: Run
+    data: Mapping[str, Any]
+    drawn: int
+    count: int
+    left_out: Sequence[str]
+    curves: Sequence[Curves] = field(default=())
+
+
+def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
+    """Return a run as it is on a page of so many runs."""
+    room = MAX_POINTS if number_of_runs == 1 else min(MAX_POINTS, MAX_POINTS_OF_SEVERAL // number_of_runs)
+    full = [log for log in run.logs if log.count]
+    curves = [curves_of(log, room // len(full)) for log in full]
+    marks = [start["iteration"] for start in run.starts[1:] if type(start.get("iteration")) is int]
+    data = {"logs": [script_data(each) for each in curves], "marks": marks}
+    drawn, count = sum(each.drawn for each in curves), sum(each.count for each in curves)
+    left_out = [key for each in curves for key in each.left_out]
+    if number_of_runs == 1:
+        return DrawnRun(run, data, drawn, count, left_out, curves)
+    return DrawnRun(replace(run, logs=[_reduced(log) for log in run.logs]), data, drawn, count, left_out)
+
+
+def _reduced(log: Log) -> Log:
+    columns = {key: Column(column.rows[-1:].copy(), column.values[-1:].copy()) for key, column in log.columns.items()}
+    return replace(log, columns=columns)
+
+
+def content_of(drawn: DrawnRun) -> Content:
+    """Return the content of the page of a run."""
+    run = drawn.run
+    plan = _mapping(run.record.get("plan"))
+    extensions = plan.get("extensions")
+    phases = sorted(run.profile.seconds.items(), key=lambda phase: -phase[1]) if run.profile else []
+    parts = _render(
+        "one.html",
+        ["facts", *SECTIONS],
+        run=run,
+        facts_of=_facts(run),
+        logs=[_log_table(each.log) | {"curves": each} for each in drawn.curves],
+        is_marked=bool(drawn.data["marks"]),
+        has_system=_has_system([run]),
+        config=_mapping(run.record.get("config")),
+        made_with=_made_with(run.record),
+        recorded_plan=plan,
+        extensions=[each for each in extensions if isinstance(each, dict)] if isinstance(extensions, list) else [],
+        phases=phases,
+        picture=_base64((run.graph and run.graph.picture) or b""),
+        cell=_cell,
+        changes=_changes,
+        product=math.prod,
+    )
+    title = str(run.directory.resolve().name or run.directory)
+    data = {"runs": [{"name": title, **drawn.data}], "partings": []}
+    return Content(title, SECTIONS, parts, data, sum(log.count for log in run.logs))
+
+
+def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings: Sequence[Parting] = ()) -> Content:
+    """Return the content of the page of several runs."""
+    runs = [each.run for each in drawn]
+    keys, values = last_values(runs)
+    rows = sum(log.count for run in runs for log in run.logs)
+    differing, differing_count = differing_settings(names, runs)
+    parts = _render(
+        "several.html",
+        ["facts", *SECTIONS_OF_SEVERAL],
+        names=names,
+        facts_of={"runs": f"{len(runs):,}", "rows": f"{rows:,}"},
+        partings=partings,
+        drawn=sum(each.drawn for each in drawn),
+        count=sum(each.count for each in drawn),
+        left_out=max((each.left_out for each in drawn), key=len, default=[]),
+        has_system=_has_system(runs),
+        rows=[_row(run) + [_number(value) for value in last] for run, last in zip(runs, values, strict=True)],
+        last_keys=keys,
+        remarks=[remark for name, run in zip(names, runs, strict=True) for remark in _remarks(name, run)],
+        differing=differing,
+        differing_count=differing_count,
+        series_of_keys=_series_of_keys(names, runs),
+        notes_of={name: run.notes for name, run in zip(names, runs, strict=True) if run.notes},
+    )
+    data = {"runs": [{"name": _text(name), **each.data} for name, each in zip(names, drawn, strict=True)]}
+    lines = [{"run": each.run, "iteration": each.iteration} for each in partings if each.iteration is not None]
+    return Content(f"{len(runs)} runs", SECTIONS_OF_SEVERAL, parts, data | {"partings": lines}, rows)
+
+
+def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str]:
+    """Return the macros of a template as HTML."""
+    from jinja2 import Environment, FunctionLoader
+    from markupsafe import Markup, escape
+
+    environment = Environment(loader=FunctionLoader(template), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.finalize = lambda value: value if isinstance(value, Markup) else _text(value)
+    environment.filters |= {"count": "{:,}".format, "duration": _duration, "value": _value}
+    environment.globals |= {"max_rows": _MAX_ROWS, "small": _SMALL, "markup": lambda text: Markup(escape(text))}
+    environment.globals |= values
+    module = environment.get_template(file).module
+    return {name: str(getattr(module, name)()) for name in macros}
+
+
+def template(name: str) -> str:
+    """Return the text of a template."""
+    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _base64(content: bytes) -> Any:
+    import base64
+
+    from markupsafe import Markup
+
+    return Markup(base64.b64encode(content).decode())
+
+
+def _mapping(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
+
+
+def _has_system(runs: Sequence[Run]) -> bool:
+    return any(key.rpartition("/")[2] in _SYSTEM for run in runs for log in run.logs for key in log.columns)
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """Return the numbers at the head of the page, but those that are 0 or not known."""
+    counts = {
+        **_counters(run),
+        "rows": sum(log.count for log in run.logs),
+        "starts": len(run.starts) - run.rollbacks,
+        "rollbacks": run.rollbacks,
+        "parameters": sum(model.count() for model in run.models),
+        "snapshots": len(run.snapshots),
+        "damaged": sum(snapshot.state == DAMAGED for snapshot in run.snapshots),
+    }
+    facts = {name: f"{count:,}" for name, count in counts.items() if type(count) is int and 0 < count < 10**18}
+    return ({"training": time} if (time := _training_time(run)) else {}) | facts
+
+
+def _last_row(run: Run) -> dict[str, Any]:
+    return run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
+
+
+def _counters(run: Run) -> dict[str, Any]:
+    last = _last_row(run)
+    return {"iterations": last.get("iteration"), "epochs": last.get("epoch")}
+
+
+def _training_time(run: Run) -> str:
+    seconds = _last_row(run).get("elapsed_time")
+    return _duration(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12 else ""
+
+
+def _row(run: Run) -> list[str]:
+    """Return the cells of a run in the table of several."""
+    counts = [sum(log.count for log in run.logs), len(run.starts) - run.rollbacks, run.rollbacks]
+    texts = [f"{count:,}" if type(count) is int and abs(count) < 10**18 else "" for count in _counters(run).values()]
+    return [*texts, _training_time(run), *(f"{count:,}" for count in counts)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _remarks(name: str, run: Run) -> list[str]:
+    unreadable = [f"{name}: {log.unreadable:,} lines of {log.name} are not rows and are left out."
+                  for log in run.logs if log.unreadable]  # fmt: skip
+    record = [] if run.record_error is None else [f"{name}: run.json cannot be read: {run.record_error}"]
+    return record + unreadable
+
+
+def _series_of_keys(names: Sequence[str], runs: Sequence[Run]) -> dict[str, list[tuple[str, Any]]]:
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for name, run in zip(names, runs, strict=True):
+        for log in run.logs:
+            for series in log.media:
+                found.setdefault(series.key, []).append((name, series))
+    return found
+
+
+def _log_table(log: Log) -> dict[str, Any]:
+    keys = log.keys[:_MAX_COLUMNS]
+    rows = log.rows[-max(_MAX_CELLS // max(len(keys), 1), 10) :]
+    numeric = [column for column, key in enumerate(keys) if not any(isinstance(row.get(key), str) for row in rows)]
+    counts = {"count": log.count, "column_count": len(log.keys), "unreadable": log.unreadable}
+    return {"name": log.name, "columns": keys, "rows": rows, "numeric": numeric, **counts}
+
+
+def _cell(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        return ""
+    if key == "elapsed_time" and isinstance(row[key], float) and math.isfinite(row[key]):
+        return f"{row[key]:.2f}"
+    return f"{row[key]:,}" if key in COUNTERS and type(row[key]) is int and abs(row[key]) < 10**15 else _value(row[key])
+
+
+def _made_with(record: dict[str, Any]) -> dict[str, Any]:
+    names = {"argv": "command", "git_commit": "commit", "device": "device", "threads": "threads"}
+    values = {name: record.get(key) for key, name in names.items()}
+    for template, key in (("{} version", "versions"), ("optimizer {}", "optimizers"), ("seeds of {}", "seeds")):
+        values |= {template.format(name): value for name, value in _mapping(record.get(key)).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _changes(start: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return name, old and new value of the settings that had changed by a start."""
+    changed = list(_mapping(start.get("changed")).items())[:_MAX_ROWS]
+    return [(name, *(pair if isinstance(pair, list) and len(pair) == 2 else (None, pair))) for name, pair in changed]
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}… ({len(text):,} characters)"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _value(content: Any) -> str:
+    """Return a value of JSON as text: a string without its quotes, a list of strings as words, anything else as JSON."""
+    if isinstance(content, str) and content:
+        return content
+    if isinstance(content, list) and content and all(isinstance(word, str) for word in content):
+        return " ".join(content)
+    if isinstance(content, float) and math.isfinite(content):
+        return f"{content:.6g}"
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _duration(seconds: float) -> str:
+    """Return seconds as a person reads them, such as ``2 h 5 min`` or ``12.3 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min {int(seconds % 60)} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
