@@ -11,6 +11,7 @@ import types
 import zlib
 from pathlib import Path
 from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import pytest
 import snowballstemmer
@@ -283,6 +284,18 @@ def test_addresses_on_the_web_are_well_formed(path):
         assert parts.scheme == "https", target
         assert re.fullmatch(r"([\w-]+\.)+[a-z]{2,}", parts.netloc), target
         assert re.fullmatch(r"[\w./?=&%#~+:@-]*", target), target
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_has_a_title_stands_on_a_page_and_fetches_nothing(picture):
+    """It is XML that a browser can show without a network, and says in words what it shows."""
+    root = ElementTree.parse(picture).getroot()
+    assert root.find("{http://www.w3.org/2000/svg}title").text
+    assert root.get("role") == "img"
+    links = [value for each in root.iter() for name, value in each.attrib.items() if name.endswith("href")]
+    assert all(link.startswith("#") for link in links)
+    assert "url(http" not in picture.read_text()
+    assert any(f"{picture.name}" in path.read_text() for path in TEXTS)
 
 
 def anchors_of(path):
