@@ -19,7 +19,7 @@ ROWS = [
     "reporting iterators",
     "serializers",
     "_distributed _remote datasets writers _environment",
-    "_random _files _media _naming _messages _progress _version _checks converters",
+    "_random _files _media _naming _messages _progress _version _checks _hints converters",
 ]
 LONGEST_FUNCTION = 40
 

@@ -11,6 +11,8 @@ A `Trainer` runs an `Updater` and every `Extension` whose trigger fires. A batch
 State flows beside it, from `Trainer.serialize` down through ``serializers/``; settings never do.
 """
 
+from typing import TYPE_CHECKING
+
 from chainring._random import deterministic
 from chainring._version import __version__ as __version__
 from chainring.reporting.media import report_histogram, report_image, report_text
@@ -29,3 +31,10 @@ __all__ = [
     "report_scope",
     "report_text",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        from chainring._hints import raise_missing
+
+        raise_missing(__name__, name)

@@ -1,5 +1,7 @@
 """Iterators: batches of examples, in an order that follows from the seed, or from a loader."""
 
+from typing import TYPE_CHECKING
+
 from chainring._random import epoch_order
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.device_prefetcher import DevicePrefetcher
@@ -13,3 +15,10 @@ __all__ = [
     "Batch", "BucketOrderSampler", "DevicePrefetcher", "FunctionIterator", "Iterator", "LoaderIterator",
     "MultiprocessIterator", "NoRepeatOrderSampler", "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        from chainring._hints import raise_missing
+
+        raise_missing(__name__, name)

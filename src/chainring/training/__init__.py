@@ -1,5 +1,7 @@
 """The training loop, and what it is made of."""
 
+from typing import TYPE_CHECKING
+
 from chainring.training._signals import Interrupted
 from chainring.training.extension import (
     PRIORITY_EDITOR,
@@ -39,3 +41,10 @@ __all__ = [
     "get_trigger",
     "make_extension",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        from chainring._hints import raise_missing
+
+        raise_missing(__name__, name)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chainring._checks import find_call_error, is_number
+from chainring._hints import CALLED, EXTENSIONS
 from chainring._messages import user_place
 from chainring.serializers.base import Stateful
 from chainring.training.triggers import IntervalTrigger, TriggerLike, get_trigger
+from chainring.training.triggers.base import Trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -228,16 +230,7 @@ class Entry:
     ) -> None:
         own_names = (getattr(extension, attribute, None) for attribute in ("default_name", "__name__"))
         self.name = self.base_name = str(_first(name, *own_names, type(extension).__name__))
-        if isinstance(extension, type):
-            raise TypeError(
-                f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)"
-            )
-        if not callable(extension):
-            raise TypeError(f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}")
-        if error := find_call_error(extension, None):
-            raise TypeError(f"an extension is called with one argument, the trainer, and {self.name!r} cannot be: {error}")
-        if callable(on_error := getattr(extension, "on_error", None)):
-            _check_on_error(on_error, f"of extension {self.name!r}")
+        _check_extension(extension, self.name)
         _check_priority(priority)
         self.extension: Any = extension
         self.call: Callable[[Trainer], Any] = _bound(extension)
@@ -269,6 +262,25 @@ class Entry:
         """Return an optional method, unless it is the one of `Extension`, which does nothing."""
         is_inherited = getattr(type(self.extension), name, None) is getattr(Extension, name)
         return None if is_inherited else getattr(self.extension, name, None)
+
+
+def _check_extension(extension: Any, name: str) -> None:
+    if isinstance(extension, type):
+        raise TypeError(f"an extension is an object, got the class {extension.__name__}: write {extension.__name__}(...)")
+    if not callable(extension):
+        hint = next((hint for method, hint in EXTENSIONS.items() if hasattr(extension, method)), None)
+        hint = CALLED if extension is None else hint
+        rule = f"an extension is a callable of one argument, the trainer; got {type(extension).__name__}"
+        raise TypeError(rule if hint is None else f"{rule}: {hint}")
+    if isinstance(extension, Trigger):
+        raise TypeError(
+            f"an extension acts, and {type(extension).__name__} is a trigger: give it as the stop trigger, "
+            "Trainer(updater, trigger), or with an extension, extend(extension, trigger=trigger)"
+        )
+    if error := find_call_error(extension, None):
+        raise TypeError(f"an extension is called with one argument, the trainer, and {name!r} cannot be: {error}")
+    if callable(on_error := getattr(extension, "on_error", None)):
+        _check_on_error(on_error, f"of extension {name!r}")
 
 
 def _of_trainer(method: Any) -> Callable[[Trainer], Any] | None:

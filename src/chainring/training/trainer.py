@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from chainring import _random
+from chainring import _hints, _random
 from chainring._distributed.communicator import Communicator, as_communicator
+from chainring._hints import hinting
 from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reporter
@@ -78,6 +79,7 @@ class Trainer(Stateful):
         OSError: ``out`` cannot be a directory to write to.
     """
 
+    @hinting(_hints.TRAINER_KEYWORDS)
     def __init__(
         self,
         updater: Updater,
@@ -108,6 +110,14 @@ class Trainer(Stateful):
             self.extend(extension)
         if hasattr(updater, "connect_trainer"):
             updater.connect_trainer(self)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an `AttributeError`, with a hint if the name is one of another library's trainer."""
+            if name in _hints.TRAINER:
+                raise AttributeError(f"a Trainer has no attribute {name!r}: {_hints.TRAINER[name]}", name=name, obj=self)
+            return object.__getattribute__(self, name)  # again, for the error that a property has raised
 
     @property
     def comm(self) -> Communicator:

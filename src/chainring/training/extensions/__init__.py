@@ -1,5 +1,7 @@
 """The extensions: evaluation, snapshots, logs, learning rates and all else that happens besides updating."""
 
+from typing import TYPE_CHECKING
+
 from chainring.training.extensions.best_value import BestValue, MaxValue, MinValue
 from chainring.training.extensions.dump_graph import DumpGraph, dump_graph
 from chainring.training.extensions.evaluator import Evaluator
@@ -61,3 +63,10 @@ __all__ = [
     "snapshot",
     "snapshot_object",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        from chainring._hints import raise_missing
+
+        raise_missing(__name__, name)

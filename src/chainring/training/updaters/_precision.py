@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, to_local
+from chainring._hints import PRECISIONS
 from chainring.training.updaters._gradients import list_parameters
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,7 +25,8 @@ class Precision:
 
     def __init__(self, name: str, device_type: str, comm: Communicator | None = None) -> None:
         if name not in _DTYPES:
-            raise ValueError(f'precision is "fp32", "bf16" or "fp16", got {name!r}')
+            hint = PRECISIONS.get(str(name).removeprefix("torch."))
+            raise ValueError(f'precision is "fp32", "bf16" or "fp16", got {name!r}' + (f"; {hint}" if hint else ""))
         self.name = name
         self._dtype = _DTYPES[name]
         self._device_type = device_type

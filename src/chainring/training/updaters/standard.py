@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import to_full
 from chainring._distributed.watchdog import note_iteration
+from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
@@ -167,6 +168,7 @@ class StandardUpdater(Updater):
         updater = StandardUpdater(SerialIterator(dataset, 32), optimizer, model, accumulate=4)
     """
 
+    @hinting(UPDATER_KEYWORDS)
     def __init__(
         self,
         iterator: Iterable[Any] | Mapping[str, Iterable[Any]] | None,

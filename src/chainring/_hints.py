@@ -1,0 +1,240 @@
+"""Names that users of other libraries try, and what to write here. Looked up only where a name is missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
+
+Parameters = ParamSpec("Parameters")
+
+_SNAPSHOT = "a trainer saves itself by trainer.extend(extensions.snapshot(autoload=True))"
+_STOP = 'the stop trigger is the second argument: Trainer(updater, (20, "epoch"))'
+_MODEL = "a model is any torch.nn.Module that returns its loss; chainring.nn.Classifier makes one of a network"
+_EXTENSION = "subclass chainring.training.Extension, or extend the trainer by a function of one argument"
+_RUN = "a Trainer runs with run()"
+_EVALUATOR = "extend the trainer by extensions.Evaluator(test_iterator, model)"
+_UPDATER = "the updater has it: trainer.updater.get_{0}('main')"
+_WRITERS = "extensions.LogReport(writers=[{0}()]) sends the rows of the log there, by chainring.writers.{0}"
+_ACCUMULATE = "StandardUpdater(..., accumulate=4) makes an update of 4 batches"
+_CLIP = "StandardUpdater(..., callbacks=UpdateCallbacks(update_on_start=clip_grad_norm(1.0))) clips gradients"
+_DEVICE = (
+    'StandardUpdater(..., device="cuda") places the model; torchrun starts several processes, see create_communicator()'
+)
+_PRECISION = 'StandardUpdater(..., precision="bf16") computes in mixed precision'
+_BF16 = 'use "bf16"'
+_FP16 = 'use "bf16", or "fp16", which scales the loss'
+_FP32 = 'use "fp32"'
+_BATCH_SIZE = "an iterator has the batch size: SerialIterator(dataset, batch_size)"
+_SCHEDULER = "extend the trainer by extensions.LRScheduler(scheduler) or a shift, such as extensions.LinearShift"
+
+TRAINER = {
+    "fit": _RUN,
+    "train": _RUN,
+    "start": _RUN,
+    "validate": _EVALUATOR,
+    "test": _EVALUATOR,
+    "evaluate": _EVALUATOR,
+    "predict": "call the model under torch.no_grad()",
+    "save": _SNAPSHOT,
+    "save_model": "chainring.serializers.save(path, model) saves the model",
+    "save_checkpoint": _SNAPSHOT,
+    "load": "chainring.serializers.load(path, trainer) loads a snapshot",
+    "load_checkpoint": "chainring.serializers.load(path, trainer) loads a snapshot",
+    "resume": "chainring.serializers.load(path, trainer) loads a snapshot",
+    "add_callback": "trainer.extend(extension) adds an extension",
+    "callbacks": "trainer.extend(extension) adds an extension",
+    "log": "chainring.report({'loss': loss}, self) reports a value, and extensions.LogReport() logs it",
+    "log_dict": "chainring.report({'loss': loss}, self) reports a value, and extensions.LogReport() logs it",
+    "logger": "trainer.extend(extensions.LogReport()) logs the values that were reported",
+    "global_step": "the updater counts: trainer.updater.iteration",
+    "iteration": "the updater counts: trainer.updater.iteration",
+    "epoch": "the updater counts: trainer.updater.epoch",
+    "current_epoch": "the updater counts: trainer.updater.epoch",
+    "model": _UPDATER.format("model"),
+    "optimizer": _UPDATER.format("optimizer"),
+    "optimizers": _UPDATER.format("optimizer"),
+    "train_dataloader": _UPDATER.format("iterator"),
+    "compile": "StandardUpdater(..., compile=True) compiles the update",
+}
+
+TRAINER_KEYWORDS = {
+    "max_epochs": _STOP,
+    "epochs": _STOP,
+    "num_epochs": _STOP,
+    "num_train_epochs": _STOP,
+    "max_steps": 'the stop trigger is the second argument: Trainer(updater, (1000, "iteration"))',
+    "max_time": 'the stop trigger is the second argument: Trainer(updater, (3600, "second"))',
+    "callbacks": "extensions=[...] takes extensions, as trainer.extend(extension) does",
+    "logger": "trainer.extend(extensions.LogReport()) logs the values that were reported",
+    "default_root_dir": 'out="result" is the directory of the run',
+    "output_dir": 'out="result" is the directory of the run',
+    "gradient_clip_val": _CLIP,
+    "max_grad_norm": _CLIP,
+    "accumulate_grad_batches": _ACCUMULATE,
+    "gradient_accumulation_steps": _ACCUMULATE,
+    "precision": _PRECISION,
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "accelerator": _DEVICE,
+    "device": _DEVICE,
+    "devices": _DEVICE,
+    "strategy": _DEVICE,
+    "model": "the updater takes it: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
+    "optimizer": "the updater takes it: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
+    "train_dataset": "the updater takes an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)",
+    "eval_dataset": _EVALUATOR,
+    "val_check_interval": 'extend(extensions.Evaluator(...), trigger=(500, "iteration")) says when to evaluate',
+    "check_val_every_n_epoch": 'extend(extensions.Evaluator(...), trigger=(2, "epoch")) says when to evaluate',
+    "enable_progress_bar": "trainer.extend(extensions.ProgressBar()) shows one",
+    "resume_from_checkpoint": "extensions.snapshot(autoload=True) resumes the run that is in out",
+}
+
+UPDATER_KEYWORDS = {
+    "accumulate_grad_batches": _ACCUMULATE,
+    "gradient_accumulation_steps": _ACCUMULATE,
+    "accum_grad": _ACCUMULATE,
+    "gradient_clip_val": _CLIP,
+    "max_grad_norm": _CLIP,
+    "clip_grad_norm": _CLIP,
+    "mixed_precision": _PRECISION,
+    "amp": _PRECISION,
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "loss": "loss_func=f gives the loss, as f(model, *inputs)",
+    "loss_fn": "loss_func=f gives the loss, as f(model, *inputs)",
+    "criterion": "loss_func=f gives the loss, as f(model, *inputs)",
+    "batch_size": _BATCH_SIZE,
+    "lr": "the optimizer has the learning rate",
+    "scheduler": _SCHEDULER,
+    "lr_scheduler": _SCHEDULER,
+    "collate_fn": "converter=f makes the inputs of a batch of examples",
+}
+
+PRECISIONS: dict[Any, str] = {
+    "bf16-mixed": _BF16,
+    "bfloat16": _BF16,
+    "bf16-true": f"{_BF16}, or cast the model by model.to(torch.bfloat16)",
+    "mixed": _FP16,
+    "16": _FP16,
+    "16-mixed": _FP16,
+    "fp16-mixed": _FP16,
+    "float16": _FP16,
+    "half": _FP16,
+    "16-true": f"{_FP16}, or cast the model by model.half()",
+    "32": _FP32,
+    "32-true": _FP32,
+    "float32": _FP32,
+    "no": _FP32,
+    "64": "cast the model by model.double(), and leave precision out",
+    "64-true": "cast the model by model.double(), and leave precision out",
+}
+
+CALLED = "write extend(f), not extend(f(trainer))"
+EXTENSIONS = {  # by a method of what is not an extension
+    "get_last_lr": "a scheduler is wrapped, extensions.LRScheduler(scheduler)",
+    "write": "a writer is given to a log, extensions.LogReport(writers=[writer])",
+    "on_train_start": _EXTENSION,
+    "on_train_begin": _EXTENSION,
+}
+
+MODULES: dict[str, dict[str, str]] = {
+    "chainring": {
+        "Trainer": "it is chainring.training.Trainer",
+        "StandardUpdater": "it is chainring.training.StandardUpdater",
+        "Extension": "it is chainring.training.Extension",
+        "LightningModule": _MODEL,
+        "Module": _MODEL,
+        "Model": _MODEL,
+        "Sequential": "it is torch.nn.Sequential",
+        "Chain": "it is torch.nn.Module",
+        "Link": "it is torch.nn.Module",
+        "links": "layers are those of torch.nn; chainring.nn.Classifier is here",
+        "functions": "functions are those of torch.nn.functional",
+        "optimizers": "optimizers are those of torch.optim",
+        "Callback": _EXTENSION,
+        "callbacks": "they are called extensions: chainring.training.extensions",
+        "loggers": "they are called writers: chainring.writers",
+        "seed_everything": "it is chainring.deterministic(seed)",
+        "set_seed": "it is chainring.deterministic(seed)",
+        "Accelerator": "it is chainring.parallel.create_communicator(), given to StandardUpdater(comm=)",
+    },
+    "chainring.training": {
+        "Callback": _EXTENSION,
+        "TrainerCallback": _EXTENSION,
+        "callbacks": "they are called extensions: chainring.training.extensions",
+        "TrainingArguments": "settings are arguments of StandardUpdater and Trainer",
+        "LightningModule": _MODEL,
+        "EarlyStopping": "it is a stop trigger: triggers.EarlyStoppingTrigger",
+        "EarlyStoppingTrigger": "it is chainring.training.triggers.EarlyStoppingTrigger",
+        "ModelCheckpoint": "it is extensions.snapshot",
+        "SerialIterator": "it is chainring.iterators.SerialIterator",
+    },
+    "chainring.training.extensions": {
+        "Callback": _EXTENSION,
+        "EarlyStopping": 'it is a stop trigger: Trainer(updater, triggers.EarlyStoppingTrigger(monitor="main/loss"))',
+        "EarlyStoppingTrigger": "it is a stop trigger, in chainring.training.triggers",
+        "ModelCheckpoint": 'it is extensions.snapshot(), for the best with trigger=triggers.MinValueTrigger("main/loss")',
+        "Checkpoint": "it is extensions.snapshot()",
+        "Snapshot": "it is extensions.snapshot()",
+        "BackupAndRestore": "it is extensions.snapshot(autoload=True)",
+        "TensorBoard": _WRITERS.format("TensorBoardWriter"),
+        "TensorBoardLogger": _WRITERS.format("TensorBoardWriter"),
+        "WandbLogger": _WRITERS.format("WandbWriter"),
+        "WandbCallback": _WRITERS.format("WandbWriter"),
+        "MLFlowLogger": _WRITERS.format("MlflowWriter"),
+        "CometLogger": _WRITERS.format("CometWriter"),
+        "CSVLogger": _WRITERS.format("CsvWriter"),
+        "LearningRateMonitor": "it is extensions.observe_lr()",
+        "LearningRateScheduler": "it is extensions.LRScheduler(scheduler), over any of torch.optim.lr_scheduler",
+        "ReduceLROnPlateau": "it is extensions.LRScheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(...), monitor=key)",
+        "TQDMProgressBar": "it is extensions.ProgressBar()",
+        "RichProgressBar": "it is extensions.ProgressBar()",
+        "TerminateOnNaN": "it is extensions.FailOnNonNumber()",
+        "DeviceStatsMonitor": "it is extensions.SystemMetrics()",
+        "ThroughputMonitor": "it is extensions.Throughput()",
+        "EMA": "it is extensions.ExponentialMovingAverage(model)",
+        "WeightAveraging": "it is extensions.ExponentialMovingAverage(model)",
+        "LambdaCallback": _EXTENSION,
+        "Timer": 'it is a stop trigger: Trainer(updater, (3600, "second"))',
+        "GradientAccumulationScheduler": _ACCUMULATE,
+        "ModelSummary": "it is chainring.nn.model_summary(model, batch)",
+    },
+    "chainring.iterators": {
+        "DataLoader": "torch.utils.data.DataLoader is taken as it is: StandardUpdater(loader, ...)",
+        "MultithreadIterator": "it is chainring.iterators.MultiprocessIterator",
+    },
+}
+
+
+def raise_missing(module: str, name: str) -> None:
+    """Raise the error of a name that a module lacks, with a hint where there is one.
+
+    Raises:
+        AttributeError: always, but for ``from module import name``, of whose error Python would drop the words.
+        ImportError: there.
+    """
+    text = f"module {module!r} has no attribute {name!r}"
+    hint = MODULES[module].get(name)
+    caller = sys._getframe(2).f_globals.get("__name__")
+    if hint is not None and caller == "importlib._bootstrap":
+        raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=name)
+    raise AttributeError(text if hint is None else f"{text}: {hint}", name=name, obj=importlib.import_module(module))
+
+
+def hinting(hints: Mapping[str, str]) -> Callable[[Callable[Parameters, None]], Callable[Parameters, None]]:
+    """Return a decorator of a constructor: a keyword that it lacks and other libraries have is refused with a hint."""
+
+    def decorate(constructor: Callable[Parameters, None]) -> Callable[Parameters, None]:
+        @functools.wraps(constructor)
+        def construct(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> None:
+            for name in keywords:
+                if name in hints and name not in constructor.__code__.co_varnames:
+                    raise TypeError(f"{constructor.__qualname__}() has no argument {name!r}: {hints[name]}")
+            constructor(*arguments, **keywords)
+
+        return construct
+
+    return decorate
