@@ -1,7 +1,12 @@
 """The PrintReport: a table of the log's rows, each printed once."""
 
 import contextlib
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
 import warnings
 
 import pytest
@@ -14,14 +19,14 @@ def losses(*numbers):
     return [{"main/loss": number} for number in numbers]
 
 
-def printed(tmp_path, observations, *, every=1, **settings):
+def printed(tmp_path, observations, *, every=1, row=None, **settings):
     """The lines of the table."""
     out = io.StringIO()
     run(
         Counting(observations),
         len(observations),
         tmp_path,
-        LogReport(trigger=(every, "iteration"), filename=None),
+        LogReport(trigger=(every, "iteration"), filename=None, postprocess=lambda own: own.update(row or {})),
         PrintReport(out=out, **settings),
     )
     return out.getvalue().splitlines()
@@ -191,3 +196,74 @@ def test_entries_given_as_one_string_is_refused():
 def test_without_entries_there_is_nothing_but_empty_lines_never_an_error(tmp_path):
     """An empty list of columns prints an empty header once."""
     assert printed(tmp_path, losses(1, 2), entries=[]) == ["", "", ""]
+
+
+SEVEN = [
+    "epoch", "iteration", "main/loss", "main/accuracy", "validation/main/loss", "validation/main/accuracy", "elapsed_time",
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def terminal(columns):
+    """A stream that is a terminal of that width, and keeps what is written."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    class Terminal(io.StringIO):
+        isatty = staticmethod(lambda: True)
+        fileno = staticmethod(lambda: slave)
+
+    yield Terminal()
+    os.close(master)
+    os.close(slave)
+
+
+def shown(tmp_path, columns, rows, entries=None):
+    """The lines of the table of these rows in a terminal of that width."""
+    with terminal(columns) as out:
+        log = LogReport(trigger=(1, "iteration"), filename=None, postprocess=lambda row: row.update(rows.pop(0)))
+        run(Counting([{"x": 1.0}] * len(rows)), len(rows), tmp_path, log, PrintReport(entries or list(rows[0]), out=out))
+        return out.getvalue().splitlines()
+
+
+def test_seven_columns_fit_into_80(tmp_path):
+    """Shorter titles, numbers in the width of their columns, whole numbers in full, a time with its unit."""
+    numbers = [123456, 7654321, 1 / 3, 0.98765, 1.23456e-5, -4.5678e-10, 12.345]
+    later = [123457, 7654322, float("nan"), float("inf"), -1e100, 0.0, 5025.0]
+    rows = [dict(zip(SEVEN, values, strict=True)) for values in (numbers, later)]
+    assert shown(tmp_path, 80, rows) == [
+        "epoch    iteration  loss     accuracy  val/loss  val/accuracy  elapsed_time",
+        "123456   7654321    0.3333   0.9877    1.23e-05  -4.568e-10    12.3 s",
+        "123457   7654322    nan      inf       -1e+100   0             1:23:45",
+    ]
+
+
+def test_where_there_is_room_a_terminal_shows_what_a_file_has(tmp_path):
+    """Full names, six digits."""
+    rows = [dict(zip(SEVEN, [1, 15, 1 / 3, 0.5, 2 / 3, 0.25, 12.345], strict=True))]
+    assert shown(tmp_path, 120, list(rows)) == printed(tmp_path / "file", [{"x": 1.0}], entries=SEVEN, row=rows[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "titles"),
+    [
+        (["main/loss", "loss", "elapsed_time", "epoch"], ["main/loss", "loss", "time", "epoch"]),
+        (["main/loss", "validation/main/loss", "val/loss"], ["loss", "validation/main/loss", "val/loss"]),
+        (["validation_1/main/accuracy", "validation/main/accuracy"], ["val_1/acc", "val/acc"]),
+        (["main/main", "main"], ["main/main", "main"]),
+        (["main/encoder/layer/weight", "main/encoder/layer/bias"], ["weight", "bias"]),
+        (["main/generator/loss", "main/discriminator/loss"], ["generator/loss", "discriminator/loss"]),
+    ],
+)
+def test_no_two_columns_have_one_title(tmp_path, keys, titles):
+    """A title that would be the same as another stays longer, and the row takes several lines at last."""
+    lines = shown(tmp_path, 20, [dict.fromkeys(keys, 1.0)])
+    assert " ".join(lines[: len(lines) // 2]).split() == titles
+
+
+def test_a_table_without_columns_is_no_error_in_a_narrow_terminal(tmp_path):
+    """Nor is one column that is wider than the terminal."""
+    with terminal(5) as out:
+        run(Counting(losses(1)), 1, tmp_path, LogReport(trigger=(1, "iteration")), PrintReport([], out=out))
+        assert out.getvalue() == "\n\n"
+    assert shown(tmp_path / "one", 5, [{"validation/main/perplexity_of_all": 1.0}]) == ["perplexity_of_all", "1"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import importlib
+import re
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
 
 _SECONDS = 0.2  # at least between two updates of a notebook, each of which goes over the network
 _ROWS = 100  # the newest, which each update sends
+_NARROW = 7  # characters of the narrowest column of a narrow terminal
+_ABBREVIATIONS = {"accuracy": "acc", "iteration": "iter", "elapsed_time": "time", "perplexity": "ppl"}
 
 
 class PrintReport(Extension):
     """Prints each new row of a `LogReport` once, under a header; after a resume the earlier rows first.
 
-    Where the terminal is too narrow for the table, a row takes several lines, broken between columns. A notebook shows one
-    HTML table of the newest rows, which grows.
+    Where a terminal is too narrow for the table, its titles are shortened, such as ``validation/main/accuracy`` to
+    ``val/accuracy``, and its numbers rounded. Where that is not enough, a row takes several lines, broken between columns. A
+    file has the full names, whatever their length. A notebook shows one HTML table of the newest rows, which grows.
 
     Example::
 
@@ -60,6 +64,8 @@ class PrintReport(Extension):
         self._printed = 0
         self._table: _NotebookTable | None = None
         self._lines: list[list[tuple[str, int]]] | None = None  # the columns and their widths, line by line
+        self._titles: Mapping[str, str] = {}  # of the columns
+        self._is_narrow = False  # the table does not fit into the terminal as it is
 
     @property
     def watched_keys(self) -> Sequence[str]:
@@ -120,31 +126,45 @@ class PrintReport(Extension):
         if self._table is not None:
             return
         if self._lines is None:
-            self._lines = self._layout(rows[0])
-            self._print({key: key for line in self._lines for key, _ in line})
+            self._lines = self._layout(list(rows[0] if self._entries is None else self._entries))
+            self._print(self._titles)
         for row in rows:
             self._print(row)
 
-    def _layout(self, row: dict[str, Any]) -> list[list[tuple[str, int]]]:
+    def _layout(self, keys: list[str]) -> list[list[tuple[str, int]]]:
         """Return columns side by side up to the width of the terminal; further lines begin under the second column."""
-        columns = [(entry, max(10, len(entry))) for entry in (row if self._entries is None else self._entries)]
         max_width = _display.terminal_width(self._stream()) or sys.maxsize
+        self._titles, self._is_narrow = {key: key for key in keys}, False
+        if _width_of(columns := _columns(self._titles, 10)) <= max_width:
+            return [columns]
+        self._is_narrow = True
+        for shorten in _SHORTER:
+            self._titles = _distinct(shorten, self._titles)
+            if _width_of(columns := _columns(self._titles, _NARROW)) <= max_width:
+                return [columns]
         lines: list[list[tuple[str, int]]] = [[]]
-        used = 0
-        for entry, width in columns:
-            if lines[-1] and used + width > max_width:
+        for column in columns:
+            if lines[-1] and _width_of([*lines[-1], column]) > max_width:
                 lines.append([("", columns[0][1])])
-                used = columns[0][1] + 2
-            lines[-1].append((entry, width))
-            used += width + 2
+            lines[-1].append(column)
         return lines
 
-    def _print(self, row: dict[str, Any]) -> None:
+    def _print(self, row: Mapping[str, Any]) -> None:
         out = self._stream()
         for line in self._lines or ():
-            text = "  ".join(_format_cell(row.get(key, "")).ljust(width) for key, width in line)
+            text = "  ".join(self._format(key, row.get(key, ""), width).ljust(width) for key, width in line)
             tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
         _display.flush(out)
+
+    def _format(self, key: str, value: Any, width: int) -> str:
+        """Return a cell; in a narrow terminal as wide as the column, and a time with its unit."""
+        if not self._is_narrow or isinstance(value, bool) or not isinstance(value, (int, float)):
+            return _format_cell(value)
+        if key == "elapsed_time":
+            return _format_time(value)
+        if isinstance(value, int):
+            return str(value)
+        return next((text for digits in (4, 3, 2) if len(text := f"{value:.{digits}g}") <= width), f"{value:.1g}")
 
     def _stream(self) -> _display.TextStream:
         return sys.stdout if self._out is None else self._out
@@ -194,6 +214,46 @@ class _NotebookTable:
         widths = [max(map(len, column)) for column in zip(*self._cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self._cells]
         return "\n".join([*self._notes, *lines])
+
+
+def _columns(titles: Mapping[str, str], narrowest: int) -> list[tuple[str, int]]:
+    return [(key, max(narrowest, len(title))) for key, title in titles.items()]
+
+
+def _width_of(columns: Sequence[tuple[str, int]]) -> int:
+    return sum(width + 2 for _, width in columns) - 2
+
+
+def _without_main(title: str) -> str:
+    parts = [part for part in title.split("/") if part != "main"]
+    return "/".join(re.sub(r"^validation(?=_\d+$|$)", "val", part) for part in parts) or title
+
+
+def _abbreviated(title: str) -> str:
+    return "/".join(_ABBREVIATIONS.get(part, part) for part in title.split("/"))
+
+
+def _last_part(title: str) -> str:
+    return title.rpartition("/")[2] or title
+
+
+def _distinct(shorten: Callable[[str], str], titles: Mapping[str, str]) -> dict[str, str]:
+    """Return shorter titles; those that would be the same as another stay as they are."""
+    shorter = {key: shorten(title) for key, title in titles.items()}
+    counts = Counter([*shorter.values(), *titles.values()])
+    return {key: title if title == titles[key] or counts[title] == 1 else titles[key] for key, title in shorter.items()}
+
+
+_SHORTER = (_without_main, _abbreviated, _last_part)
+
+
+def _format_time(seconds: float) -> str:
+    """Return a time as ``12.3 s``, ``12:34`` or ``1:23:45``."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _format_cell(value: Any) -> str:
