@@ -45,6 +45,7 @@ lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 wheel: install  ## build the wheel, install it elsewhere, and run the demo there
 	PYTHON=$(BIN)/python .ci/check_wheel

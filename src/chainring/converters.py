@@ -14,11 +14,14 @@ from torch import Tensor
 __all__ = ["as_device", "concat_examples", "to_device"]
 
 Device = int | str | torch.device | None
+Converter = Callable[[Any, torch.device | None], Any]
+"""``converter(batch, device)`` makes tensors of a batch of examples."""
+
 Padding = float | tuple[Any, ...] | Mapping[Any, Any] | None
 """A number; or a tuple or mapping with a padding for each item of the examples."""
 
 
-def concat_examples(batch: Sequence[Any], device: Device = None, padding: Padding = None) -> Any:
+def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = None, padding: Padding = None) -> Any:
     """Stack the examples of a batch into tensors with a new first dimension.
 
     The first example decides the structure: tuples give a tuple of tensors, mappings a dict, anything else one tensor

@@ -1,20 +1,30 @@
-"""What users write, with every annotation: `mypy --strict` has nothing to say about it (`make lint`)."""
+"""What users write, with every annotation: `mypy --strict` and pyright have nothing to say about it (`make lint`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_type
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.utils.data
 from torch import Tensor, nn
 
 import chainring
-from chainring import datasets, iterators, parallel, report, serializers, testing, training, writers
+from chainring import converters, datasets, iterators, parallel, report, serializers, testing, training, writers
 from chainring.nn import Classifier
 from chainring.serializers import AbstractSerializer
-from chainring.training import Extension, StandardUpdater, Trainer, Updater, extensions, make_extension, triggers
+from chainring.training import (
+    Extension,
+    ParallelUpdater,
+    StandardUpdater,
+    Trainer,
+    Updater,
+    extensions,
+    make_extension,
+    triggers,
+)
 from chainring.training.triggers import Trigger
 
 
@@ -108,6 +118,22 @@ class Collected(writers.Writer):
         self.rows.append(record.values)
 
 
+class Rows(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """A dataset of PyTorch, whose base class declares no length."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(3), index
+
+
+def pad(batch: Sequence[tuple[npt.NDArray[np.float32], int]], device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """A converter of one's own."""
+    x, t = converters.concat_examples(batch, device, padding=0)
+    return x, t
+
+
 def loss_func(model: nn.Module, x: Tensor, t: Tensor) -> dict[str, Tensor]:
     """A loss with a weight."""
     return {"loss": nn.functional.cross_entropy(model(x), t), "weight": torch.tensor(1.0)}
@@ -132,6 +158,45 @@ def make_trainer(out: str) -> Trainer:
     trainer.extend(Remember(), name="remember", trigger=Odd())
     trainer.extend(lambda trainer: print(trainer.elapsed_time), trigger=triggers.MinValueTrigger("validation/main/loss"))
     return trainer
+
+
+def make_of_anything(model: nn.Module, rows: torch.utils.data.Dataset[Any], device: str) -> Trainer:
+    """What is a dataset, an iterator, a device, a trigger or a scheduler."""
+    numbers = np.zeros((30, 3), np.float32)
+    datasets.TupleDataset(numbers, torch.zeros(30), [1] * 30, range(30), rows)
+    datasets.DictDataset(x=numbers, t=Rows())
+    train, _ = datasets.split_dataset_random(datasets.TransformDataset(rows, lambda row: row), 20, seed=0)
+    iterators.MultiprocessIterator(datasets.ConcatenatedDataset(train, Sines()), 10, n_processes=2, converter=pad)
+    for source in (numbers, torch.zeros(30, 3), list(range(30)), Rows(), Sines()):
+        iterators.SerialIterator(source, 10)
+    loader = torch.utils.data.DataLoader(rows, batch_size=10)
+    optimizers = {"main": torch.optim.SGD(model.parameters(), lr=0.1)}
+    updater = StandardUpdater(
+        {"main": loader}, optimizers, {"main": model}, device=device, converter=pad, loss_func=loss_func
+    )
+    for where in (None, "auto", "cuda:1", 0, -1, torch.device("cpu")):
+        StandardUpdater(iterators.DevicePrefetcher(loader, where), optimizers["main"], model, device=where)
+        extensions.Evaluator(loader, {"main": model}, device=where, loss_func=lambda model, x, t: model(x).sum())
+        converters.to_device(where, {"x": numbers})
+    ParallelUpdater(loader, optimizers["main"], model, devices={"main": "auto", "second": "cpu"})
+    trainer = Trainer(updater, triggers.EarlyStoppingTrigger(mode="min", max_trigger=(50, "epoch")), extensions=[shout])
+    trainer.extend(extensions.LRScheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizers["main"], 10)))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers["main"])
+    trainer.extend(extensions.LRScheduler(plateau, monitor="main/loss"), trigger=(0.5, "epoch"))
+    trainer.extend(extensions.snapshot(), trigger=(600, "second"))
+    trainer.extend(extensions.ExponentialShift("lr", 0.1), trigger=triggers.ManualScheduleTrigger([10, 20.5], "epoch"))
+    trainer.extend(extensions.observe_lr(), trigger=lambda trainer: trainer.updater.is_new_epoch)
+    trainer.extend(extensions.ProgressBar((20, "epoch")))
+    return trainer
+
+
+def find(trainer: Trainer) -> None:
+    """What `get_extension` returns, by class and by name."""
+    assert_type(trainer.get_extension(extensions.LogReport), extensions.LogReport)
+    assert_type(trainer.get_extension(Remember), Remember)
+    assert_type(trainer.get_extension(extensions.snapshot), extensions.snapshot)
+    assert_type(trainer.get_extension(Remember).losses, list[float])
+    assert_type(trainer.get_extension("remember"), Any)
 
 
 def read_back(trainer: Trainer, model: nn.Module) -> None:

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch.utils.data
+
+
+class Indexed(Protocol):
+    """What has a length and an example for each integer below it, such as a list, an array or a tensor."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Dataset: TypeAlias = Indexed | torch.utils.data.Dataset[Any]
+"""What a dataset is to type checkers. The class of PyTorch does not declare the length that its subclasses have."""
+
+
+def size_of(dataset: Dataset) -> int:
+    """Return the number of examples."""
+    return len(dataset)  # type: ignore[arg-type]
 
 
 class DatasetMixin:

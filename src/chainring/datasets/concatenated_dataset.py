@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from chainring._random import Indices
 from chainring.datasets._columns import Gather, make_gather, select_rows
-from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets
+from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
 
 
 class ConcatenatedDataset(DatasetMixin):
@@ -28,12 +28,12 @@ class ConcatenatedDataset(DatasetMixin):
         ConcatenatedDataset([0, 1], [2, 3])[2]  # 2
     """
 
-    def __init__(self, *datasets: Any) -> None:
+    def __init__(self, *datasets: Dataset) -> None:
         if not datasets:
             raise ValueError("a ConcatenatedDataset needs at least one dataset, got none")
         require_datasets("a ConcatenatedDataset", *datasets)
-        self.datasets = datasets
-        self._ends: Indices = np.cumsum([len(dataset) for dataset in datasets], dtype=np.int64)
+        self.datasets: tuple[Any, ...] = datasets
+        self._ends: Indices = np.cumsum([size_of(dataset) for dataset in datasets], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.datasets._columns import Gather, make_tuple_gather
-from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets, require_same_length
+from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, require_same_length, size_of
 
 
 class DictDataset(DatasetMixin):
@@ -23,10 +23,10 @@ class DictDataset(DatasetMixin):
         DictDataset(x=[10, 20], t=[0, 1])[1]  # {"x": 20, "t": 1}
     """
 
-    def __init__(self, **datasets: Any) -> None:
+    def __init__(self, **datasets: Dataset) -> None:
         require_datasets("a DictDataset", *datasets.values())
-        require_same_length("a DictDataset", {key: len(dataset) for key, dataset in datasets.items()})
-        self.datasets = datasets
+        require_same_length("a DictDataset", {key: size_of(dataset) for key, dataset in datasets.items()})
+        self.datasets: dict[str, Any] = datasets
 
     def __len__(self) -> int:
         return len(next(iter(self.datasets.values())))

@@ -12,7 +12,7 @@ import torch
 from chainring._checks import is_integer
 from chainring._random import Indices, epoch_order, stable_hash
 from chainring.datasets._columns import Gather, make_gather
-from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets
+from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, size_of
 
 
 class SubDataset(DatasetMixin):
@@ -34,15 +34,15 @@ class SubDataset(DatasetMixin):
         list(SubDataset([10, 11, 12, 13], 1, 3))  # [11, 12]
     """
 
-    def __init__(self, dataset: Any, start: int, finish: int, order: Sequence[int] | None = None) -> None:
+    def __init__(self, dataset: Dataset, start: int, finish: int, order: Sequence[int] | None = None) -> None:
         require_datasets("a SubDataset", dataset)
-        size = len(dataset)
+        size = size_of(dataset)
         for position in (start, finish):
             if not is_integer(position):
                 raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.start = start
         self.finish = finish
         self.order = None if order is None else _check_order(order, size)
@@ -79,19 +79,19 @@ def _check_order(order: Sequence[int] | Indices, size: int) -> Indices:
     return indices.astype(np.int64, copy=False) % size
 
 
-def split_dataset(dataset: Any, split_at: int, order: Sequence[int] | None = None) -> tuple[SubDataset, SubDataset]:
+def split_dataset(dataset: Dataset, split_at: int, order: Sequence[int] | None = None) -> tuple[SubDataset, SubDataset]:
     """Split a dataset into the first ``split_at`` examples and the others.
 
     Raises:
         ValueError: ``split_at`` does not lie in the dataset.
     """
-    size = len(dataset)
+    size = size_of(dataset)
     if not 0 <= split_at <= size:
         raise ValueError(f"split_at is from 0 to {size}, the number of examples, got {split_at}")
     return SubDataset(dataset, 0, split_at, order), SubDataset(dataset, split_at, size, order)
 
 
-def split_dataset_random(dataset: Any, first_size: int, seed: int | None = None) -> tuple[SubDataset, SubDataset]:
+def split_dataset_random(dataset: Dataset, first_size: int, seed: int | None = None) -> tuple[SubDataset, SubDataset]:
     """Split a dataset in two, in a random order.
 
     Args:
@@ -105,26 +105,26 @@ def split_dataset_random(dataset: Any, first_size: int, seed: int | None = None)
     return split_dataset(dataset, first_size, _random_order(dataset, seed))
 
 
-def split_dataset_n(dataset: Any, n: int, order: Sequence[int] | None = None) -> list[SubDataset]:
+def split_dataset_n(dataset: Dataset, n: int, order: Sequence[int] | None = None) -> list[SubDataset]:
     """Split a dataset into ``n``, one after the other, which together hold every example; sizes differ by at most one.
 
     Raises:
         ValueError: ``n`` is below 1 or above the number of examples.
     """
-    size = len(dataset)
+    size = size_of(dataset)
     if not 1 <= n <= max(size, 1):
         raise ValueError(f"n is from 1 to {size}, the number of examples, got {n}")
     bounds = [(size // n) * k + min(k, size % n) for k in range(n + 1)]
     return [SubDataset(dataset, start, finish, order) for start, finish in pairwise(bounds)]
 
 
-def split_dataset_n_random(dataset: Any, n: int, seed: int | None = None) -> list[SubDataset]:
+def split_dataset_n_random(dataset: Dataset, n: int, seed: int | None = None) -> list[SubDataset]:
     """Split a dataset as `split_dataset_n` does, in a random order; ``seed`` as in `split_dataset_random`."""
     return split_dataset_n(dataset, n, _random_order(dataset, seed))
 
 
 def get_cross_validation_datasets(
-    dataset: Any, n_folds: int, order: Sequence[int] | None = None
+    dataset: Dataset, n_folds: int, order: Sequence[int] | None = None
 ) -> list[tuple[SubDataset, SubDataset]]:
     """Return the training set and the test set of each fold; every example is in one test set.
 
@@ -144,7 +144,7 @@ def get_cross_validation_datasets(
         for train, test in get_cross_validation_datasets(dataset, 5):
             ...
     """
-    size = len(dataset)
+    size = size_of(dataset)
     if not 2 <= n_folds <= size:
         raise ValueError(f"n_folds is from 2 to {size}, the number of examples, got {n_folds}")
     indices = np.arange(size) if order is None else _check_order(order, size)
@@ -155,11 +155,11 @@ def get_cross_validation_datasets(
 
 
 def get_cross_validation_datasets_random(
-    dataset: Any, n_folds: int, seed: int | None = None
+    dataset: Dataset, n_folds: int, seed: int | None = None
 ) -> list[tuple[SubDataset, SubDataset]]:
     """Return `get_cross_validation_datasets` in a random order; ``seed`` as in `split_dataset_random`."""
     return get_cross_validation_datasets(dataset, n_folds, _random_order(dataset, seed))
 
 
-def _random_order(dataset: Any, seed: int | None) -> Any:
-    return epoch_order(stable_hash("split", torch.initial_seed()) if seed is None else seed, 0, len(dataset))
+def _random_order(dataset: Dataset, seed: int | None) -> Any:
+    return epoch_order(stable_hash("split", torch.initial_seed()) if seed is None else seed, 0, size_of(dataset))

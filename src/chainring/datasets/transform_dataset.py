@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chainring.datasets.base import DatasetMixin, require_datasets
+from chainring.datasets.base import Dataset, DatasetMixin, require_datasets
 
 
 class TransformDataset(DatasetMixin):
@@ -24,11 +24,11 @@ class TransformDataset(DatasetMixin):
         TransformDataset(range(10), lambda x: x**2)[3]  # 9
     """
 
-    def __init__(self, dataset: Any, transform: Callable[[Any], Any]) -> None:
+    def __init__(self, dataset: Dataset, transform: Callable[[Any], Any]) -> None:
         if not callable(transform):
             raise TypeError(f"transform is a function of one example, got {type(transform).__name__}")
         require_datasets("a TransformDataset", dataset)
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.transform = transform
 
     def __len__(self) -> int:

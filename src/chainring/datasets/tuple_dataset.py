@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from chainring.datasets._columns import Gather, make_tuple_gather
-from chainring.datasets.base import DatasetMixin, indexes_like, require_datasets, require_same_length
+from chainring.datasets.base import Dataset, DatasetMixin, indexes_like, require_datasets, require_same_length, size_of
 
 
 class TupleDataset(DatasetMixin):
@@ -23,10 +23,10 @@ class TupleDataset(DatasetMixin):
         TupleDataset([10, 20], ["a", "b"])[1]  # (20, "b")
     """
 
-    def __init__(self, *datasets: Any) -> None:
+    def __init__(self, *datasets: Dataset) -> None:
         require_datasets("a TupleDataset", *datasets)
-        require_same_length("a TupleDataset", [len(dataset) for dataset in datasets])
-        self.datasets = datasets
+        require_same_length("a TupleDataset", [size_of(dataset) for dataset in datasets])
+        self.datasets: tuple[Any, ...] = datasets
 
     def __len__(self) -> int:
         return len(self.datasets[0])

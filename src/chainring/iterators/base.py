@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Iterator as PythonIterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,6 +12,7 @@ import torch
 from chainring._checks import is_integer
 from chainring._distributed.virtual_ranks import block_of
 from chainring._random import Indices
+from chainring.converters import Converter
 from chainring.datasets._columns import Batch as Batch
 from chainring.serializers.base import Stateful
 
@@ -198,7 +198,7 @@ class Iterator(Stateful):
         """
         return None
 
-    def refuse_to_convert(self, converter: Callable[..., Any] | None) -> None:
+    def refuse_to_convert(self, converter: Converter | None) -> None:
         """Refuse a converter that runs before the rows of a block are given to its virtual ranks.
 
         Raises:
@@ -210,7 +210,7 @@ class Iterator(Stateful):
             "it out there, and give it to the updater or the Evaluator"
         )
 
-    def use_converter(self, converter: Callable[..., Any]) -> None:
+    def use_converter(self, converter: Converter) -> None:
         """Learn which converter the batches go to, as an updater and an Evaluator say before the first."""
 
     def base_seed(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from chainring._distributed.communicator import Communicator
-from chainring.converters import Device, as_device, concat_examples, to_device
+from chainring.converters import Converter, Device, as_device, concat_examples, to_device
 from chainring.datasets._columns import Uncounted, batch_of_columns, count_examples
 from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.iterators.loader import LoaderIterator, as_iterator
@@ -51,7 +50,7 @@ class DevicePrefetcher(Iterator):
         updater = StandardUpdater(iterator, optimizer, model, device=0)
     """
 
-    def __init__(self, iterator: Any, device: Device, *, converter: Callable[..., Any] = concat_examples) -> None:
+    def __init__(self, iterator: Any, device: Device, *, converter: Converter = concat_examples) -> None:
         source = as_iterator(iterator)
         if not isinstance(source, Iterator) or serialize_method(source) is None:
             raise TypeError(

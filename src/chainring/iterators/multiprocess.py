@@ -8,13 +8,13 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from chainring._checks import is_number
 from chainring._random import stable_hash
-from chainring.converters import concat_examples
+from chainring.converters import Converter, concat_examples
 from chainring.datasets._columns import make_gather
+from chainring.datasets.base import Dataset
 from chainring.iterators._worker_main import BatchDataset, Failure
 from chainring.iterators._worker_pool import WorkerPool
 from chainring.iterators.base import Batch
@@ -61,7 +61,7 @@ class MultiprocessIterator(IndexedIterator):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         batch_size: int,
         repeat: bool = True,
         shuffle: bool | None = True,
@@ -72,7 +72,7 @@ class MultiprocessIterator(IndexedIterator):
         order_sampler: OrderSampler | None = None,
         example_rng: bool = True,
         dataset_timeout: float = 30.0,
-        converter: Callable[..., Any] | None = concat_examples,
+        converter: Converter | None = concat_examples,
         start_method: str | None = None,
     ) -> None:
         super().__init__(
@@ -99,7 +99,7 @@ class MultiprocessIterator(IndexedIterator):
         if size > 1 and self.virtual_ranks is not None and is_own and self._gather is None:
             self.refuse_to_convert(self._converter)
 
-    def use_converter(self, converter: Callable[..., Any]) -> None:
+    def use_converter(self, converter: Converter) -> None:
         if self._converter is concat_examples and converter is not concat_examples:
             self._converter = None
             self.finalize()  # workers that were started collate

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from chainring._checks import find_call_error, is_integer
 from chainring._random import Indices, digest, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import Batch, make_gather
+from chainring.datasets.base import Dataset, size_of
 from chainring.iterators.base import Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, visit_setting
 
@@ -43,7 +44,7 @@ class IndexedIterator(Iterator):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         batch_size: int,
         repeat: bool = True,
         shuffle: bool | None = True,
@@ -55,14 +56,14 @@ class IndexedIterator(Iterator):
         _check(dataset, batch_size, shuffle, seed)
         if order_sampler is not None:
             _check_sampler(order_sampler)
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
         self.order_sampler = order_sampler
         self._seed = None if seed is None else int(seed)  # of the orders from index _switch on
         self._earlier_seed, self._switch = self._seed, 0  # an order that was begun before a resume keeps its seed
-        self._orders = _EpochOrders(len(dataset), self.shuffle, order_sampler)
+        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler)
         self._first_order = 0  # the index of the order that epoch 0 has
         self._current_key: OrderKey | None = None  # of the current epoch, while it is known
         self._gather = make_gather(dataset)

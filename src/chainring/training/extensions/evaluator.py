@@ -17,7 +17,7 @@ from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
 from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
-from chainring.converters import Device, as_device, concat_examples, is_auto
+from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
@@ -29,7 +29,7 @@ from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._virtual_forwards import VirtualForwards
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
-from chainring.training.updaters._forward import arguments, check_loss_func, loss_and_weight
+from chainring.training.updaters._forward import Loss, arguments, check_loss_func, loss_and_weight
 from chainring.training.updaters._precision import Precision, device_type_of
 
 if TYPE_CHECKING:
@@ -89,13 +89,13 @@ class Evaluator(Extension):
         self,
         iterator: Iterable[Any] | dict[str, Iterable[Any]],
         target: nn.Module | dict[str, nn.Module],
-        converter: Callable[..., Any] = concat_examples,
+        converter: Converter = concat_examples,
         device: Device = None,
         eval_hook: Callable[..., None] | None = None,
-        eval_func: Callable[..., Any] | None = None,
+        eval_func: Callable[..., Loss] | None = None,
         *,
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
-        loss_func: Callable[..., Any] | None = None,
+        loss_func: Callable[..., Loss] | None = None,
         progress_bar: bool = False,
         virtual_ranks: int | None = None,
     ) -> None:

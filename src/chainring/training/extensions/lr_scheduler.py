@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
@@ -28,6 +28,19 @@ Groups = list[dict[str, Any]]
 
 _COUNTERS = ("_last_lr", "last_epoch", "_step_count")
 """Attributes of a scheduler that say how far it is; they differ if it is made after the state was loaded."""
+
+
+class Scheduler(Protocol):
+    """What schedulers have, those of ``torch.optim.lr_scheduler`` and others."""
+
+    @property
+    def step(self) -> Callable[..., Any]: ...
+
+    @property
+    def state_dict(self) -> Callable[..., dict[str, Any]]: ...
+
+    @property
+    def load_state_dict(self) -> Callable[..., Any]: ...
 
 
 class _Settings(NamedTuple):
@@ -66,9 +79,9 @@ class LRScheduler(Extension):
     trigger = (1, "epoch")
     skip_on_resume = True
 
-    def __init__(self, scheduler: Any, *, monitor: str | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, *, monitor: str | None = None) -> None:
         _check(scheduler, monitor)
-        self.scheduler = scheduler
+        self.scheduler: Any = scheduler
         self.monitor = monitor
         self._optimizer = getattr(scheduler, "optimizer", None)
         self._made_state = copy_value(scheduler.state_dict())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -52,7 +52,7 @@ class ProgressBar(Extension):
 
     def __init__(
         self,
-        training_length: tuple[int, str] | None = None,
+        training_length: tuple[float, Literal["iteration", "epoch"]] | None = None,
         update_interval: int = 100,
         bar_length: int = 50,
         out: _display.TextStream | None = None,
@@ -151,7 +151,7 @@ class ProgressBar(Extension):
             self._bar = None
 
 
-def _check_length(length: tuple[int, str]) -> None:
+def _check_length(length: Any) -> None:
     if not isinstance(length, (tuple, list)) or len(length) != 2 or not isinstance(length[0], Real):
         raise TypeError(f'training_length is (length, "iteration") or (length, "epoch"), got {length!r}')
     if length[1] not in ("iteration", "epoch") or not 0 < float(length[0]) < math.inf:

@@ -68,7 +68,7 @@ def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
     return ReachedTrigger(*_split_pair(trigger))
 
 
-def _split_pair(trigger: Any) -> tuple[Any, str]:
+def _split_pair(trigger: Any) -> tuple[Any, Any]:
     is_pair = isinstance(trigger, (tuple, list)) and len(trigger) == 2
     if not is_pair or isinstance(trigger[0], str) or not isinstance(trigger[1], str):
         raise TypeError(f"{_RULE}; got {trigger!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
@@ -188,7 +188,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
         check_trigger: TriggerLike = (1, "epoch"),
         monitor: str = "main/loss",
         patience: int = 3,
-        mode: str = "auto",
+        mode: Literal["auto", "max", "min"] = "auto",
         verbose: bool = False,
         max_trigger: TriggerLike = (100, "epoch"),
     ) -> None:

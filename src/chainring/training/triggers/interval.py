@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from chainring._progress import UNITS, check_epoch_period, to_fraction
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -42,7 +42,7 @@ class IntervalTrigger(Trigger):
 
     predictable = True
 
-    def __init__(self, period: float, unit: str) -> None:
+    def __init__(self, period: float, unit: Literal["iteration", "epoch"]) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of an interval is "iteration" or "epoch", got {unit!r}')
         self.period = period
@@ -191,7 +191,7 @@ class ManualScheduleTrigger(Trigger):
 
     predictable = True
 
-    def __init__(self, points: float | Iterable[float], unit: str) -> None:
+    def __init__(self, points: float | Iterable[float], unit: Literal["iteration", "epoch"]) -> None:
         if unit not in UNITS:
             raise ValueError(f'the unit of a schedule is "iteration" or "epoch", got {unit!r}')
         self.points = sorted(points if isinstance(points, Iterable) else [points], key=to_fraction)
@@ -292,7 +292,7 @@ class ReachedTrigger:
 
     predictable = True
 
-    def __init__(self, length: float, unit: str) -> None:
+    def __init__(self, length: float, unit: Literal["iteration", "epoch", "second"]) -> None:
         if unit not in (*UNITS, "second"):
             rule = 'the unit of a training length is "iteration", "epoch" or "second"'
             raise ValueError(f'{rule}, got {unit!r}; write for example (20, "epoch")')

@@ -14,6 +14,9 @@ from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import current, report
 from chainring.reporting.summary import is_scalar
 
+Loss = Tensor | Mapping[str, Any]
+"""What a model or a loss function returns: the loss, or a mapping that has ``"loss"``."""
+
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return a converted batch as arguments: a tuple by position, a mapping by keyword, anything else as one argument."""

@@ -14,12 +14,12 @@ from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.optim import Optimizer
 
 from chainring._naming import named_submodules, unwrap
-from chainring.converters import Device, as_device, concat_examples, device_scope, to_device
+from chainring.converters import Converter, Device, as_device, concat_examples, device_scope, to_device
 from chainring.datasets._columns import count_examples, require_count, take_examples
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.training.updaters._arguments import check_default_update, check_models
-from chainring.training.updaters._forward import check_loss
+from chainring.training.updaters._forward import Loss, check_loss
 from chainring.training.updaters.standard import StandardUpdater
 
 
@@ -61,8 +61,8 @@ class ParallelUpdater(StandardUpdater):
         *,
         models: Mapping[str, nn.Module] | None = None,
         devices: Mapping[str, Device] | None = None,
-        converter: Callable[..., Any] = concat_examples,
-        loss_func: Callable[..., Any] | None = None,
+        converter: Converter = concat_examples,
+        loss_func: Callable[..., Loss] | None = None,
     ) -> None:
         _check_names(model, models, devices)
         if iterator is None:

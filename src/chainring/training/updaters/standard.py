@@ -19,7 +19,7 @@ from chainring._distributed.sharding import to_full
 from chainring._distributed.watchdog import note_iteration
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
-from chainring.converters import Device, concat_examples
+from chainring.converters import Converter, Device, concat_examples
 from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
 from chainring.reporting.reporter import current_observation, report_scope
@@ -44,6 +44,7 @@ from chainring.training.updaters._closures import (
 from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._exchange import ExchangeWatch, ModelRanksWatch
 from chainring.training.updaters._forward import (
+    Loss,
     arguments,
     check_call,
     check_loss,
@@ -175,9 +176,9 @@ class StandardUpdater(Updater):
         optimizer: Optimizer | Mapping[str, Optimizer],
         model: nn.Module | Mapping[str, nn.Module],
         *,
-        converter: Callable[..., Any] = concat_examples,
+        converter: Converter = concat_examples,
         device: Device = None,
-        loss_func: Callable[..., Any] | None = None,
+        loss_func: Callable[..., Loss] | None = None,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         accumulate: int = 1,
         callbacks: UpdateCallbacks | None = None,
