@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -12,15 +11,20 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol
 
 SCHEMES = ("s3", "gs", "az", "memory")
 """Of addresses in object stores."""
 
+_IS_WINDOWS = sys.platform == "win32"
+_AS_IT_IS = sum(getattr(os, f"O_{name}", 0) for name in ("NOFOLLOW", "NONBLOCK", "NOCTTY", "BINARY"))
+"""Flags for opening a file that somebody may have put there, as far as the system has them."""
 _TEMPORARY = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)")
 
 
@@ -114,9 +118,12 @@ def write_bytes(path: Path, content: bytes) -> tuple[int, int]:
 def flush(path: Path) -> None:
     """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power.
 
-    Some file systems cannot flush a directory and say so; then there is nothing to be done.
+    Some systems and file systems cannot flush a directory; then there is nothing to be done.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if _IS_WINDOWS and path.is_dir():
+        return
+    access = os.O_RDWR if _IS_WINDOWS else os.O_RDONLY  # Windows flushes only what may be written
+    descriptor = os.open(path, access | getattr(os, "O_NONBLOCK", 0))
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -144,7 +151,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """
     if flags & os.O_CREAT == 0 or os.path.lexists(path):
         _check_regular(os.lstat(path), path, flags)  # before it is opened, which alone may do something to a device
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    descriptor = os.open(path, flags | _AS_IT_IS, 0o666)
     try:
         _check_regular(os.fstat(descriptor), path, flags)
     except BaseException:
@@ -178,6 +185,36 @@ def read_regular(path: Path, limit: int) -> bytes:
     if len(content) > limit:
         raise ValueError(f"it has more than {limit:,} bytes")
     return content
+
+
+def read_at(descriptor: int, view: memoryview, start: int) -> int:
+    """Read bytes from a place in a file into a view; return how many there were."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], start)
+    with _positions:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        content = os.read(descriptor, len(view))
+    view[: len(content)] = content
+    return len(content)
+
+
+def write_at(descriptor: int, content: bytes, start: int) -> int:
+    """Write bytes to a place in a file; return how many were written."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, content, start)
+    with _positions:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.write(descriptor, content)
+
+
+_positions = threading.Lock()  # Windows reads and writes at the position of the file, which threads share
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the lock of an open file; return whether nobody else has it. It is free as soon as the file is closed."""
+    import filelock  # for those who write
+
+    return filelock.lock_descriptor(descriptor, blocking=False)
 
 
 def make_folder(root: Path, folder: str | os.PathLike[str]) -> Path:
@@ -283,10 +320,10 @@ def _finite(word: str) -> float:
 class DirectoryLock:
     """The lock of a directory into which one run writes. It is free as soon as its process has ended, however it ended.
 
-    It is taken by ``flock``, so that nothing else in the process releases it, such as a copy of the directory, which opens
-    and closes ``.lock`` too. Processes that this one forks close their copies of the descriptor: workers that outlive a
-    killed trainer do not keep the lock. The file ``.lock`` is never removed. On NFS it is the server's lock since Linux
-    2.6.12, and excludes other hosts too.
+    It belongs to the open file, so that nothing else in the process releases it, such as a copy of the directory, which
+    opens and closes ``.lock`` too. Processes that this one forks close their copies of the descriptor: workers that outlive
+    a killed trainer do not keep the lock. The file ``.lock`` is never removed. On Linux and macOS it is that of ``flock``;
+    on NFS it is the server's since Linux 2.6.12, and excludes other hosts too.
 
     Raises:
         BlockingIOError: another run holds the lock; the error names its process and host.
@@ -299,18 +336,14 @@ class DirectoryLock:
         path = Path(os.path.realpath(directory), ".lock")
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as earlier versions hold it, instead of the next
-            fcntl.lockf(descriptor, fcntl.LOCK_UN)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
-            holder = _read_holder(descriptor)
-            os.close(descriptor)
-            raise _refusal(str(path.parent), holder.get("pid"), holder.get("host")) from None
-        except OSError:
+            if _is_held_by_earlier_version(descriptor) or not try_lock(descriptor):
+                holder = _read_holder(descriptor)
+                raise _refusal(str(path.parent), holder.get("pid"), holder.get("host"))
+            os.ftruncate(descriptor, 0)
+            write_at(descriptor, b" " + json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except BaseException:
             os.close(descriptor)
             raise
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         self._descriptor: int | None = descriptor
         DirectoryLock._descriptors.add(descriptor)
 
@@ -329,7 +362,21 @@ class DirectoryLock:
         cls._descriptors.clear()
 
 
-os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
+
+
+def _is_held_by_earlier_version(descriptor: int) -> bool:
+    """Return whether a process has the lock that earlier versions took, instead of that of today."""
+    with suppress(ImportError):  # Windows never had one
+        import fcntl
+
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+        except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
+            return True
+    return False
 
 
 def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:
@@ -341,8 +388,9 @@ def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
     """Return the process and host that wrote the file of a lock, as far as they can be read."""
-    try:
-        content = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    for start in (0, 1):  # Windows lets nobody read the first byte, a space, which is locked
+        with suppress(OSError, ValueError):
+            text = bytearray(4096)
+            content = json.loads(text[: read_at(descriptor, memoryview(text), start)])
+            return content if isinstance(content, dict) else {}
+    return {}

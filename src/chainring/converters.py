@@ -96,7 +96,8 @@ def device_scope(device: torch.device | None) -> AbstractContextManager[Any]:
     """Return a context in which tensors that are made on "cuda" without an index are made on this device."""
     if device is None or device.index is None or device.type == "cpu":
         return nullcontext()
-    return torch.accelerator.device_index(device.index)
+    scope = getattr(torch.get_device_module(device), "device", None)
+    return nullcontext() if scope is None else scope(device.index)  # Apple's has one device
 
 
 def as_device(device: Device) -> torch.device | None:

@@ -63,7 +63,7 @@ def test_distributed_checkpoint_reads_the_directory_into_a_plain_state_dict(save
     directory, expected = saved
     assert main(["export", directory, str(tmp_path / "dcp"), "--format", "dcp"]) == 0
     found = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
     assert_equal(found, dict(expected))
 
 

@@ -283,7 +283,7 @@ def make_distributed(root):
     sound = root / "made"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": states[0], "optimizer": states[1], "iteration": 10}, checkpoint_id=sound, no_dist=True)
+        dcp.save({"model": states[0], "optimizer": states[1], "iteration": 10}, checkpoint_id=sound)
     metadata = (sound / ".metadata").read_bytes()
     pickles = [(f"{name}, protocol {p}", pickle.dumps(bomb, p)) for name, bomb in BOMBS.items() for p in (2, 5)]
     pickles += list(RAW.items()) + [(f"cut off at {part}", metadata[:part]) for part in (3, 500, len(metadata) - 2)]

@@ -41,7 +41,7 @@ def save(tmp_path, name, model):
     paths = [tmp_path / f"snapshot {name}", tmp_path / f"npz {name}", tmp_path / f"dcp {name}"]
     serializers.save(paths[0], model)
     serializers.save_npz(paths[1], model)
-    dcp.save(model.state_dict(), checkpoint_id=paths[2], no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=paths[2])
     return paths
 
 

@@ -27,7 +27,7 @@ def test_the_continued_run_follows_the_loop_that_goes_on(tmp_path, capsys, form)
         else get_state_dict(model, optimizer, options=options)
     )
     state = {"model": states[0], "optimizer": states[1], "scheduler": scheduler.state_dict(), "iteration": 20, "epoch": 2}
-    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
     own = make(1)
     trainer = trainer_of(*own, tmp_path / "out")
     serializers.load(tmp_path / "saved", trainer)
@@ -43,9 +43,7 @@ def test_the_continued_run_follows_the_loop_that_goes_on(tmp_path, capsys, form)
 def test_an_optimizer_without_state_is_taken_too(tmp_path):
     """Of plain SGD nothing is left of it but its settings."""
     model, optimizer, _ = make(optimizer=torch.optim.SGD)
-    dcp.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True
-    )
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "saved")
     own = make(1, torch.optim.SGD)
     serializers.load(tmp_path / "saved", trainer_of(*own, tmp_path / "out"))
     assert_same(dict(own[0].state_dict()), dict(model.state_dict()))
@@ -53,7 +51,7 @@ def test_an_optimizer_without_state_is_taken_too(tmp_path):
 
 def save_plain(tmp_path):
     model = Net()
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved")
     return model, tmp_path / "saved" / ".metadata"
 
 

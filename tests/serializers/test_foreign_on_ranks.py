@@ -143,7 +143,7 @@ def save_hugging_face(model, optimizer, path):
 
 def save_dcp(model, optimizer, path):
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state, "iteration": 3}, checkpoint_id=path, no_dist=True)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "iteration": 3}, checkpoint_id=path)
 
 
 FORMS = {"torch": save_torch, "lightning": save_lightning, "hugging face": save_hugging_face, "dcp": save_dcp}
@@ -291,7 +291,7 @@ def read_by_its_library(path, form):
         hugging_face_class().config_class(tie_word_embeddings=True).save_pretrained(path)
         return hugging_face_class().from_pretrained(path).state_dict()
     found = {name: torch.zeros_like(value) for name, value in Net().state_dict().items()}
-    dcp.load(found, checkpoint_id=path, no_dist=True)
+    dcp.load(found, checkpoint_id=path)
     return found
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.watchdog import OWN
+from chainring._distributed.watchdog import OWN, set_timeout
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
@@ -97,7 +97,7 @@ def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, de
     timeout = connect_timeout(dist.get_world_size())
     group: Any = dist.new_group(ranks, backend=backend, timeout=timeout, group_desc=description)
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
-        group.set_timeout(TIMEOUT)
+        set_timeout(group, TIMEOUT)
     return group
 
 

@@ -23,7 +23,7 @@ from chainring._distributed.failures import FailureBroadcast
 from chainring._distributed.group import TIMEOUT, GroupCommunicator, connect_timeout, end_groups, new_group
 from chainring._distributed.launchers import Place, meet, read_local_rank, read_place
 from chainring._distributed.mesh import MeshCommunicator, ranks_along
-from chainring._distributed.watchdog import BESIDE, OWN
+from chainring._distributed.watchdog import BESIDE, OWN, set_timeout
 from chainring._messages import mute
 from chainring.converters import Device, as_device, is_auto, set_device_of_rank
 
@@ -124,7 +124,7 @@ def _start(place: Place, device: torch.device, timeout: float | None) -> Any:
         device_id=device if is_cuda else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
-    dist.group.WORLD.set_timeout(TIMEOUT)
+    set_timeout(dist.group.WORLD, TIMEOUT)
     return store
 
 

@@ -423,11 +423,11 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
             placements[own] = sys.modules["torch.distributed.tensor"].Shard(dimension)
         modules = [counterpart[module] for module in state._modules]
         others = {parameter for module in modules for parameter in module.parameters()} - placements.keys()
+        ignored = {parameter for parameter in others if not is_sharded(parameter)}  # which torch 2.6 cannot do
         sys.modules["torch.distributed.fsdp"].fully_shard(
             modules[0] if len(modules) == 1 else modules,
-            **{"mesh": meshes[0]} | _fsdp_settings(state),
+            **{"mesh": meshes[0]} | _fsdp_settings(state) | ({"ignored_params": ignored} if ignored else {}),
             shard_placement_fn=placements.get,
-            ignored_params={parameter for parameter in others if not is_sharded(parameter)} or None,
         )
 
 

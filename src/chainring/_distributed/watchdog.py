@@ -49,6 +49,20 @@ def _groups() -> list[Any]:
     return list(attrgetter("_world.pg_map")(dist.distributed_c10d)) if dist.is_initialized() else []
 
 
+def _backends_of(group: Any) -> list[Any]:
+    """Return the backends of a process group, each once."""
+    return list({id(backend): backend for backend in map(group._get_backend, group._device_types)}.values())
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let no exchange through a process group, or one of its backends, that begins from now on take longer."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+        return
+    for backend in _backends_of(group) if isinstance(group, dist.ProcessGroup) else [group]:  # torch 2.6
+        backend._set_default_timeout(timeout)
+
+
 def noting(note: Callable[[int], None], is_on: bool = True) -> None:
     """Call a function after each update of several ranks with the number of updates, or with ``is_on=False`` no more."""
     (_notes.append if is_on else _notes.remove)(note)
@@ -65,8 +79,7 @@ def count_collectives() -> dict[str, tuple[int, list[int], str]]:
     counts: dict[str, tuple[int, list[int], str]] = {}
     for group in _groups():
         with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that does not count
-            backends: dict[int, Any] = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-            number = sum(backend._get_sequence_number_for_group() for backend in backends.values())
+            number = sum(backend._get_sequence_number_for_group() for backend in _backends_of(group))
             counts[group.group_name] = number, dist.get_process_group_ranks(group), group.group_desc
     return counts
 
@@ -158,10 +171,10 @@ def lower_timeouts(seconds: float) -> None:
     """Let no exchange that begins from now on take longer; a little more is left to backends that end the process."""
     for group in _groups():
         with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that knows no timeout
-            for backend in {id(backend): backend for backend in map(group._get_backend, group._device_types)}.values():
+            for backend in _backends_of(group):
                 limit = timedelta(seconds=seconds if backend.name() == "gloo" else seconds + _LATER)
                 if attrgetter("options._timeout")(backend) > limit:
-                    backend.set_timeout(limit)
+                    set_timeout(backend, limit)
 
 
 def format_stacks(first: int | None) -> str:

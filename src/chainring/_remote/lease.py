@@ -28,6 +28,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -377,7 +378,8 @@ def _fence(record: _Record) -> Fence:
 
 def _seconds_since_boot() -> float:
     """Return seconds of a clock that nobody sets, and that goes on while the machine sleeps, where there is one."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    clock = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+    return time.monotonic() if clock is None else time.clock_gettime(clock)  # Windows has the former alone
 
 
 def _has_ended(holder: _Record) -> bool:
@@ -387,6 +389,8 @@ def _has_ended(holder: _Record) -> bool:
         return False
     if holder.pid == os.getpid() and holder.started == _started(holder.pid):
         return holder.holder not in _held  # this process before it has replaced its program
+    if sys.platform == "win32":  # where there is no signal that does nothing
+        return False
     try:
         os.kill(holder.pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import functools
+import getpass
 import hashlib
 import itertools
 import json
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from chainring._files import open_regular
+from chainring._files import open_regular, try_lock
 from chainring._messages import OneTimeWarning, warn
 from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, Tag
 from chainring._remote.lease import Lease, LeaseLostError
@@ -54,6 +54,7 @@ _DRAFT = re.compile(r"([^/]+)/([0-9a-f]{16})/.+", re.DOTALL)  # what is not fini
 _NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\udc80-\udcff]|%(?=[0-9A-F]{2})")
 _ESCAPE = re.compile(r"(?:%[0-9A-F]{2})+")
 
+_HAS_USERS = hasattr(os, "geteuid")  # Windows gives each user a temporary directory that others cannot enter
 _locked: set[int] = set()  # descriptors of the working directories of this process
 
 
@@ -66,7 +67,7 @@ def working_directory(url: str) -> Path:
     endpoints = [value for name, value in sorted(os.environ.items()) if "ENDPOINT" in name]
     digest = hashlib.sha256(json.dumps([url, endpoints, process]).encode()).hexdigest()[:16]
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rpartition("/")[2])[:64]
-    return Path(tempfile.gettempdir(), f"chainring-{os.geteuid()}", f"{name}-{digest}")
+    return Path(tempfile.gettempdir(), f"chainring-{os.geteuid() if _HAS_USERS else getpass.getuser()}", f"{name}-{digest}")
 
 
 class Mirror:
@@ -675,8 +676,8 @@ def _make_private(folder: Path) -> None:
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
         status = os.lstat(path)
-        fault = "open to others" if status.st_mode & (0o077 if path == place else 0o022) else ""
-        fault = "another user's" if status.st_uid != os.geteuid() else fault
+        fault = "open to others" if _HAS_USERS and status.st_mode & (0o077 if path == place else 0o022) else ""
+        fault = "another user's" if _HAS_USERS and status.st_uid != os.geteuid() else fault
         if fault := fault if stat.S_ISDIR(status.st_mode) else "not a directory":
             rule = f"the files of the run would be written there, and it is {fault}; move it away, or set TMPDIR to your own"
             raise PermissionError(errno.EPERM, rule, str(path))
@@ -688,14 +689,16 @@ def _lock(folder: Path) -> int:
     Raises:
         BlockingIOError: another run has it.
     """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    else:  # Windows opens files alone
+        descriptor = open_regular(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+        if not try_lock(descriptor):
             rule = "another run on this machine writes there; wait for it to end, or choose another out"
-            raise BlockingIOError(error.errno, rule, str(folder)) from None
+            raise BlockingIOError(errno.EAGAIN, rule, str(folder))
+    except OSError:
+        os.close(descriptor)
         raise
     _locked.add(descriptor)
     return descriptor
@@ -708,7 +711,8 @@ def _close_in_child() -> None:
     _locked.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _remove(folder: Path, process: int) -> None:

@@ -142,8 +142,8 @@ def _write_dcp(place: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant by no_dist
-        _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory, no_dist=True))
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+        _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory))
 
 
 def _write_directory(target: str, write: Callable[[Path], Any]) -> None:

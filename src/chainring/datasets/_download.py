@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -79,8 +78,10 @@ class RemoteFiles:
                 f"datasets are kept in a directory that can be written, and {directory} cannot ({error}): set the "
                 f"environment variable {_VARIABLE} to another"
             ) from error
+        import filelock  # for those who download
+
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            filelock.lock_descriptor(lock.fileno())
             for name in self._missing(paths):  # another process may have downloaded some meanwhile
                 self._download_file(name, paths)
         return paths

@@ -37,7 +37,8 @@ def init_worker(worker: int) -> None:
     """Prepare a worker process before its first batch."""
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)  # blocked while the processes were started
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)  # blocked while the processes were started
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 

@@ -152,7 +152,7 @@ class WorkerPool:
             if process.is_alive():  # torch does not know of it yet
                 process.terminate()
                 process.join(1.0)
-            if process.exitcode == -signal.SIGKILL:
+            if process.exitcode == -getattr(signal, "SIGKILL", 9):
                 _remove_shared_memory(process.pid)
             if process.exitcode is not None:
                 process.close()
@@ -196,6 +196,9 @@ def _remove_shared_memory(pid: int | None) -> None:
 @contextmanager
 def _block_signals() -> Generator[None]:
     """Block signals: a process that is started here inherits that, and must not act on them before it ignores them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows starts processes that inherit nothing
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield

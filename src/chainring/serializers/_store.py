@@ -36,6 +36,7 @@ from chainring._files import (
     is_url,
     open_regular,
     parse_strict,
+    read_at,
     temporary_path,
     write_bytes,
     write_error,
@@ -262,7 +263,7 @@ class LocalFile(StoredFile):
 
     def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
         while len(view):
-            count = os.preadv(self._descriptor, [view], start)
+            count = read_at(self._descriptor, view, start)
             if not count:
                 raise OSError(f"{self.path} ends {len(view)} bytes too early")
             view, start = view[count:], start + count
@@ -532,8 +533,8 @@ class DirectoryStore(Store):
             raise FileExistsError(f"{path} is in the way of a link to {target!r}; move it, or choose another name")
         temporary = temporary_path(self.root)
         try:
-            os.symlink(check_name(target), temporary)
-            os.rename(temporary, path)
+            os.symlink(check_name(target), temporary, target_is_directory=True)
+            os.replace(temporary, path)
             flush(self.root)
         except OSError as error:
             temporary.unlink(missing_ok=True)

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from torch.optim.swa_utils import SWALR
+
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, copy_value, has_state
@@ -84,7 +86,7 @@ class LRScheduler(Extension):
         self.scheduler: Any = scheduler
         self.monitor = monitor
         self._optimizer = getattr(scheduler, "optimizer", None)
-        self._made_state = copy_value(scheduler.state_dict())
+        self._made_state = copy_value(_state_of(scheduler))
         self._made = copy_settings(self._optimizer)
         self._constructed: Groups = []
         self._restored: _Settings | None = None  # until the run starts
@@ -160,7 +162,7 @@ class LRScheduler(Extension):
         name = _class_name(self.scheduler)
         saved_name, saved_monitor = serializer("kind", name), serializer("monitor", self.monitor)
         saved_made = serializer("made", self._made_state)
-        state = serializer["scheduler"]("state_dict", self.scheduler.state_dict())
+        state = serializer["scheduler"]("state_dict", _state_of(self.scheduler))
         self._warning.serialize(serializer)
         self._means.serialize(serializer)
         if isinstance(serializer, Serializer):
@@ -172,6 +174,15 @@ class LRScheduler(Extension):
             return
         self._restored, self._groups_at_load = saved, current.groups
         self.scheduler.load_state_dict(_merge_changes(state, self._made_state, saved_made, name))
+
+
+def _state_of(scheduler: Any) -> Any:
+    """Return the state of a scheduler; where an earlier torch puts a function into it, the name that later ones have."""
+    state = scheduler.state_dict()
+    if not isinstance(scheduler, SWALR) or "anneal_func" not in state:
+        return state
+    strategy = "linear" if scheduler.anneal_func is SWALR._linear_anneal else "cos"
+    return {key: value for key, value in state.items() if key != "anneal_func"} | {"_anneal_strategy": strategy}
 
 
 def _merge_changes(state: Any, made: Any, saved_made: Any, name: str) -> Any:

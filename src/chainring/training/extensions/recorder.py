@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chainring import _random
-from chainring._files import is_regular, make_folder, open_regular, write_error
+from chainring._files import is_regular, make_folder, open_regular, write_at, write_error
 from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.base import AbstractSerializer, Serializer
@@ -286,7 +286,7 @@ class _LedgerFile:
 def _write_at(descriptor: int, content: bytes, start: int, path: Path) -> None:
     try:
         while content:
-            count = os.pwrite(descriptor, content, start)
+            count = write_at(descriptor, content, start)
             content, start = content[count:], start + count
     except OSError as error:
         raise write_error(error, path) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ class Throughput(Extension):
     - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` that is not its number of
       examples.
     - ``peak_memory_mib``: the peak since the process began, in MiB: of memory allocated on the accelerator of the models,
-      or of the memory of this process if they are on the host.
+      or of the memory of this process if they are on the host, which Windows says through ``chainring[system]`` alone.
 
     Time is that of the whole loop, evaluations and snapshots included, by a monotonic clock. An accelerator is waited for
     only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum. Time before a
@@ -66,6 +65,7 @@ class Throughput(Extension):
     def initialize(self, trainer: Trainer) -> None:
         parameters = (p for model in trainer.updater.get_all_models().values() for p in model.parameters())
         self._device = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), None)
+        _peak_memory(self._device)  # says now what is missing
         callbacks = getattr(trainer.updater, "callbacks", None)
         if isinstance(callbacks, UpdateCallbacks):
             self._callbacks = callbacks
@@ -118,5 +118,18 @@ def _peak_memory(device: torch.device | None) -> int:
     peak = None if device is None else getattr(torch.get_device_module(device), "max_memory_allocated", None)
     if peak is not None:
         return int(peak(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return _peak_by_psutil()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return resident if sys.platform == "darwin" else resident * 1024  # getrusage(2): bytes there, KiB on Linux
+
+
+def _peak_by_psutil() -> int:
+    try:
+        import psutil
+    except ImportError as error:
+        rule = f"Throughput reads the memory of this process with psutil, which cannot be imported ({error})"
+        raise ImportError(f"{rule}: pip install 'chainring[system]'") from error
+    return int(psutil.Process().memory_info().peak_wset)

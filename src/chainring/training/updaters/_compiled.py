@@ -18,6 +18,7 @@ from chainring.training.updaters._forward import arguments, check_loss, loss_and
 from chainring.training.updaters._gradients import list_parameters
 from chainring.training.updaters._precision import Precision
 
+IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
 
 

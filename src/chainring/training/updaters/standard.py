@@ -41,7 +41,7 @@ from chainring.training.updaters._closures import (
     needs_closure,
     only_gradients_of,
 )
-from chainring.training.updaters._compiled import CompiledUpdate, warn_not_compiled
+from chainring.training.updaters._compiled import IS_AVAILABLE, CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._exchange import ExchangeWatch, ModelRanksWatch
 from chainring.training.updaters._forward import (
     Loss,
@@ -144,8 +144,9 @@ class StandardUpdater(Updater):
         comm: the communicator of the ranks that train together.
         compile: computes the loss, its gradients and the steps in one function of ``torch.compile``, on an NVIDIA
             accelerator as a captured graph; results are the same to float tolerance. Seconds go by before the first update,
-            and before the first of each other shape of a batch. An update that cannot be compiled runs as it is, and a
-            warning says why; so does one that `dump_graph` or a `Profiler` watches, which need its graph and its phases.
+            and before the first of each other shape of a batch. An update that cannot be compiled, such as any by torch
+            before 2.13, runs as it is, and a warning says why; so does one that `dump_graph` or a `Profiler` watches, which
+            need its graph and its phases.
         virtual_ranks: computes each update as so many parts, whatever the number of ranks, and sums them in one order, so
             that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to ``virtual_ranks``
             ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, its own random numbers and statistics of the
@@ -252,7 +253,9 @@ class StandardUpdater(Updater):
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
-        if compiles and self._uses_fast_path and not self.callbacks.needs_stages:
+        if compiles and not IS_AVAILABLE:
+            warn_not_compiled(f"a whole update is compiled by torch 2.13 or newer, and this is {torch.__version__}")
+        elif compiles and self._uses_fast_path and not self.callbacks.needs_stages:
             model = self._models["main"]
             forward = model if self.loss_func is None else partial(self.loss_func, model)
             self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
