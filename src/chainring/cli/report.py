@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from chainring.cli._common import add_command, print_json, printable
-from chainring.html_report import Parting, write, write_several
+from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
+from chainring.html_report import Parting, watch, write, write_several
 from chainring.testing._parting import compare_runs
 from chainring.testing._run_files import read_run_files
 
+_PORT = 8642
 _MOST_COMPARED = 6  # runs of which it is looked up where each parts from the first
 
 _HELP = """
@@ -26,17 +29,21 @@ Long curves are drawn with some thousand points. Of a run in an object store
 the page is written into the current directory; its snapshots are read there,
 and not copied.
 
+With --watch nothing is written: the page is served to browsers on this
+machine, at 127.0.0.1, and follows runs that are going on, until Ctrl-C.
+
 examples:
   chainring report result                  then open result/report.html
   chainring report runs/*                  then open report.html
   chainring report result --out page.html --no-verify
   chainring report s3://bucket/run         then open report.html
+  chainring report --watch runs/*          then open the address it prints
   chainring report --json result | jq .damaged
 
 exit status:
-  0  the page is written, even if a snapshot is damaged
+  0  the page is written, even if a snapshot is damaged; Ctrl-C ended --watch
   1  never
-  2  there is no run, or the file cannot be written"""
+  2  there is no run, the file cannot be written, or the port is in use"""
 
 
 def add_to(commands: Any) -> None:
@@ -56,9 +63,19 @@ def add_to(commands: Any) -> None:
         help="compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)",
     )
 
+    parser.add_argument("--watch", action="store_true", help="serve the page on this machine and follow the runs")
+    parser.add_argument(
+        "--port", metavar="N", type=int, help=f"with --watch, the port (default: {_PORT}); 0 takes one that is free"
+    )
+
 
 def run(options: argparse.Namespace) -> None:
-    """Write the page and print its path."""
+    """Write the page and print its path, or serve it."""
+    if options.watch:
+        _watch(options)
+        return
+    if options.port is not None:
+        raise ValueError("--port is that of the server of --watch; add --watch, or leave it out")
     file = options.out and Path(options.out)
     if len(options.runs) > 1:
         written = write_several(options.runs, file, _partings(options.runs))
@@ -74,6 +91,26 @@ def run(options: argparse.Namespace) -> None:
     print(f"{printable(written.file)}: {written.size:,} bytes, {written.rows:,} rows, {counted}")
     for name in written.damaged:
         print(f"damaged: {printable(name)}")
+
+
+def _watch(options: argparse.Namespace) -> None:
+    """Serve the page until Ctrl-C or SIGTERM."""
+    if options.out is not None or options.no_verify:
+        raise ValueError("--watch writes no file and reads no bytes of snapshots; leave --out and --no-verify out")
+    port = _PORT if options.port is None else options.port
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port is a number from 0 to 65535; got {port}")
+    with (
+        suppress(KeyboardInterrupt),
+        ended_by_sigterm(),
+        watch(options.runs, port, lambda: _partings(options.runs)) as (address, follow, _),
+    ):
+        if options.json:
+            print_json({"address": address})
+        else:
+            print(f"{address} shows the runs as they go on; Ctrl-C ends it")
+        sys.stdout.flush()
+        follow()
 
 
 def _partings(places: Sequence[str]) -> list[Parting]:

@@ -2,7 +2,8 @@
 
 The directory of a run is read into plain values (`_run`, its logs by `_log` and `_media`), the points of its curves are
 chosen (`_curves`), several runs are compared (`_several`), their content is made from templates (`_parts`), and that becomes
-the page (`_page`). The name is not ``report``, because `chainring.report` is the function that reports values.
+the page (`_page`). A page that follows runs is served by `_watch`. The name is not ``report``, because `chainring.report`
+is the function that reports values.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from chainring.html_report._page import SIGN, page_of
 from chainring.html_report._parts import Content, content_of, content_of_several, drawn_run
 from chainring.html_report._run import DAMAGED, Readers, directory_of, read_run
 from chainring.html_report._several import Parting, names_of
+from chainring.html_report._watch import watch
 from chainring.serializers._store import Place
 
-__all__ = ["Page", "Parting", "write", "write_several"]
+__all__ = ["Page", "Parting", "watch", "write", "write_several"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ SIGN = '<meta name="generator" content="chainring '
 """A page has this near its beginning."""
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_SCRIPTS = ("charts.js", "saving.js", "media.js", "page.js")
+_SCRIPTS = ("charts.js", "saving.js", "media.js", "following.js", "page.js")
 _SHORT = {"system": "CPU, GPU", "media": "Images, texts", "time": "Time"}  # titles in the bar of links
 
 
-def page_of(content: Content, *, is_watched: bool = False) -> str:
-    """Return the page as it is now, as HTML; a page that is watched listens to the server from which it came.
+def page_of(content: Content, mark: str = "") -> str:
+    """Return the page as it is now, as HTML; with a mark it listens to what changes after it, where it came from.
 
     Every text from a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
     """
@@ -32,12 +32,12 @@ def page_of(content: Content, *, is_watched: bool = False) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     chart_script = _vendored("uPlot.iife.min.js")
     script = '"use strict";\n(() => {\n' + "".join(map(template, _SCRIPTS)) + "})();\n"
-    connections = "; connect-src 'self'" if is_watched else ""
+    connections = "; connect-src 'self'" if mark else ""
     unescaped = {
         "sign": SIGN,
         "policy": f"{_POLICY}; script-src {_hash(chart_script)} {_hash(script)}{connections}",
         "style": _vendored("uPlot.min.css") + template("page.css"),
-        "data": json_of({**content.data, "isWatched": is_watched}).replace("<", "\\u003c"),
+        "data": json_of({**content.data, "mark": mark}).replace("<", "\\u003c"),
         "chart_script": chart_script,
         "script": script,
     }
@@ -48,7 +48,7 @@ def page_of(content: Content, *, is_watched: bool = False) -> str:
         short=_SHORT,
         parts={name: Markup(html) for name, html in content.parts.items()},
         is_one="log" in content.sections,
-        is_watched=is_watched,
+        is_watched=bool(mark),
         made=datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
         version=__version__,
         licence=_vendored("LICENSE").splitlines()[2],

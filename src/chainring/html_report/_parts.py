@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -153,6 +155,12 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
 
 def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str]:
     """Return the macros of a template as HTML."""
+    module = _environment().get_template(file).make_module(values)
+    return {name: str(getattr(module, name)()) for name in macros}
+
+
+@cache
+def _environment() -> Any:
     from jinja2 import Environment, FunctionLoader
     from markupsafe import Markup, escape
 
@@ -160,9 +168,7 @@ def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str
     environment.finalize = lambda value: value if isinstance(value, Markup) else _text(value)
     environment.filters |= {"count": "{:,}".format, "duration": _duration, "value": _value}
     environment.globals |= {"max_rows": _MAX_ROWS, "small": _SMALL, "markup": lambda text: Markup(escape(text))}
-    environment.globals |= values
-    module = environment.get_template(file).module
-    return {name: str(getattr(module, name)()) for name in macros}
+    return environment
 
 
 def template(name: str) -> str:
@@ -171,8 +177,6 @@ def template(name: str) -> str:
 
 
 def _base64(content: bytes) -> Any:
-    import base64
-
     from markupsafe import Markup
 
     return Markup(base64.b64encode(content).decode())

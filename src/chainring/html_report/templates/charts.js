@@ -158,6 +158,7 @@ function draw(figure) {
 }
 
 function plot(figure, series) {
+  const cursor = figure.plot?.cursor;
   figure.plot?.destroy();
   const axis = { stroke: css("soft"), grid: { stroke: css("line"), width: 1 }, ticks: { stroke: css("line"), width: 1 } };
   const few = (one) => one.columns[0].length < 40 && series.length <= 40 && !one.isFaint;
@@ -197,6 +198,7 @@ function plot(figure, series) {
     },
   }, [null, ...series.map((one) => one.columns)], figure.holder);
   figure.holder.append(figure.tip);
+  if (cursor?.left >= 0 && figure.element.matches(":hover")) figure.plot.setCursor({ left: cursor.left, top: cursor.top }, true, true);
 }
 
 function tick(value) {

@@ -4,6 +4,7 @@ function fillAxes() {
   const names = AXES.filter((name) => data.runs.some((run) => run.logs.some((log) => name in log.axes)));
   const fieldset = document.getElementById("axes");
   if (!names.includes(choice.axis)) choice.axis = names[0] ?? "iteration";
+  if (fieldset.querySelectorAll("label").length === names.length) return;
   fieldset.querySelectorAll("label").forEach((label) => label.remove());
   for (const name of names) {
     const input = element("input", { type: "radio", name: "axis", value: name, checked: name === choice.axis });
@@ -15,6 +16,9 @@ function fillRuns() {
   const list = document.getElementById("run-list");
   if (!list) return;
   document.getElementById("legend").hidden = false;
+  for (const swatch of document.querySelectorAll(".swatch")) swatch.style.background = colour(Number(swatch.dataset.run));
+  if (list.children.length === data.runs.length && list.dataset.dark === String(isDark())) return;
+  list.dataset.dark = isDark();
   list.replaceChildren(...data.runs.map((run, index) => {
     const button = element("button", { type: "button", title: `Show or hide ${run.name}` }, element("span", { textContent: run.name }));
     button.style.setProperty("--curve", colour(index));
@@ -26,7 +30,6 @@ function fillRuns() {
     return element("li", {}, button);
   }));
   findRuns();
-  for (const swatch of document.querySelectorAll(".swatch")) swatch.style.background = colour(Number(swatch.dataset.run));
 }
 
 function findRuns() {
@@ -99,3 +102,4 @@ system.addEventListener("change", changeTheme);
 
 showAll();
 changeTheme();
+if (data.mark) follow();
