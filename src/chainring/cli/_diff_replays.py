@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import is_url
 from chainring.cli._replays import RecordedRun, same
 from chainring.testing._capturing import Step, differing_groups, first_difference, first_module, first_tensor
 from chainring.testing._parting import Finding, Parting
@@ -51,13 +50,8 @@ def replay_both(script: str, found: Parting, one: RunFiles, other: RunFiles) -> 
     """Replay two runs where they part, each with its own arguments.
 
     Raises:
-        ValueError: a run cannot be replayed; or it is in an object store.
+        ValueError: a run cannot be replayed.
     """
-    for run in (one, other):
-        if is_url(run.place):
-            raise ValueError(
-                f"--script replays runs on a disk, and {run.place} is an address; copy the run from there first"
-            )
     last = min(found.lasts)
     if not last:
         raise ValueError("--script replays what both runs have computed, and one of them has not come to an iteration")
@@ -102,5 +96,5 @@ def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
 def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Mapping[int, Step]:
     found: dict[str, Any] = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
     notes = [*found["notes"], *([found["comparison"]["difference"]] if same(found) is False else [])]
-    replayed.notes += [text for note in notes if (text := f"{run.directory}: {note}") not in replayed.notes]
+    replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]
     return {int(iteration): step for iteration, step in found["captured"].items()}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chainring._files import is_url
 from chainring.cli._common import ended_by_sigterm, printable
 from chainring.testing._replay_process import replay_script
-from chainring.testing._replaying import require_run, start_in_force, starts_between
+from chainring.testing._replaying import NoReplay, start_in_force, starts_between
+from chainring.testing._run_copies import copy_nearest, local_run
 from chainring.training._run_directory import read_record
 
 _MOST_SHOWN = 8
@@ -19,7 +23,9 @@ _MOST_SHOWN = 8
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names the run."""
-    parser.add_argument("run_directory", metavar="RUN", help="the directory of the run (its out); nothing is changed there")
+    parser.add_argument(
+        "run_directory", metavar="RUN", help="the directory or address of the run (its out); nothing is changed there"
+    )
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -41,25 +47,32 @@ class RecordedRun:
     """A run with its record, of which iterations are replayed.
 
     Attributes:
-        directory: that of the run.
+        place: where the run is, as it was given.
+        directory: that of the run; of one in an object store a copy of what is needed of it.
+        store: its snapshots.
         replays: how many replays were made.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.directory = require_run(options.run_directory)
+        self.place = options.run_directory
+        self._copies = tempfile.TemporaryDirectory(prefix="chainring-run-")
+        self.directory, self.store = local_run(self.place, Path(os.path.realpath(self._copies.name)))
         self.replays = 0
         self._script, self._given = options.script, options.arguments
         self._record = read_record(self.directory)
 
-    def replay(self, iteration: int, **settings: Any) -> dict[str, Any]:
+    def replay(self, iteration: int, *, latest: int, **settings: Any) -> dict[str, Any]:
         """Replay with the arguments with which the run computed an iteration; see `replay_script`."""
         arguments = self._given or [str(each) for each in start_in_force(self._record, iteration).get("argv", ())][1:]
         threads = self._record.get("threads")
+        settings["threads"] = threads if isinstance(threads, int) else None
         self.replays += 1
-        with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
-            found = replay_script(
-                self.directory, self._script, arguments, threads=threads if isinstance(threads, int) else None, **settings
-            )
+        copy_nearest(self.store, self.directory, latest)
+        try:
+            with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
+                found = replay_script(self.directory, self._script, arguments, latest=latest, **settings)
+        except NoReplay as error:  # about what was copied
+            raise NoReplay(str(error).replace(str(self.directory), self.place)) from error
         found["notes"] = self._notes(found, iteration)
         return found
 
@@ -133,9 +146,11 @@ def refuse_inside(run: Path, directory: str) -> None:
 
     Raises:
         FileExistsError: something is there.
-        ValueError: it lies in the directory of the run.
+        ValueError: it lies in the directory of the run, or in an object store.
     """
     path = Path(directory)
+    if is_url(directory):
+        raise ValueError(f"{directory} is an address; save in a new directory, and copy it there")
     if path.resolve().is_relative_to(run):
         raise ValueError(f"{directory} lies in {run}, where a replay changes nothing; save elsewhere")
     if path.is_dir() and not any(path.iterdir()):

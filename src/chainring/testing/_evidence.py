@@ -15,9 +15,11 @@ from typing import Any
 from safetensors import safe_open
 
 from chainring._files import from_json, open_regular
-from chainring.serializers._store import DirectoryStore
+from chainring.serializers._checkpoint import opened_state
+from chainring.serializers._store import SavedSnapshot, Store
+from chainring.serializers.base import read_stored
 from chainring.testing._recorded import ledger_of
-from chainring.testing._replaying import NoReplay, origins, read_values
+from chainring.testing._replaying import NoReplay, read_values, saved_trainers
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -102,18 +104,15 @@ class Evidence:
         return max(known, default=0), end
 
 
-def collect(run: Path, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
+def collect(run: Path, store: Store, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
     found = Evidence()
-    found.last = max(
-        (manifest.iteration for _, manifest in DirectoryStore(run).listing() if manifest is not None), default=0
-    )
+    found.last = max((manifest.iteration for _, manifest in store.listing() if manifest is not None), default=0)
     for log in _logs(run):
         _add_rows(found, log, key)
-    for origin in origins(run) if looks_into_snapshots else ():
-        assert origin.snapshot is not None
-        if (value := _observed(origin.snapshot, f"observation/{key}")) is not None:
-            found.values[origin.iteration] = value
+    for saved, manifest, _ in saved_trainers(store) if looks_into_snapshots else ():
+        if (value := _observed(saved, f"observation/{key}")) is not None:
+            found.values[manifest.iteration] = value
     ledger = ledger_of(run)
     if ledger is not None and len(ledger.iterations):
         found.last = max(found.last, int(ledger.iterations[-1]))
@@ -125,13 +124,19 @@ def collect(run: Path, key: str, *, looks_into_snapshots: bool = False) -> Evide
     return found
 
 
-def _observed(snapshot: Path, path: str) -> float | None:
+def _observed(snapshot: SavedSnapshot, path: str) -> float | None:
     """Return a number in a snapshot, which may be a tensor; ``None`` if it has none of that path."""
     value = read_values(snapshot).get(path)
     if isinstance(value, (int, float)):
         return float(value)
-    for file in sorted(snapshot.glob("*.safetensors")) if value is not None else ():
-        with safe_open(file, framework="pt") as tensors:
+    if value is None:
+        return None
+    if not snapshot.is_local:
+        with opened_state(snapshot) as state:
+            return float(read_stored(state[path]))
+    manifest = snapshot.read_manifest()
+    for name in sorted(name for name in manifest.files if name.endswith(".safetensors")):
+        with safe_open(snapshot.path_of(name, manifest), framework="pt") as tensors:
             if path in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 return float(tensors.get_tensor(path))
     return None

@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from chainring import serializers
 from chainring._distributed.sharding import to_local
-from chainring._files import parse_strict, read_regular
+from chainring._files import parse_strict
 from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE
-from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore
+from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, Manifest, SavedSnapshot, Store
 from chainring.testing._batches import BatchIndices
 from chainring.training._run_directory import RECORD, read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
@@ -68,11 +68,9 @@ def require_run(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: there is no directory, or no run in it.
-        NoReplay: it is a snapshot, or lies in an object store.
+        NoReplay: it is a snapshot.
     """
     run = Path(os.path.realpath(path))
-    if "://" in os.fspath(path):
-        raise NoReplay(f"{os.fspath(path)} lies in an object store, and a replay reads a directory; copy it to a disk first")
     if not run.is_dir():
         raise FileNotFoundError(f"there is no directory {os.fspath(path)}; give that of a run, its out")
     if (run / MANIFEST).exists():
@@ -88,26 +86,36 @@ def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
     Those that were taken because of an error are left out, since the update may be incomplete, as are those in
     ``abandoned``, which the run has left behind.
     """
-    for name, manifest in DirectoryStore(run).listing():
+    for saved, manifest, ranks in saved_trainers(DirectoryStore(run), latest):
+        yield Origin(run / saved.name, manifest.iteration, ranks)
+
+
+def saved_trainers(store: Store, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
+    """Yield the snapshots of `origins` in a store, with their manifests and on how many ranks the run was there."""
+    for name, manifest in store.listing():
         if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
             continue
         with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or damaged
-            values = read_values(run / name)
+            saved = store.snapshot(name)
+            values = read_values(saved)
             if values.get(_ITERATION) == manifest.iteration:
                 ranks = {path.split("/")[1] for path in values if path.startswith("generators/")}
-                yield Origin(run / name, manifest.iteration, max(len(ranks), 1))
+                yield saved, manifest, max(len(ranks), 1)
 
 
-def read_values(snapshot: Path) -> dict[str, Any]:
+def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     """Return the plain values in a snapshot by their paths, without reading its tensors.
 
     Raises:
         OSError, ValueError: they cannot be read.
     """
-    document = parse_strict(read_regular(snapshot / STATE, _LARGEST_STATE))
+    file = snapshot.open(STATE, snapshot.read_manifest())
+    if file.size > _LARGEST_STATE:
+        raise ValueError(f"{file.path} is too large for the state of a snapshot")
+    document = parse_strict(file.read_all())
     values = document["state"] if isinstance(document, dict) else None
     if not isinstance(values, dict):
-        raise ValueError(f"{snapshot / STATE} is not the state of a snapshot")
+        raise ValueError(f"{file.path} is not the state of a snapshot")
     return values
 
 

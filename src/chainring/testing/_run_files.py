@@ -112,7 +112,7 @@ def read_run_files(place: Place) -> Iterator[RunFiles]:
         OSError: one cannot be read.
     """
     given = os.fspath(place)
-    _require_no_snapshot(given)
+    require_no_snapshot(given)
     store = open_store(given if is_url(given) else os.path.realpath(given))
     with contextlib.ExitStack() as stack:
         directory = Path(os.path.realpath(given))
@@ -129,15 +129,19 @@ def read_run_files(place: Place) -> Iterator[RunFiles]:
 
 def _read(given: str, directory: Path, store: Store) -> RunFiles:
     if is_url(given):
-        _fetch(given, [RECORD, _LOG, _LEDGER], directory)
+        fetch_run(given, directory)
     record = _read_record(directory / RECORD)
-    if is_url(given):
-        _fetch(given, _log_names(record)[1:], directory)
     logs = {name: _read_log(directory / name) for name in _log_names(record) if (directory / name).is_file()}
     return RunFiles(given, record, logs, _read_ledger(directory, record), store, _find_snapshots(store))
 
 
-def _require_no_snapshot(given: str) -> None:
+def require_no_snapshot(given: str) -> None:
+    """Refuse a snapshot in the place of a run.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+        ValueError: it is a snapshot.
+    """
     if not is_url(given):
         if not os.path.isdir(given):
             raise FileNotFoundError(f"there is no directory {given or repr(given)}; give that of a run, its out")
@@ -149,7 +153,15 @@ def _require_no_snapshot(given: str) -> None:
         raise ValueError(f"{given} is a snapshot; give its run, such as {above}")
 
 
-def _fetch(url: str, names: Iterable[str], directory: Path) -> None:
+def fetch_run(url: str, directory: Path) -> None:
+    """Copy the record, the logs with their media, and what was recorded, of a run in an object store."""
+    fetch_files(url, [RECORD], directory)
+    record = _read_record(directory / RECORD)
+    media = [name for name in record.get("files", ()) if name.endswith(".media.jsonl") and _is_inside(name)]
+    fetch_files(url, dict.fromkeys([*_log_names(record), *_ledger_names(record), *media]), directory)
+
+
+def fetch_files(url: str, names: Iterable[str], directory: Path) -> None:
     """Copy what is there of these files."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -197,12 +209,16 @@ def _read_log(path: Path) -> list[Row]:
 
 def _read_ledger(directory: Path, record: Mapping[str, Any]) -> Ledger | None:
     """Return what was recorded, also in a file of another name."""
-    names = [name for name in record.get("files", ()) if name.endswith(".bin") and "{" not in name and _is_inside(name)]
-    for name in dict.fromkeys([_LEDGER, *names]):
+    for name in _ledger_names(record):
         path = directory / name
         if path.is_file() and (name == _LEDGER or path.open("rb").read(len(MAGIC)) == MAGIC):
             return Ledger.read(path)
     return None
+
+
+def _ledger_names(record: Mapping[str, Any]) -> list[str]:
+    names = [name for name in record.get("files", ()) if name.endswith(".bin") and "{" not in name and _is_inside(name)]
+    return list(dict.fromkeys([_LEDGER, *names]))
 
 
 def _find_snapshots(store: Store) -> dict[int, str]:

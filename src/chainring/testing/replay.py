@@ -17,7 +17,8 @@ from tqdm import tqdm
 from chainring._checks import is_integer
 from chainring.testing import _recorded
 from chainring.testing._harness import call_make_trainer
-from chainring.testing._replaying import Replay, require_run
+from chainring.testing._replaying import Replay
+from chainring.testing._run_copies import copy_nearest, local_run
 from chainring.training._run_directory import read_record
 from chainring.training.trainer import Trainer
 
@@ -53,7 +54,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     Args:
         make_trainer: a function that returns a trainer that has not run, made as in the run. It is called with the ``out``
             that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
-        out: the directory of the run.
+        out: the directory of the run, or its address in an object store.
         iteration: the iteration; 0 is the state before the first.
 
     Raises:
@@ -68,9 +69,10 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         raise TypeError(f"an iteration is an integer, got {iteration!r}")
     if iteration < 0:
         raise ValueError(f"an iteration is 0, the state before the first, or more; got {iteration}")
-    run = require_run(out)
-    directory = Path(tempfile.mkdtemp(prefix="chainring-replay-"))
+    directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="chainring-replay-")))
     try:
+        run, store = local_run(out, directory / "run")
+        copy_nearest(store, run, int(iteration))
         with recorded_threads(read_record(run).get("threads")):
             trainer = call_make_trainer(make_trainer, str(directory / "out"))
             if not isinstance(trainer, Trainer):
