@@ -28,11 +28,16 @@ def _repeatable():
 
 @pytest.fixture
 def said(capsys):
-    """Returns the lines printed since it was last called, but for those about the stop trigger: tests cut runs by it."""
+    """Returns the lines printed since it was last called, each change of a setting as ``name old -> new``.
+
+    Those about the stop trigger are left out: tests cut runs by it.
+    """
 
     def lines():
-        printed = capsys.readouterr().out.splitlines()
-        return [line for line in printed if not line.startswith(("resumed with stop trigger", "already finished"))]
+        rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        return [
+            row for row in rows if not row.startswith(("resumed with", "setting saved", "stop trigger", "already finished"))
+        ]
 
     return lines
 

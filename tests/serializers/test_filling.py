@@ -157,7 +157,7 @@ def test_a_setting_that_is_an_array_keeps_its_value_and_its_change_is_printed(ca
         visit_setting(DictionaryDeserializer(serializer.target), "scale", value, "scale")
     visit_setting(DictionaryDeserializer({}, strict=False), "scale", torch.zeros(2), "scale")
     assert given.tolist() == [0, 0]
-    assert capsys.readouterr().out.count("resumed with scale") == 1
+    assert capsys.readouterr().out.count("  scale ") == 1
 
 
 def test_an_extension_in_the_form_of_chainer_continues_without_an_assignment(tmp_path):

@@ -110,30 +110,30 @@ def resumed(tmp_path, before, now):
 
 CHANGES = {
     "the stop trigger": ({}, {}, None),
-    "the batch size": ({}, {"batch": 3}, "batch size of iterator 'main' 3, where the saved run had 2: the new value holds"),
+    "the batch size": ({}, {"batch": 3}, "batch size of iterator 'main' 2 -> 3"),
     "the batch size of workers": (
         {"kind": iterators.MultiprocessIterator},
         {"batch": 3},
-        "batch size of iterator 'main' 3, where the saved run had 2",
+        "batch size of iterator 'main' 2 -> 3",
     ),
     "the batch size of a loader": (
         {"source": DataLoader(BATCHES, 6)},
         {"source": DataLoader(BATCHES, 4)},
-        "batch size of iterator 'main' 4, where the saved run had 6",
+        "batch size of iterator 'main' 6 -> 4",
     ),
-    "the parts of an update": ({}, {"accumulate": 2}, "accumulate 2, where the saved run had 1"),
-    "the precision": ({"precision": "bf16"}, {}, "precision 'fp32', where the saved run had 'bf16'"),
-    "the virtual ranks": ({"virtual_ranks": 2}, {"virtual_ranks": 1}, "virtual_ranks 1, where the saved run had 2"),
-    "no virtual ranks any more": ({"virtual_ranks": 2}, {}, "virtual_ranks None, where the saved run had 2"),
-    "virtual ranks from now on": ({}, {"virtual_ranks": 2}, "virtual_ranks 2, where the saved run had None"),
-    "the replicas": ({"replicas": 2}, {"replicas": 3}, "number of replicas 3, where the saved run had 2"),
+    "the parts of an update": ({}, {"accumulate": 2}, "accumulate 1 -> 2"),
+    "the precision": ({"precision": "bf16"}, {}, "precision 'bf16' -> 'fp32'"),
+    "the virtual ranks": ({"virtual_ranks": 2}, {"virtual_ranks": 1}, "virtual_ranks 2 -> 1"),
+    "no virtual ranks any more": ({"virtual_ranks": 2}, {}, "virtual_ranks 2 -> None"),
+    "virtual ranks from now on": ({}, {"virtual_ranks": 2}, "virtual_ranks None -> 2"),
+    "the replicas": ({"replicas": 2}, {"replicas": 3}, "number of replicas 2 -> 3"),
     "when an extension runs": (
         {},
         {"often": (2, "epoch")},
-        """trigger of extension 'own' "IntervalTrigger(2, 'epoch')", where the saved run had "IntervalTrigger(1, """,
+        """trigger of extension 'own' "IntervalTrigger(1, 'epoch')" -> "IntervalTrigger(2, 'epoch')\"""",
     ),
 }
-STOP = """stop trigger "ReachedTrigger(4, 'iteration')", where the saved run had "ReachedTrigger(2, 'iteration')\""""
+STOP = """stop trigger "ReachedTrigger(2, 'iteration')" -> "ReachedTrigger(4, 'iteration')\""""
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -142,13 +142,14 @@ def test_what_the_script_sets_otherwise_holds_and_is_printed_and_recorded(tmp_pa
     before, now, said = CHANGES[change]
     trainer = resumed(tmp_path, before, now)
     expected = [STOP] if said is None else [STOP, said]
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed with")]
-    assert len(lines) == len(expected)
-    assert all(any(text in line for line in lines) for text in expected)
+    printed = capsys.readouterr().out.splitlines()
+    _, header, *rows = printed[printed.index("resumed with other settings than the saved run:") :]
+    rows = [" ".join(row.split()) for row in rows if row.startswith("  ")]
+    assert header.split() == ["setting", "saved", "->", "now"]
+    assert sorted(rows) == sorted(expected)
     assert trainer.updater.iteration == 4
     changed = json.loads((tmp_path / "now/run.json").read_text())["starts"][-1]["changed"]
-    recorded = [f"resumed with {name} {new!r}, where the saved run had {old!r}: " for name, (old, new) in changed.items()]
-    assert all(line.startswith(start) for line, start in zip(lines, recorded, strict=True))
+    assert rows == [f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items()]
 
 
 def test_the_trigger_of_an_extension_that_comes_after_loading_is_recorded_too(tmp_path):
@@ -201,8 +202,12 @@ class TestALearningRateThatIsATensor:
         group, _ = self.group(torch.tensor(0.25), state, beta=0.75)
         assert (group["lr"], group["betas"]) == (0.25 / 4, (0.75, 0.5))
         printed = capsys.readouterr().out
-        assert "resumed with lr of optimizer 'main', group 0, 0.25, where the saved run had 0.5" in printed
-        assert "resumed with betas of optimizer 'main', group 0, (0.75, 0.5), where the saved run had (0.8999" in printed
+        first, header, *rows = [" ".join(line.split()) for line in printed.splitlines()]
+        assert (first, header) == ("resumed with other settings than the saved run:", "setting saved -> now")
+        assert rows[0] == "lr of optimizer 'main', group 0 0.5 -> 0.25"
+        assert rows[1].startswith("betas of optimizer 'main', group 0 (0.8999")
+        assert rows[1].endswith(" -> (0.75, 0.5)")
+        assert len({line.index(" -> ") for line in printed.splitlines()[1:]}) == 1
 
     def test_a_number_in_place_of_a_tensor_is_a_number(self, capsys):
         """In the form in which the script has it now."""
@@ -210,7 +215,7 @@ class TestALearningRateThatIsATensor:
         group, _ = self.group(0.125, state)
         assert type(group["lr"]) is float
         assert group["lr"] == 0.125 / 4
-        assert "lr of optimizer 'main', group 0, 0.125, where the saved run had 0.5" in capsys.readouterr().out
+        assert "lr of optimizer 'main', group 0 0.5 -> 0.125" in " ".join(capsys.readouterr().out.split())
 
     def test_a_tensor_that_a_scheduler_has_written_to_is_as_it_was_constructed(self, capsys):
         """The scheduler is made before the updater, and its first value differs from that of the script."""
@@ -227,4 +232,4 @@ class TestALearningRateThatIsATensor:
         second.load_state_dict(first.state_dict())
         group = second.get_optimizer("main").param_groups[0]
         assert (group["lr"], group["initial_lr"]) == (0.25, 0.25)
-        assert "0.25, where the saved run had 0.5" in capsys.readouterr().out
+        assert "0.5 -> 0.25" in " ".join(capsys.readouterr().out.split())

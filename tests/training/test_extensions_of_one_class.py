@@ -118,7 +118,7 @@ def test_a_changed_interval_loses_no_state(tmp_path, late, capsys):
     rare = [0, 2, 3, 4]
     run(tmp_path, *((part, every(2 if i in rare else 1)) for i, part in enumerate(parts)), load=state, late=late, stop=6)
     assert [part.calls for part in parts] == [5, 6, 5, 5, 5]
-    assert capsys.readouterr().out.count("resumed with trigger of extension") == len(rare)
+    assert capsys.readouterr().out.count("  trigger of extension") == len(rare)
 
 
 @when_extended

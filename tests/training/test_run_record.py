@@ -282,9 +282,9 @@ def test_a_changed_config_is_printed_and_recorded_and_the_new_value_holds(tmp_pa
     run(tmp_path, epoch=3, gone="x", same=1)
     run(tmp_path, 2, load="snapshot_iter_1", epoch=4, same=1, new=[1])
     assert said() == [
-        "resumed with config epoch 4, where the saved run had 3: the new value holds",
-        "resumed with config gone None, where the saved run had 'x': the new value holds",
-        "resumed with config new [1], where the saved run had None: the new value holds",
+        "config epoch 3 -> 4",
+        "config gone 'x' -> None",
+        "config new None -> [1]",
     ]
     found = run(tmp_path, 3, load="snapshot_iter_2", epoch=5, same=1, new=[1])
     assert found["config"] == {"epoch": 5, "same": 1, "new": [1]}
@@ -301,7 +301,7 @@ def test_another_number_of_threads_is_printed_and_recorded(tmp_path, said):
     torch.set_num_threads(2)
     found = run(tmp_path, 2, load="snapshot_iter_1")
     assert changes(found) == [{}, {"threads": [1, 2]}]
-    assert said() == ["resumed with threads 2, where the saved run had 1: the run goes on, and may differ in the last bits"]
+    assert said() == ["threads 1 -> 2 (the run goes on, and may differ in the last bits)"]
 
 
 def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
@@ -312,7 +312,7 @@ def test_another_commit_is_printed_and_recorded(tmp_path, script, said):
     found = run(tmp_path / "out", 2, load="snapshot_iter_1")
     second = git(script.parent, "rev-parse", "HEAD")
     assert changes(found) == [{}, {"git_commit": [first, second]}]
-    line = f"resumed with git_commit {second!r}, where the saved run had {first!r}: the code of now runs"
+    line = f"git_commit {first!r} -> {second!r} (the code of now runs)"
     assert said() == [line]
 
 
@@ -325,7 +325,7 @@ def test_a_version_that_has_changed_is_printed_and_recorded(tmp_path, capsys):
     path.write_text(json.dumps(content))
     found = run(tmp_path, 2, load="snapshot_iter_1")
     assert changes(found) == [{}, {"versions.torch": ["0.1", torch.__version__]}]
-    assert "resumed with version of torch" in capsys.readouterr().out
+    assert "version of torch '0.1' ->" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_fresh_run_begins_a_new_record(tmp_path, capsys):
@@ -347,7 +347,7 @@ def test_a_run_continued_elsewhere_goes_on_with_the_record_beside_its_snapshot(t
     found = record(tmp_path / "out")
     assert [start["iteration"] for start in found["starts"]] == [0, 2]
     assert changes(found) == [{}, {"config.epoch": [3, 4]}]
-    assert "where the saved run had 3" in capsys.readouterr().out
+    assert "config epoch 3 -> 4" in " ".join(capsys.readouterr().out.split())
     assert len(record(tmp_path / "source")["starts"]) == 1
 
 

@@ -6,12 +6,12 @@ import copy
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -217,12 +217,29 @@ class Deserializer(AbstractSerializer):
 _recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", default=None)
 
 
-def announce_change(name: str, saved: Any, given: Any, consequence: str = "the new value holds") -> None:
-    """Print that a setting of a resumed run differs from that of the run which it continues, and which one holds."""
-    changes = _recorded.get()
+class ChangedSetting(NamedTuple):
+    """A setting of a resumed run that differs from that of the run which it continues, and which of both holds."""
+
+    name: str
+    saved: Any
+    given: Any
+    consequence: str
+
+
+_untold: ContextVar[list[ChangedSetting] | None] = ContextVar("_untold", default=None)
+_HOLDS = "the new value holds"
+
+
+def announce_change(name: str, saved: Any, given: Any, consequence: str = _HOLDS) -> None:
+    """Print that a setting of a resumed run differs; in `telling_changes` with the others, as one table."""
+    changes, untold = _recorded.get(), _untold.get()
+    setting = ChangedSetting(name, saved, given, consequence)
     if changes is not None:
-        changes[name.removesuffix(",")] = [saved, given]
-    info(f"resumed with {name} {given!r}, where the saved run had {saved!r}: {consequence}")
+        changes[name] = [saved, given]
+    if untold is None:
+        info(_format_changes([setting]))
+    else:
+        untold.append(setting)
 
 
 @contextmanager
@@ -233,6 +250,37 @@ def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
         yield
     finally:
         _recorded.reset(token)
+
+
+@contextmanager
+def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
+    """Inside, collect what is announced, and print it at the end as a table, unless this is inside another one.
+
+    With ``is_complete=False`` more is to come, and nothing is printed.
+    """
+    if _untold.get() is not None:
+        yield
+        return
+    token = _untold.set(untold)
+    try:
+        yield
+    finally:
+        _untold.reset(token)
+    if untold and is_complete:
+        info(_format_changes(untold))
+        untold.clear()
+
+
+def _format_changes(settings: Iterable[ChangedSetting]) -> str:
+    """Return a table: ``setting  saved -> now``, and which value holds where that is not the new one."""
+    rows = [("setting", "saved", "now", "")]
+    for name, saved, given, consequence in dict.fromkeys(
+        (s.name, repr(s.saved), repr(s.given), s.consequence) for s in settings
+    ):
+        rows.append((name, saved, given, "" if consequence == _HOLDS else f"  ({consequence})"))
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
+    return "\n".join(["resumed with other settings than the saved run:", *lines])
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
@@ -928,4 +976,5 @@ class Stateful:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
-        self.serialize(DictionaryDeserializer(state_dict))
+        with telling_changes([]):
+            self.serialize(DictionaryDeserializer(state_dict))

@@ -19,7 +19,14 @@ from chainring._messages import info, warn
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
-from chainring.serializers.base import Deserializer, conclude_reading, recording_changes, visit_if_stateful
+from chainring.serializers.base import (
+    ChangedSetting,
+    Deserializer,
+    conclude_reading,
+    recording_changes,
+    telling_changes,
+    visit_if_stateful,
+)
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training._signals import Interruption
@@ -46,6 +53,7 @@ class LoadedState:
         self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
         self.place: str | None = None  # of the run that has saved it
         self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
+        self.untold: list[ChangedSetting] = []  # changes that are not printed yet
         self._source: Deserializer | None = None
         self._saved: list[Identity] = []  # the extensions of the saved run
         self._pairs: dict[str, str] = {}  # by the name of an extension here, the one in the saved run that it continues
@@ -329,12 +337,13 @@ class Run:
     def _start(self, trainer: Trainer, initialized: list[Entry], load: Callable[[], None]) -> None:
         """Load a state if there is one, and start from it; extensions are added to ``initialized`` when they are."""
         self.started_at = None  # state may be loaded until it is set
-        load()
-        self.loaded_state.conclude(trainer)
-        trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
-        self.started_at = time.monotonic()
-        if self._directory is not None:
-            self._claim_directory(trainer, self._directory)
+        with telling_changes(self.loaded_state.untold):
+            load()
+            self.loaded_state.conclude(trainer)
+            trainer.comm.barrier()  # rank 0 may move later snapshots, and cuts the log back, when all have loaded
+            self.started_at = time.monotonic()
+            if self._directory is not None:
+                self._claim_directory(trainer, self._directory)
         prepare(trainer)
         self._started_triggers = []
         for trigger in (trainer.stop_trigger, *(entry.trigger for entry in trainer.entries)):

@@ -21,6 +21,7 @@ from chainring.serializers.base import (
     Stateful,
     announce_change,
     recording_changes,
+    telling_changes,
     visit_if_stateful,
     visit_optional,
     visit_setting,
@@ -204,7 +205,8 @@ class Trainer(Stateful):
             suffix += 1
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
-        self._run.loaded_state.restore(self, is_complete=False)
+        with telling_changes(self._run.loaded_state.untold, is_complete=False):
+            self._run.loaded_state.restore(self, is_complete=False)
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
@@ -416,7 +418,10 @@ class Trainer(Stateful):
         if is_loading and run.started_at is not None:
             raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
         run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
-        with recording_changes(run.loaded_state.changes) if is_loading else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if is_loading:
+                stack.enter_context(telling_changes(run.loaded_state.untold))
+                stack.enter_context(recording_changes(run.loaded_state.changes))
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean

@@ -125,7 +125,7 @@ class LRScheduler(Extension):
                     continue  # the updater has announced the new value, which holds
                 elif key not in defaults and _differs(key, made, saved_made):
                     if key != "initial_lr":  # which is announced as base_lrs
-                        announce_change(f"{key} of the scheduler, group {index},", saved_made[key], made[key])
+                        announce_change(f"{key} of the scheduler, group {index}", saved_made[key], made[key])
                     set_value(group, key, made[key])
                 else:
                     set_value(group, key, value)

@@ -424,7 +424,7 @@ class OptimizerState:
                     group[key] = _filled(made[index].get(key), value)
                     if key == "lr" and "initial_lr" in group:
                         group["initial_lr"] = _filled(group["initial_lr"], value)
-                    announce_change(f"{key} of optimizer {self._label!r}, group {index},", before[key], value)
+                    announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
 
     def _restore_dtypes(self, state: Mapping[str, Any]) -> None:
         """Undo the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
