@@ -1,9 +1,13 @@
 """What two processes exchange, each by its own communicator, for test_process_group.py."""
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 
 from chainring.parallel import RankFailed, create_communicator
+from chainring.training import StandardUpdater, Trainer
+from chainring.training.extensions import snapshot
 
 
 def exchange(comm):
@@ -33,6 +37,38 @@ def exchange_in_a_group(comm):
     found = other.gather_object(comm.rank), _fail(other)
     other.close()
     return *found, dist.is_initialized(), comm.gather_object(comm.rank)
+
+
+class Telling:
+    """An object that tells when it is sent."""
+
+    sent = 0
+
+    def __reduce__(self):
+        Telling.sent += 1
+        return str, ("content",)
+
+
+def broadcast_one(comm):
+    """What comes from rank 1, and how often this rank has sent its own."""
+    return comm.broadcast_object(Telling(), root=1), Telling.sent
+
+
+def count_groups(comm):
+    """How many process groups a run with three snapshots makes beside the one that it is given."""
+    made, new_group = [], dist.new_group
+    dist.new_group = lambda *args, **kwargs: made.append(new_group(*args, **kwargs)) or made[-1]
+    own = create_communicator("cpu")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    updater = StandardUpdater([torch.ones(2, 2)], optimizer, model, loss_func=lambda _, x: model(x).sum(), comm=own)
+    out = comm.broadcast_object(tempfile.mkdtemp())
+    trainer = Trainer(updater, (2, "iteration"), out)
+    for name in ("first", "second", "third"):
+        trainer.extend(snapshot(name), name=name, trigger=(1, "iteration"))
+    trainer.run()
+    own.close()
+    return len(made)
 
 
 def _fail(comm):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exchanges import exchange, exchange_in_a_group
+from exchanges import broadcast_one, count_groups, exchange, exchange_in_a_group
 
 from chainring.parallel import create_communicator
 from rank_pair import on_two_ranks
@@ -92,6 +92,16 @@ def test_objects_come_in_the_order_of_the_ranks(ranks):
     """And those of the root to all."""
     for found in ranks:
         assert found["objects"] == ([{"rank": 0}, {"rank": 1}], "from 1")
+
+
+def test_only_the_root_sends_what_is_broadcast():
+    """And not every rank its own, of which all but one would be thrown away."""
+    assert on_two_ranks(broadcast_one) == [("content", 0), ("content", 1)]
+
+
+def test_a_run_makes_two_process_groups_however_many_snapshots_it_takes():
+    """One for the training, and one for what is written beside it."""
+    assert on_two_ranks(count_groups) == [2, 2]
 
 
 def test_a_maximum_under_way_is_not_mixed_with_what_comes_between(ranks):

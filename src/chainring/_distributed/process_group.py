@@ -141,8 +141,8 @@ def _store_of_group() -> Any:
 class ProcessGroupCommunicator(GroupCommunicator):
     """The ranks of torch.distributed's process group.
 
-    Tensors go through a group of its backend, everything else through one of gloo's on the host, which does not wait for
-    the device. The default group is left to DDP and FSDP. Errors reach the other ranks by the ``store`` through which they
+    Tensors go through a group of its backend, everything else through gloo on the host, which does not wait for the device:
+    by the same group, unless the backend has no gloo. The default group is left to DDP and FSDP. Errors reach the other ranks by the ``store`` through which they
     have met. With ``ends_group`` this communicator has started the process group, and also ends it.
     """
 
@@ -162,9 +162,10 @@ class ProcessGroupCommunicator(GroupCommunicator):
             failures = FailureBroadcast(store, dist.get_rank(), dist.get_world_size(), self.timeout, lowers=lowers)
         self._failures = failures
         description = OWN if failures is not None else BESIDE
-        super().__init__(new_group(description=description), exchange if failures is None else failures.exchange)
+        group = new_group(description=description)
+        super().__init__(group, exchange if failures is None else failures.exchange)
         self.local_rank, self.device = local_rank, device
-        self._objects = new_group("gloo", description=description)
+        self._objects = group if _is_gloo_on_host(group) else new_group("gloo", description=description)
         if failures is not None:
             failures.watch_processes(self.gather_object(failures.this_process()))
         self._is_open, self._ends_group = True, ends_group
@@ -184,6 +185,12 @@ class ProcessGroupCommunicator(GroupCommunicator):
         with self.waiting():
             dist.all_gather_object(gathered, obj, group=self._objects)
         return gathered
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        objects = [obj]
+        with self.waiting():
+            dist.broadcast_object_list(objects, group=self._objects, group_src=root)
+        return objects[0]
 
     def start_max(self, number: int) -> Callable[[], int]:
         largest = torch.tensor(number)
@@ -229,8 +236,9 @@ class ProcessGroupCommunicator(GroupCommunicator):
     def _leave(self) -> None:
         """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
         self._is_open = False
+        groups = [] if self._objects is self._group else [self._objects]
+        self._objects = None  # before the group is left, which ends with its last reference
         self.leave()
-        groups, self._objects = [self._objects], None
         end_groups(groups)
 
     def close(self) -> None:
@@ -243,6 +251,11 @@ class ProcessGroupCommunicator(GroupCommunicator):
             else:
                 end_groups([dist.group.WORLD])
         self._failures, self._is_open, self._ends_group = None, False, False
+
+
+def _is_gloo_on_host(group: Any) -> bool:
+    """Return whether a group exchanges tensors on the host, and objects with them, by gloo."""
+    return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _is_connection_error(error: BaseException) -> bool:

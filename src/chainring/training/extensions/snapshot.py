@@ -164,7 +164,9 @@ class Snapshot(Extension):
         if self.snapshot_on_error:
             _refuse_sharded(trainer)
         if trainer.comm.world.size > 1 and self._comm is None:
-            self._comm = trainer.comm.world.beside()
+            # One for all snapshots of a run, which are written one after the other, in the same order on each rank.
+            shared = (entry.extension._comm for entry in trainer.entries if isinstance(entry.extension, Snapshot))
+            self._comm = next((comm for comm in shared if comm is not None), None) or trainer.comm.world.beside()
         if self._series.is_fixed and trainer.comm.is_main:
             name = str(self._series.filename)
             if trainer.store.exists(name) and trainer.store.link_target(name) is None:
