@@ -79,6 +79,7 @@ bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start,
 	$(BIN)/python benchmarks/snapshot.py
 	$(BIN)/python benchmarks/object_stores.py
 	$(BIN)/python benchmarks/start.py
+	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/sharded_load.py

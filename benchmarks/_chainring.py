@@ -131,6 +131,32 @@ def unending(iterations: Sequence[int], out: Path, rounds: int) -> dict[int, dic
     return found
 
 
+def with_snapshots_kept(counts: Sequence[int], out: Path, rounds: int) -> dict[int, list[float]]:
+    """Keep every snapshot; return, by the number that there are, the milliseconds until another is on the disk."""
+    model, found = nn.Linear(4, 1), {count: list[float]() for count in counts}
+    taken, kept = snapshot(asynchronous=False), 0
+
+    def save(trainer: Trainer) -> None:
+        nonlocal kept
+        began = time.perf_counter()
+        taken(trainer)
+        milliseconds = (time.perf_counter() - began) * 1e3
+        for count in counts:
+            if count <= kept < count + rounds:
+                found[count].append(milliseconds)
+        kept += 1
+
+    iterator = FunctionIterator(lambda index: torch.ones(1, 4))
+    updater = StandardUpdater(
+        iterator, torch.optim.Adam(model.parameters()), model, loss_func=lambda model, x: model(x).sum()
+    )
+    trainer = Trainer(updater, (max(counts) + rounds, "iteration"), out=str(out))
+    trainer.extend(taken, trigger=lambda trainer: False)
+    trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
+    trainer.run()
+    return found
+
+
 def time_to_first_update(out: Path) -> float:
     """Milliseconds from ``run()`` to the first update of the script."""
     started: list[float] = []

@@ -9,7 +9,8 @@ same work with as many parameters; of an epoch the part of the time of a hand-wr
 examples a second beside a DataLoader with as many workers; of a snapshot the time for which the loop stands still, beside
 one memcpy of the same tensors, whose number grows while their bytes stay the same. Another part is one run without the end
 of an epoch, with ten keys in an open interval and a row of another log every ten iterations: a snapshot after so many
-iterations, and the memory of the process. The last is what a recorder adds to an iteration.
+iterations, and the memory of the process. Then, what a recorder adds to an iteration, and the time until a snapshot is on
+the disk where so many others are kept.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ EXTENSIONS, KEYS, LAYERS = (1, 10, 100), (1, 10, 100), (2, 20, 100)
 UNITS = (50, 200)
 WORKERS = (0, 1, 2, 4)
 TENSORS, MEGABYTES = (8, 80, 400), 100
+KEPT = (1, 100, 1_000)
 Result = dict[str, Any]
 
 
@@ -107,9 +109,15 @@ def recorder(out: Path, args: argparse.Namespace) -> list[Result]:
     return [_result("a recorder, % of an iteration", "parameters", 1_000_000, figure(percent), "% more")]
 
 
+def kept(out: Path, args: argparse.Namespace) -> list[Result]:
+    """Milliseconds until a snapshot is on the disk, with so many kept before it."""
+    times = _chainring.with_snapshots_kept(KEPT, out / "kept", 10 * args.rounds)
+    return [_result("a snapshot until it is on the disk", "kept before", n, figure(times[n]), "ms") for n in KEPT]
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], list[Result]]] = {
     "iterations": iterations, "epochs": whole_epochs, "data": batches, "snapshots": snapshots, "lengths": lengths,
-    "recorder": recorder,
+    "recorder": recorder, "kept": kept,
 }  # fmt: skip
 
 

@@ -60,11 +60,11 @@ def test_a_partly_sharded_model_is_clipped_as_a_plain_one():
                 torch.testing.assert_close(torch.tensor(one), torch.tensor(other), msg=clip.__name__)
 
 
-def refused(comm):
+def refused(comm, out):
     """The words with which the start of a run, and the construction of an updater, are refused."""
     net = a_net()
     fully_shard(net)
-    trainer = Trainer(an_updater(net, (), comm), (1, "iteration"), out=tempfile.gettempdir())
+    trainer = Trainer(an_updater(net, (), comm), (1, "iteration"), out=out)
     trainer.extend(extensions.snapshot(snapshot_on_error=True))
     words = []
     for call in (lambda: zero(comm), trainer.run):
@@ -85,8 +85,8 @@ def zero(comm):
 
 
 @pytest.fixture(scope="module")
-def refusals():
-    return on_two_ranks(refused)
+def refusals(tmp_path_factory):
+    return on_two_ranks(refused, str(tmp_path_factory.mktemp("refused")))
 
 
 def test_a_snapshot_on_error_of_a_sharded_model_is_refused_at_the_start(refusals):

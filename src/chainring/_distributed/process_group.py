@@ -142,8 +142,9 @@ class ProcessGroupCommunicator(GroupCommunicator):
     """The ranks of torch.distributed's process group.
 
     Tensors go through a group of its backend, everything else through gloo on the host, which does not wait for the device:
-    by the same group, unless the backend has no gloo. The default group is left to DDP and FSDP. Errors reach the other ranks by the ``store`` through which they
-    have met. With ``ends_group`` this communicator has started the process group, and also ends it.
+    by the same group, unless the backend has no gloo. The default group is left to DDP and FSDP. Errors reach the other
+    ranks by the ``store`` through which they have met. With ``ends_group`` this communicator has started the process group,
+    and also ends it.
     """
 
     def __init__(
