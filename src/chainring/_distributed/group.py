@@ -20,6 +20,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
 _LEAVING = 1.0  # seconds for which a rank that has failed waits for the end of its groups
 _BUCKET = 25 << 20  # bytes that are exchanged at once
+_FIRST_BUCKET, _GRADIENT_BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or more, that are sent while a backward runs
 
 
 class GroupCommunicator(Communicator):
@@ -138,3 +139,19 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket.append(tensor)
             size += tensor.nbytes
         yield bucket
+
+
+def gradient_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places, from the last on, of neighbours of one dtype and device, as many as are exchanged at once."""
+    places = range(len(tensors) - 1, -1, -1)
+    for _, group in groupby(places, lambda place: (tensors[place].dtype, tensors[place].device)):
+        bucket: list[int] = []
+        size = 0
+        for place in group:
+            bucket.append(place)
+            size += tensors[place].nbytes
+            if size >= (_FIRST_BUCKET if bucket[0] == places[0] else _GRADIENT_BUCKET):
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket

@@ -8,18 +8,17 @@ most 2 * log2(count) whole nodes, and these are all that another rank has to kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.group import gradient_buckets
 
 T = TypeVar("T")
-_FIRST_BUCKET, _BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or more, that are exchanged at once
 _AHEAD = 1  # buckets that are sent before the sum of the first of them
 
 
@@ -157,7 +156,7 @@ class Exchange:
     """
 
     def __init__(self, comm: Communicator, total: TreeSum, like: Sequence[Tensor]) -> None:
-        self.buckets = list(_buckets(like))
+        self.buckets = list(gradient_buckets(like))
         self.started = 0
         self._comm, self._total, self._like = comm, total, like
         self._nodes = _nodes_of_ranks(comm.size, total.count)
@@ -246,19 +245,3 @@ def _flatten(node: Sequence[Tensor | None], like: Sequence[Tensor], ranks: int) 
 def _is_exact(tensor: Tensor) -> bool:
     """Return True if every library adds two such numbers to the same bits."""
     return tensor.dtype in (torch.float32, torch.float64)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the places, from the last on, of neighbours of one dtype and device, as many as are exchanged at once."""
-    places = range(len(tensors) - 1, -1, -1)
-    for _, group in groupby(places, lambda place: (tensors[place].dtype, tensors[place].device)):
-        bucket: list[int] = []
-        size = 0
-        for place in group:
-            bucket.append(place)
-            size += tensors[place].nbytes
-            if size >= (_FIRST_BUCKET if bucket[0] == places[0] else _BUCKET):
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket

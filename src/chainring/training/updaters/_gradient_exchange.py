@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import Exchange, TreeSum, absent_of
+from chainring.training.updaters._gradients import GradientVersions, sending
 from chainring.training.updaters._sharded_gradients import whole_like
 
 
@@ -18,53 +18,32 @@ class GradientExchange:
     """Sums gradients over the virtual ranks of all ranks.
 
     Those of the last virtual rank of this rank may be sent while its backward runs, each bucket as soon as it is complete.
-    Where one changes after that, because a parameter is reached twice or a hook of the user's changes it, it is stale, and
-    everything must be sent again.
+    Where one changes after that, it is stale, and everything must be sent again.
     """
 
     def __init__(self, comm: Communicator, total: TreeSum, parameters: Sequence[Tensor]) -> None:
         self._comm, self._total, self._parameters = comm, total, parameters
         self._exchange = Exchange(comm, total, list(map(whole_like, parameters)))
-        self._sent: dict[int, tuple[Tensor, int]] = {}  # by place: what was sent in a backward, and its version
+        self._versions = GradientVersions()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Return the context of the last backward of an update, in which gradients are sent."""
-        buckets = self._exchange.buckets
-        bucket_of = {id(self._parameters[place]): number for number, places in enumerate(buckets) for place in places}
-        missing = list(map(len, buckets))
+        return sending(self._parameters, self._exchange.buckets, self._send)
 
-        def send(parameter: Tensor) -> None:
-            missing[bucket_of[id(parameter)]] -= 1
-            while self._exchange.started < len(buckets) and missing[self._exchange.started] <= 0:
-                if not self._send(buckets[self._exchange.started]):
-                    break
-
-        # Registered last, so that they come after hooks of the user's.
-        parameters: Sequence[Any] = self._parameters
-        hooks = [parameter.register_post_accumulate_grad_hook(send) for parameter in parameters]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _send(self, places: Sequence[int]) -> bool:
-        """Send a bucket of gradients, unless some are not there, or not dense."""
+    def _send(self) -> bool:
+        """Send the next bucket, unless some of its gradients are not there, or not dense."""
+        places = self._exchange.buckets[self._exchange.started]
         found = [self._parameters[place].grad for place in places]
         gradients = [gradient for gradient in found if gradient is not None and gradient.layout is torch.strided]
         if len(gradients) < len(places):
             return False
-        self._sent.update((place, (each, each._version)) for place, each in zip(places, gradients, strict=True))
+        self._versions.note(places, gradients)
         self._exchange.start(gradients)
         return True
 
     def is_stale(self, leaf: Sequence[Tensor | None] | None) -> bool:
         """Return True if the gradients that were sent are not those of the last virtual rank any more."""
-        if leaf is None:
-            return bool(self._sent)
-        sent = self._sent.items()
-        return any(leaf[place] is not gradient or gradient._version != version for place, (gradient, version) in sent)
+        return self._versions.are_stale(leaf)
 
     def absent(self, leaf: Sequence[Tensor | None] | None) -> tuple[int, ...]:
         """Return the places of parameters that no virtual rank of this rank has a gradient of."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.group import gradient_buckets
 from chainring._distributed.sharding import placed_like, to_local
 
 
@@ -76,33 +78,147 @@ def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[i
             to_local(parameter.grad).mul_(factor * world_size if id(parameter) in exchanged else factor)
 
 
+@contextmanager
+def sending(parameters: Sequence[Any], buckets: Sequence[Sequence[int]], send: Callable[[], bool]) -> Generator[None]:
+    """Send buckets of gradients in a backward, one after the other, each as soon as the backward has come to all of it.
+
+    Args:
+        parameters: those whose gradients are sent.
+        buckets: the places of parameters, in the order in which all ranks send.
+        send: sends the next bucket; returns False if it has to wait for the end of the backward.
+    """
+    bucket_of = {id(parameters[place]): number for number, places in enumerate(buckets) for place in places}
+    missing, sent = list(map(len, buckets)), 0
+
+    def note(parameter: Tensor) -> None:
+        nonlocal sent
+        missing[bucket_of[id(parameter)]] -= 1
+        while sent < len(buckets) and missing[sent] <= 0 and send():
+            sent += 1
+
+    # Registered last, so that they come after hooks of the user's.
+    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class GradientVersions:
+    """Notes the gradients that were sent, and finds out whether they have changed since.
+
+    That is so where a parameter is reached twice, as in a checkpointed part of a model, or a hook of the user's changes it.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[Tensor, int]] = {}  # by place, with the version
+
+    def note(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        self._sent.update((place, (each, each._version)) for place, each in zip(places, gradients, strict=True))
+
+    def are_stale(self, gradients: Sequence[Tensor | None] | None) -> bool:
+        """Return True if these, by place, are not those that were sent."""
+        if gradients is None:
+            return bool(self._sent)
+        sent = self._sent.items()
+        return any(gradients[place] is not each or each._version != version for place, (each, version) in sent)
+
+
+class RankSum:
+    """The sums over the ranks of the gradients of some parameters, which may be sent while the backward runs.
+
+    The buckets are the same whether or not they are, and so are the bits of the sums.
+
+    Attributes:
+        parameters: those that require gradients, and that no wrapped module exchanges.
+    """
+
+    def __init__(self, comm: Communicator, optimizers: Iterable[Optimizer], exchanged: Set[int]) -> None:
+        trained = [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
+        self.parameters = [parameter for parameter in trained if id(parameter) not in exchanged]
+        self._comm, self._buckets = comm, list(gradient_buckets(list(map(to_local, self.parameters))))
+        self._waits: list[Callable[[], Tensor]] = []
+        self._versions: GradientVersions | None = None
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of the last backward of an update, in which gradients are sent."""
+        self._versions = GradientVersions()
+        return sending(self.parameters, self._buckets, self._send)
+
+    def _send(self) -> bool:
+        """Send the next bucket, unless some of its gradients are not there, or not dense."""
+        places = self._buckets[len(self._waits)]
+        found = [self.parameters[place].grad for place in places]
+        gradients = [gradient for gradient in found if gradient is not None and gradient.layout is torch.strided]
+        if len(gradients) < len(places):
+            return False
+        assert self._versions is not None
+        self._versions.note(places, gradients)
+        self._start(gradients)
+        return True
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        flat = torch.cat([gradient.detach().reshape(-1) for gradient in gradients])
+        self._waits.append(self._comm.start_sum(flat))
+
+    def finish(self) -> None:
+        """Replace each gradient by its sum, after all ranks have sent theirs."""
+        gradients = [to_local(parameter.grad) for parameter in self.parameters]
+        stale = None if self._versions is None else self._comm.start_max(int(self._versions.are_stale(gradients)))
+        sums = self._sum_remaining(gradients)
+        if stale is not None and stale():
+            self._waits = []
+            sums = self._sum_remaining(gradients)
+        for places, flat in zip(self._buckets, sums, strict=True):
+            sizes = [gradients[place].numel() for place in places]
+            for place, values in zip(places, torch.split(flat, sizes), strict=True):
+                self._set(place, gradients[place], values)
+
+    def _set(self, place: int, gradient: Tensor, values: Tensor) -> None:
+        if gradient is self.parameters[place].grad and gradient.is_contiguous():
+            self.parameters[place].grad = values.view_as(gradient)  # which saves a copy
+        else:
+            gradient.copy_(values.view_as(gradient))
+
+    def _sum_remaining(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Send the buckets that were not sent, and return the sums of all."""
+        for places in self._buckets[len(self._waits) :]:
+            self._start([gradients[place] for place in places])
+        return [wait() for wait in self._waits]
+
+
 def sum_over_ranks(
-    comm: Communicator, optimizers: Sequence[Optimizer], weights: Sequence[Any], exchanged: Set[int]
+    comm: Communicator,
+    optimizers: Sequence[Optimizer],
+    weights: Sequence[Any],
+    exchanged: Set[int],
+    begun: RankSum | None = None,
 ) -> list[Any]:
     """Sum the gradients of the optimizers over the ranks, in place; return the sums of the weights, one an optimizer.
 
-    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already. A rank that did not touch a
-    parameter takes part with zeros. A parameter that no rank touched is left without a gradient, so that the optimizer
-    passes it over as it does in a world of one.
+    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already; ``begun`` has been sent in part.
+    A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a
+    gradient, so that the optimizer passes it over as it does in a world of one.
     """
     if comm.world.size == 1:
         return list(weights)
-    trained = [parameter for parameter in list_parameters(optimizers) if parameter.requires_grad]
     if comm.size == 1:
-        for parameter in trained:
-            parameter.grad = None if parameter.grad is None else placed_like(parameter.grad, parameter)
+        for parameter in list_parameters(optimizers):
+            if parameter.requires_grad and parameter.grad is not None:
+                parameter.grad = placed_like(parameter.grad, parameter)
         return list(weights)
-    parameters = [parameter for parameter in trained if id(parameter) not in exchanged]
-    touched = [parameter.grad is not None for parameter in parameters]
-    for parameter in parameters:
+    exchange = RankSum(comm, optimizers, exchanged) if begun is None else begun
+    touched = [parameter.grad is not None for parameter in exchange.parameters]
+    for parameter in exchange.parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else placed_like(parameter.grad, parameter)
-    gradients = [to_local(parameter.grad) for parameter in parameters]
-    device = trained[0].device
+    device = next(iter(list_parameters(optimizers))).device
     weight_tensors = [torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in weights]
     sums = torch.cat([torch.stack(weight_tensors), torch.tensor(touched, dtype=torch.float64, device=device)])
-    comm.all_reduce([*gradients, sums], average=False)
+    exchange.finish()
+    comm.all_reduce([sums], average=False)
     if not all(touched):  # only then is the device waited for
-        for parameter, count in zip(parameters, sums[len(weights) :].tolist(), strict=True):
+        for parameter, count in zip(exchange.parameters, sums[len(weights) :].tolist(), strict=True):
             parameter.grad = parameter.grad if count else None
     return list(sums[: len(weights)].unbind())
 

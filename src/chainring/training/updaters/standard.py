@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator, device_of_rank
-from chainring._distributed.sharding import to_full
+from chainring._distributed.sharding import is_sharded, to_full
 from chainring._distributed.watchdog import note_iteration
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
@@ -52,6 +52,7 @@ from chainring.training.updaters._forward import (
     run_backward,
 )
 from chainring.training.updaters._gradients import (
+    RankSum,
     clear_gradients,
     list_parameters,
     rescale,
@@ -248,6 +249,11 @@ class StandardUpdater(Updater):
         self._steps_by_closure = any(map(needs_closure, self._optimizers.values()))
         if self._steps_by_closure and self._precision.scaler and not overrides_core:
             raise ValueError(NO_FP16)
+        # True if nothing but the last backward of an update adds to gradients, which are then sent while it runs.
+        adds_more = overrides_stage or self._steps_by_closure or bool(self._wrapped.parameters)
+        is_plain = not any(map(is_sharded, list_parameters(self._optimizers.values())))
+        self._overlaps = self.comm.size > 1 and self._virtual is None and is_plain and not adds_more
+        self._begun: RankSum | None = None
         self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler or self._steps_by_closure)
         self._update_straight = self._update_fast if self._iterators else self._update_without_data
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
@@ -604,10 +610,20 @@ class StandardUpdater(Updater):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference_weight
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        with nullcontext() if self._virtual is None else self._virtual.backward(self._list_stepping()):
+        with self._sending():
             run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
+
+    def _sending(self) -> AbstractContextManager[None]:
+        """Return the context of a backward, in which ranks send gradients that are final."""
+        if self._virtual is not None:
+            return self._virtual.backward(self._list_stepping())
+        stepping = self._list_stepping() if self._overlaps and not self.callbacks.comm_on_start else []
+        if not stepping:
+            return nullcontext()
+        self._begun = RankSum(self.comm, stepping, frozenset())
+        return self._begun.backward()
 
     def _list_stepping(self) -> list[Optimizer]:
         """Return the optimizers that step after this backward, if its gradients are final in a default update."""
@@ -821,7 +837,8 @@ class StandardUpdater(Updater):
                 unstash(optimizer, self._state.stashed)
             totals = [self._state.total_weights.pop(name) for name in names]
             if self._communicates:
-                totals = sum_over_ranks(self.comm, optimizers, totals, exchanged)
+                begun, self._begun = self._begun, None
+                totals = sum_over_ranks(self.comm, optimizers, totals, exchanged, begun)
         if self._communicates:
             run(self.callbacks.comm_on_finish, self._state.context)
         self._total_weight = totals[0]
