@@ -1,11 +1,12 @@
-"""What an update as virtual ranks costs: the part of the time of a plain one, and the bytes that ranks send.
+"""What updates of several ranks cost beside those of DDP: as virtual ranks, and of a model that is not in DDP.
 
 Run it on a machine that has nothing else to do::
 
     python benchmarks/virtual_ranks.py
 
 On several ranks, which are processes over gloo with a thread each, the plain update is that of a model in DDP; on one it is
-that of the updater without ``virtual_ranks``. Both are made in the same processes and take turns, some updates each, and a
+that of the updater without ``virtual_ranks``. Rows of 0 virtual ranks are of a model that the updater exchanges gradients
+of by itself. Both are made in the same processes and take turns, some updates each, and a
 ratio is the median of those of neighbouring turns. A figure is the median of the rounds, each in new processes. The bytes of
 an update are those of all ranks together, beside those of a ring all-reduce of the gradients.
 """
@@ -43,7 +44,8 @@ WIDTHS = {"10^6": (784, 800, 400, 10), "10^7": (784, 2600, 2600, 500, 10)}
 """Of the layers of perceptrons, by about how many parameters they have."""
 ROWS = [("10^6", *row) for row in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 8), (4, 4))]
 ROWS += [("10^7", *row) for row in ((1, 1), (1, 8), (2, 2))]
-BUDGETS = {(2, 2): 1.05}
+ROWS += [(name, 2, 0) for name in WIDTHS]
+BUDGETS = {(2, 2): 1.05, (2, 0): 1.05}
 """Of the ratio of the times, by ranks and virtual ranks."""
 BYTES_BUDGET = 1.1
 Result = dict[str, Any]
@@ -57,14 +59,14 @@ def perceptron(name: str) -> nn.Module:
 
 
 def updater_of(name: str, comm: Any, count: int | None) -> StandardUpdater:
-    """Return an updater of a perceptron, whose model is in DDP where there are ranks."""
+    """Return an updater of a perceptron, whose model is in DDP where there are ranks, unless ``count`` is 0."""
     predictor = perceptron(name)
     draw = np.random.default_rng(0)
     data = draw.standard_normal((5000, 784), np.float32), draw.integers(0, 10, 5000)
     optimizer = torch.optim.SGD(predictor.parameters(), lr=0.01)
-    model = Classifier(predictor if comm.size == 1 else DistributedDataParallel(predictor))
+    model = Classifier(predictor if comm.size == 1 or count == 0 else DistributedDataParallel(predictor))
     iterator = SerialIterator(TupleDataset(*data), BATCH)
-    updater = StandardUpdater(iterator, optimizer, model, comm=comm if comm.size > 1 else None, virtual_ranks=count)
+    updater = StandardUpdater(iterator, optimizer, model, comm=comm if comm.size > 1 else None, virtual_ranks=count or None)
     iterator.share(comm.rank, comm.size)  # as a Trainer does
     updater.start()
     return updater
