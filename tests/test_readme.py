@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_script_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys):
@@ -17,11 +18,10 @@ def test_the_script_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsy
     assert (tmp_path / "result" / "log").exists()
 
 
-def test_with_its_line_for_snapshots_a_second_run_goes_on_where_the_first_stopped(tmp_path, monkeypatch, capsys):
-    """The script of the README with the line of the README, for 3 epochs and then for 5."""
+def test_a_second_run_of_the_script_continues_where_the_first_stopped(tmp_path, monkeypatch, capsys):
+    """For 3 epochs and then for 5."""
     monkeypatch.chdir(tmp_path)
-    script, line = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
-    script = script.replace("trainer.run()", f"{line}trainer.run()")
+    script = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     for epochs in (3, 5):
         exec(script.replace('(20, "epoch")', f'({epochs}, "epoch")'), {})
     rows = [json.loads(row) for row in (tmp_path / "result" / "log.jsonl").read_text().splitlines()]
@@ -30,8 +30,28 @@ def test_with_its_line_for_snapshots_a_second_run_goes_on_where_the_first_stoppe
     assert [start["iteration"] for start in starts] == [0, rows[2]["iteration"]]
 
 
+def test_the_times_beside_other_libraries_are_those_of_the_page_on_speed():
+    """Rounded, for the versions that were measured: nobody writes them down twice."""
+    page = (ROOT / "docs" / "speed.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+?) \| \d+ \| (?:raw loop)? \| ([-+]\d[\d.]*) ", page, re.MULTILINE))
+    (header,) = re.findall(r"^\| \| Chainring \|.*$", README, re.MULTILINE)
+    (times,) = re.findall(r"^\| added to the (\d+) us of a small raw iteration (\|.*)$", README, re.MULTILINE)
+    assert f"| raw loop | {times[0]} |" in page
+    versions = re.findall(r"\[(\w+)\] ([\d.]+)", header)
+    names = {"Lightning": "lightning Trainer", "Ignite": "pytorch-ignite", "Accelerate": "accelerate"}
+    measured = ["no extension", *(f"{names[library]} {version}" for library, version in versions)]
+    assert re.findall(r"([-+]\d+) us", times[1]) == [f"{float(rows[name]):+.0f}" for name in measured]
+
+
+def test_the_pictures_of_the_readme_are_there_for_light_and_for_dark_pages():
+    """As a page chooses them, and each keeps to its colours."""
+    sources = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert [name.rpartition("-")[2] for name in sources] == ["dark.svg", "light.svg"]
+    assert all("prefers-color-scheme" not in (ROOT / name).read_text() for name in sources)
+
+
 def test_the_commands_of_the_readme_are_in_the_makefile():
     """Each `make` command that it names is a target."""
-    targets = (Path(__file__).parent.parent / "Makefile").read_text()
+    targets = (ROOT / "Makefile").read_text()
     for name in re.findall(r"make (\w+)", README):
         assert f"\n{name}:" in targets

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from chainring.nn import Classifier
 from chainring.training import extensions
 
 HERE = Path(__file__).parent
+SCHEMES = {"light": "--paper:#ffffff;--ink:#333333", "dark": "--paper:#131416;--ink:#cfd0d0"}
 LENGTH, INTERVAL, KILLED = 120, 20, 73  # iterations
 
 
@@ -94,19 +96,25 @@ def draw(whole: list[float], before: list[float], after: list[float]) -> None:
     place = HERE / "kill-and-resume.svg"
     figure.savefig(place, metadata={"Date": None, "Creator": None})
     place.write_text(follow_scheme(place.read_text()))
+    for scheme, colours in SCHEMES.items():  # for pages that choose by a scheme of their own
+        (HERE / f"kill-and-resume-{scheme}.svg").write_text(keep_to(place.read_text(), colours))
 
 
 def follow_scheme(svg: str) -> str:
     """Make paper and ink variables, which the reader's preference sets, and give the picture a title."""
     style = (
-        "<style>svg{--paper:#ffffff;--ink:#333333}"
-        "@media(prefers-color-scheme:dark){svg{--paper:#131416;--ink:#cfd0d0}}</style>"
+        f"<style>svg{{{SCHEMES['light']}}}@media(prefers-color-scheme:dark){{svg{{{SCHEMES['dark']}}}}}</style>"
         '<title id="title">The losses of two runs. One was never stopped. The other was killed and continued from its last '
         "snapshot; its curve lies exactly on the first.</title>"
     )
     svg = svg.replace("#fffffe", "var(--paper)").replace("#333332", "var(--ink)")
     at = svg.index(">", svg.index("<svg")) + 1
     return svg[: at - 1] + ' role="img" aria-labelledby="title"' + svg[at - 1 : at] + style + svg[at:]
+
+
+def keep_to(svg: str, colours: str) -> str:
+    """Return the picture in the colours of one scheme, whatever the reader prefers."""
+    return re.sub("<style>svg.*?</style>", f"<style>svg{{{colours}}}</style>", svg, count=1)
 
 
 if __name__ == "__main__":

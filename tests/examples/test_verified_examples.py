@@ -30,7 +30,7 @@ def verified(cwd, *arguments):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_the_script_of_the_readme_is_exact_though_it_seeds_nothing(tmp_path):
+def test_the_script_of_the_readme_is_exact_as_it_stands(tmp_path):
     """Killed after the end of an epoch, after an evaluation, within an epoch, and after a snapshot."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1))
