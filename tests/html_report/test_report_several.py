@@ -100,7 +100,9 @@ def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypat
     assert main(["report", "a", "same", "b"]) == 0
     page = (tmp_path / "report.html").read_text()
     assert data_of(page)["partings"] == [{"run": 2, "iteration": 17}]
-    assert "a and same are the same up to iteration 50" in section(page, "curves")
+    assert "A dashed line is where the run of its colour parts from a" in section(page, "curves")
+    assert re.search(r"b 50 5 .* 17 0.73576|b 50 5 .* 17 1.7358", section(page, "runs"))
+    assert "a and same are the same up to iteration 50" in section(page, "runs")
 
 
 def test_a_run_that_cannot_be_compared_is_still_shown(tmp_path, monkeypatch):

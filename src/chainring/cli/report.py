@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
-from chainring.html_report import Parting, watch, write, write_several
+from chainring.html_report import Parting, names_of, watch, write, write_several
 from chainring.testing._parting import compare_runs
 from chainring.testing._run_files import read_run_files
 
@@ -115,11 +115,13 @@ def _watch(options: argparse.Namespace) -> None:
 
 def _partings(places: Sequence[str]) -> list[Parting]:
     """Return where each run parts from the first, by what was recorded and logged; of many runs nothing is compared."""
-    return [_parting(places, index) for index in range(1, len(places))] if len(places) <= _MOST_COMPARED else []
+    if len(places) > _MOST_COMPARED:
+        return []
+    names = names_of(places)
+    return [_parting(places, index, f"{names[0]} and {names[index]}") for index in range(1, len(places))]
 
 
-def _parting(places: Sequence[str], index: int) -> Parting:
-    pair = f"{places[0]} and {places[index]}"
+def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     try:
         with read_run_files(places[0]) as one, read_run_files(places[index]) as other:
             found = compare_runs(one, other, with_snapshots=False)
@@ -128,7 +130,7 @@ def _parting(places: Sequence[str], index: int) -> Parting:
     first = found.first
     if first is None:
         text = f"the same up to iteration {found.same_until}" if found.is_same else "not comparable: nothing is in both"
-        return Parting(index, None, f"{pair} are {text}.")
+        return Parting(index, None, f"{pair} are {text}")
     what = f"{first.what} {first.name}".rstrip()
     if first.is_exact:
         return Parting(index, first.iteration, f"{pair} part in iteration {first.iteration}, by the {what}")

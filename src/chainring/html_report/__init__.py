@@ -22,7 +22,7 @@ from chainring.html_report._several import Parting, names_of
 from chainring.html_report._watch import watch
 from chainring.serializers._store import Place
 
-__all__ = ["Page", "Parting", "watch", "write", "write_several"]
+__all__ = ["Page", "Parting", "names_of", "watch", "write", "write_several"]
 
 
 @dataclass(frozen=True, slots=True)

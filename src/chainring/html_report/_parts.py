@@ -130,6 +130,10 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
     keys, values = last_values(runs)
     rows = sum(log.count for run in runs for log in run.logs)
     differing, differing_count = differing_settings(names, runs)
+    are_in_table = len(partings) > 1
+    places = {each.run: each.iteration for each in partings if each.iteration is not None} if are_in_table else {}
+    partings_of_rows = [[f"{places[index]:,}" if index in places else ""] * are_in_table for index in range(len(runs))]
+    remarks = [remark for name, run in zip(names, runs, strict=True) for remark in _remarks(name, run)]
     parts = _render(
         "several.html",
         ["facts", *SECTIONS_OF_SEVERAL],
@@ -140,9 +144,12 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
         count=sum(each.count for each in drawn),
         left_out=max((each.left_out for each in drawn), key=len, default=[]),
         has_system=_has_system(runs),
-        rows=[_row(run) + [_number(value) for value in last] for run, last in zip(runs, values, strict=True)],
-        last_keys=keys,
-        remarks=[remark for name, run in zip(names, runs, strict=True) for remark in _remarks(name, run)],
+        rows=[
+            _row(run) + parted + [_number(value) for value in last]
+            for run, parted, last in zip(runs, partings_of_rows, values, strict=True)
+        ],
+        more_heads=["parts at"] * are_in_table + keys,
+        remarks=remarks + [f"{each.text}." for each in partings if are_in_table and each.iteration is None],
         differing=differing,
         differing_count=differing_count,
         series_of_keys=_series_of_keys(names, runs),

@@ -138,16 +138,17 @@ function draw(figure) {
   const points = entries.map(pointsOf);
   const whole = rangeOf(points.map(({ raw }) => (raw.xs.length ? [raw.xs[0], raw.xs.at(-1)] : [])));
   const span = whole ? whole[1] - whole[0] || 1 : 1;
-  const series = [];
+  const [faint, series] = [[], []];
   figure.curves = entries.map((entry, index) => {
     const { columns, unseen } = columnsOf(points[index].raw);
     const smooth = choice.smoothing ? columnsOf(smoothed(points[index].means, span)).columns : columns;
     const style = { label: entry.label, stroke: colour(entry.number) };
     const width = entries.length > 20 ? 1.25 : 1.75;
-    if (choice.smoothing) series.push({ ...style, columns, width: 1, alpha: entries.length > 20 ? 0.12 : 0.28, isFaint: true });
+    if (choice.smoothing) faint.push({ ...style, columns, width: 1, alpha: 0.35 / Math.sqrt(entries.length), isFaint: true });
     series.push({ ...style, columns: smooth, width });
     return { entry, columns, smooth, unseen };
   });
+  series.unshift(...faint); // behind all others
   if (!series.length) series.push({ columns: [[], []], stroke: "transparent" });
   const xs = choice.zoom ?? whole ?? [0, 1];
   const inSight = series.map(({ columns }) => columns[1].filter((_, i) => columns[0][i] >= xs[0] && columns[0][i] <= xs[1]));
@@ -169,6 +170,7 @@ function plot(figure, series) {
     height: figure.holder.clientHeight,
     legend: { show: false },
     cursor: {
+      y: false,
       sync: { key: "runs", setSeries: false, filters: { pub: (type) => type === "mousemove" || type === "mouseleave", sub: () => true } },
       drag: { x: true, y: false, setScale: false },
       points: { size: 7, show: series.length <= 40 ? undefined : false },
@@ -234,26 +236,28 @@ function drawMarks(self, figure) {
   const lines = isOne
     ? data.runs[0].marks.map((iteration) => ({ iteration, run: 0, stroke: css("soft"), text: "" }))
     : data.partings.filter(({ run }) => !choice.hiddenRuns.has(run)).map(({ run, iteration }) => ({
-      iteration, run, stroke: data.partings.length > 1 ? colour(run) : css("ink"), text: `parts at ${iteration}`,
+      iteration, run, stroke: data.partings.length > 1 ? colour(run) : css("ink"), text: data.partings.length > 1 ? "" : `part at ${iteration}`,
     }));
   const context = self.ctx;
   const { left, top, width, height } = self.bbox;
   context.save();
   context.lineWidth = devicePixelRatio;
   context.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
-  lines.forEach(({ iteration, run, stroke, text }, number) => {
+  lines.forEach(({ iteration, run, stroke, text }) => {
     const at = positionOf(figure, run, iteration);
-    const x = at == null ? -1 : Math.round(self.valToPos(at, "x", true)) + 0.5;
+    // What is before the first row is marked there, unless a part is enlarged.
+    const place = at != null && !choice.zoom ? Math.max(at, figure.range.x[0]) : at;
+    const x = place == null ? -1 : Math.round(self.valToPos(place, "x", true)) + 0.5;
     if (x < left || x > left + width) return;
     context.strokeStyle = context.fillStyle = stroke;
-    context.setLineDash(text ? [4 * devicePixelRatio, 3 * devicePixelRatio] : []);
+    context.setLineDash(isOne ? [] : [4 * devicePixelRatio, 3 * devicePixelRatio]);
     context.beginPath();
     context.moveTo(x, top);
     context.lineTo(x, top + height);
     context.stroke();
     const isRight = x + context.measureText(text).width + 8 * devicePixelRatio > left + width;
     context.textAlign = isRight ? "right" : "left";
-    context.fillText(text, x + (isRight ? -4 : 4) * devicePixelRatio, top + (13 + 14 * number) * devicePixelRatio);
+    context.fillText(text, x + (isRight ? -4 : 4) * devicePixelRatio, top + 13 * devicePixelRatio);
   });
   context.restore();
 }
