@@ -25,7 +25,7 @@ demo: install  ## train 100 epochs on handwritten digits and print the table; re
 LONG := $(addprefix tests/test_,black_box_page.py distributed_examples.py docs.py notebook.py) \
 	$(addprefix tests/cli/test_,verify_resume_command.py replay_commands.py diff_script.py) \
 	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py) \
-	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py lease.py saving_to_addresses.py) \
+	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py lease.py replays_on_addresses.py saving_to_addresses.py) \
 	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py) tests/serializers/test_foreign_on_ranks.py
 
 test: install  ## the tests a contributor runs

@@ -44,13 +44,12 @@ def test_two_runs_in_a_store_that_differ_do_so_where_they_do_on_the_disk(s3, bas
 
 
 def test_what_cannot_be_compared_is_trouble(s3, base, capsys):
-    """Nothing there, a snapshot, a damaged record, and replays of a run that lies there."""
+    """Nothing there, a snapshot, and a damaged record."""
     sync_up(base, f"{s3}/run")
     planted.make_trainer(f"{s3}/other", lr=0.03).run()
     cases = [
         (["diff", str(base), f"{s3}/nothing"], "holds no run"),
         (["diff", f"{s3}/run/snapshot_iter_8", str(base)], f"is a snapshot; give its run, such as {s3}/run"),
-        (["diff", "--script", __file__, str(base), f"{s3}/other"], f"{s3}/other is an address; copy the run"),
     ]
     for arguments, words in cases:
         assert main(arguments) == 2

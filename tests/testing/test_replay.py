@@ -316,8 +316,8 @@ def test_what_is_no_run_is_refused(run, tmp_path):
         replay(make_noting, run[0] / "snapshot_iter_4", 4)
     with pytest.raises(FileNotFoundError, match="holds no run"):
         replay(make_noting, tmp_path / "empty", 4)
-    with pytest.raises(NoReplay, match=r"lies in an object store.*copy it to a disk first"):
-        replay(make_noting, "s3://bucket/run", 4)
+    with pytest.raises(FileNotFoundError, match=r"memory://bucket/run holds no run"):
+        replay(make_noting, "memory://bucket/run", 4)
     with pytest.raises(FileNotFoundError, match="there is no directory"):
         replay(make_noting, tmp_path / "nowhere", 4)
     with pytest.raises(TypeError, match="returned a NoneType"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,9 @@ class RecordedRun:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.place = options.run_directory
-        self._copies = tempfile.TemporaryDirectory(prefix="chainring-run-")
-        self.directory, self.store = local_run(self.place, Path(os.path.realpath(self._copies.name)))
+        copies = os.path.realpath(tempfile.mkdtemp(prefix="chainring-run-"))
+        weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
+        self.directory, self.store = local_run(self.place, Path(copies))
         self.replays = 0
         self._script, self._given = options.script, options.arguments
         self._record = read_record(self.directory)
