@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test check lint wheel browser docs migration faults bench clean
+.PHONY: help install demo test compat check lint wheel browser docs migration faults bench clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -28,8 +28,17 @@ LONG := $(addprefix tests/test_,black_box_page.py distributed_examples.py docs.p
 	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py lease.py replays_on_addresses.py saving_to_addresses.py) \
 	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py) tests/serializers/test_foreign_on_ranks.py
 
+TESTS := --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(LONG))
+
 test: install  ## the tests a contributor runs
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(LONG))
+	$(BIN)/python -m pytest $(TESTS)
+
+# Where the environments are, and which: make compat ENVIRONMENTS=/tmp/compat TORCH="2.6 newest".
+ENVIRONMENTS ?= build/compat
+TORCH ?= 2.6 2.9 newest
+
+compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of their own (20 GB), and their table
+	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
 check: lint wheel docs browser migration  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, faults, ranks, speed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples $(LONG)

@@ -55,6 +55,7 @@ intersphinx_mapping = {
 }
 
 myst_heading_anchors = 3
+exclude_patterns = ["versions-table.md"]  # which a page includes
 
 default_role = "py:obj"  # `Trainer` in a docstring leads to it
 autodoc_default_options = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import chainring
+from older_torch import pytest_collection_modifyitems  # noqa: F401 - a hook
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

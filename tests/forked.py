@@ -184,6 +184,7 @@ def _become(asked, files):
 
 def _main():
     """The server, and in its forks the programs."""
+    sys.modules["triton"] = None  # of builds for CUDA, which says at the end of a process what it has not freed
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # no program goes through all of that when it ends

@@ -256,7 +256,8 @@ def test_an_interpreter_that_ends_without_finalize_ends_the_workers(get, then):
     """Quickly and without a word."""
     program = PROGRAM.format(here=str(HERE), get=get, then=then)
     start = time.monotonic()
-    done = forked.run(["-c", f"import warnings\nwarnings.simplefilter('error')\n{program}"])
+    errors = "import warnings\nwarnings.simplefilter('error')\nwarnings.filterwarnings('ignore', 'Implicitly cleaning up')\n"
+    done = forked.run(["-c", f"{errors}{program}"])  # torch 2.6 leaves a temporary directory behind
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - start < 10
     assert gone(map(int, done.stdout.split()), 0)

@@ -159,6 +159,7 @@ def test_a_stream_that_is_cut_by_rank_is_refused_without_per_rank(tmp_path):
 
 def test_what_is_visibly_cut_is_refused_at_construction_without_per_rank():
     """A sampler for ranks, and a stream of split_dataset_by_node; with both remedies."""
+    pytest.importorskip("datasets.distributed")  # `datasets` is a folder of tests too
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 

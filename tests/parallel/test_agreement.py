@@ -172,7 +172,8 @@ def change_process(comm, different):
         torch.set_default_dtype(torch.float64 if different == "default_dtype" else torch.float32)
         torch.use_deterministic_algorithms(different == "deterministic")
         torch.set_float32_matmul_precision("high" if different == "float32_matmul_precision" else "highest")
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if different == "tf32 by its newer name" else "none"
+        if hasattr(torch.backends, "fp32_precision"):
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if different == "tf32 by its newer name" else "none"
         torch.backends.cudnn.benchmark = different == "cudnn.benchmark"
 
 

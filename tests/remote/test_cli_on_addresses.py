@@ -114,7 +114,7 @@ def test_export_writes_the_model_of_a_snapshot_in_a_store(place, run, tmp_path, 
     wanted = model.state_dict()
     if form == "dcp":
         found = {name: torch.zeros_like(value) for name, value in wanted.items()}
-        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        with pytest.warns(UserWarning, match="torch.distributed is (disabled|unavailable)"):
             load(found, checkpoint_id=target)
     elif form == "torch":
         found = torch.load(target, weights_only=True)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from chainring import serializers
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)|TypedStorage is")
 
 
 @pytest.mark.parametrize("form", ["by name", "flattened", "by number"])

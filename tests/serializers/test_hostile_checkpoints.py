@@ -48,7 +48,8 @@ def test_hostile_checkpoints_do_nothing_and_are_refused_in_words(attempts, kind)
     assert min(Counter(attempt["way"] for attempt in own).values()) > 30
     for attempt in own:
         # NumPy parses the header of an array by ast.literal_eval, which compiles and does not run it.
-        assert [seen for seen in attempt["seen"] if kind != "chainer" or not seen.startswith("compile")] == [], attempt
+        known = ("ctypes.dlopen ('libnvidia-ml", *["compile"] * (kind == "chainer"))  # a build for CUDA looks for devices
+        assert [seen for seen in attempt["seen"] if not seen.startswith(known)] == [], attempt
         assert attempt["memory"] < ROOM, attempt
         assert attempt["seconds"] < 10, attempt
         is_of_optimizer = attempt["way"] == "model" and any(name in attempt["name"] for name in OF_OPTIMIZERS)

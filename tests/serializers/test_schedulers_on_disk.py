@@ -7,6 +7,8 @@ from torch.optim import lr_scheduler
 
 from torch_schedulers import CASES, EVERY_CASE, SCHEDULERS, halved
 
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR, until torch 2.9
+
 
 def sgd(groups):
     return torch.optim.SGD(groups, momentum=0.9, nesterov=True)

@@ -142,7 +142,7 @@ def _write_dcp(place: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)|TypedStorage is")  # as is meant
         _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory))
 
 

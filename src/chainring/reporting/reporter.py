@@ -21,7 +21,10 @@ _MANY = 16
 
 
 class _Current(threading.local):
-    reporter: Reporter | None = None  # of each thread; a class attribute, so that compiled models may read it
+    reporter: Reporter | None
+
+    def __init__(self) -> None:  # in each thread
+        self.reporter = None
 
 
 current = _Current()
@@ -156,10 +159,9 @@ def _snapshot(value: Any) -> Any:
         return value
     if cls is tuple:
         return tuple([_snapshot(item) for item in value])
-    detach = getattr(value, "detach", None)
-    if detach is not None:
+    if cls is Tensor or hasattr(value, "detach"):
         if value.requires_grad:
-            value = detach()
+            value = value.detach()
         if value.ndim:
             return value
         return value.clone() if cls is Tensor else to_full(value).clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -764,9 +765,10 @@ def to_type_of(value: Any, saved: Any) -> Any:
     if type(saved) is cls or not is_same_kind or np.timedelta64 in (cls, type(saved)):
         return copy_value(saved)
     try:
-        converted = cls(saved)
+        with warnings.catch_warnings(action="error", category=DeprecationWarning):  # as NumPy before 2.0 says what it cuts
+            converted = cls(saved)
         is_exact = repr(type(saved)(converted)) == repr(saved)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, DeprecationWarning):
         return saved
     return converted if is_exact else saved
 

@@ -13,6 +13,8 @@ from chainring.training import extensions
 from chainring.training.extensions import LRScheduler
 from torch_schedulers import CASES, EVERY_CASE
 
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR, until torch 2.9
+
 STOP = 8
 
 

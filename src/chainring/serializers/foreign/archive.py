@@ -8,6 +8,7 @@ import os
 import pickletools
 import stat
 import zipfile
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,7 +71,7 @@ def read_torch_stream(source: Path | BinaryIO, where: str) -> Any:
         with torch.serialization.safe_globals(_STAND_INS):
             _check_pickle(source)
             content = torch.load(source, map_location="cpu", weights_only=True)
-        _check_tree(content)
+        _check_storages(_check_tree(content), source)
     except Exception as error:  # of a damaged file torch's reader raises whatever its parts raise
         raise ValueError(f"{where} cannot be read: {_describe(error)}") from error
     return content
@@ -158,17 +159,32 @@ def _check_tuples(file: BinaryIO) -> None:
             depths.append(0)
 
 
-def _check_tree(content: Any) -> None:
-    """Refuse containers in containers without end, which nobody could walk through or copy."""
-    level, seen = [content], 0
+def _check_tree(content: Any) -> list[torch.Tensor]:
+    """Refuse containers in containers without end, which nobody could walk through or copy; return the tensors in them."""
+    level, seen, tensors = [content], 0, list[torch.Tensor]()
     for _ in range(_DEEPEST):
+        tensors += [value for value in level if isinstance(value, torch.Tensor)]
         level = [item for value in level if isinstance(value, (dict, list, tuple, set)) for item in _items(value)]
         seen += len(level)
         if not level:
-            return
+            return tensors
         if seen > _MOST:
             break
     raise ValueError("it has lists in lists without end")
+
+
+def _check_storages(tensors: Iterable[torch.Tensor], source: Path | BinaryIO) -> None:
+    """Refuse tensors that are longer than what the archive has of them: torch 2.6 would read whatever lies behind it."""
+    dense = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in dense}
+    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
+        file.seek(0)
+        if file.read(len(_ZIP)) != _ZIP:
+            return
+        with zipfile.ZipFile(file) as archive:
+            sizes = Counter(member.file_size for member in archive.infolist())
+    if +Counter(filter(None, storages.values())) - sizes:
+        raise ValueError("it ends within a tensor")
 
 
 def _items(value: Any) -> Iterable[Any]:

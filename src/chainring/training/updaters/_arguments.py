@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from chainring._checks import is_integer
-from chainring._distributed.sharding import fsdp_modules, reshard
+from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
 from chainring.iterators.loader import as_iterator
 from chainring.training.updaters._closures import can_step, needs_closure
 from chainring.training.updaters._forward import check_loss_func
@@ -34,8 +35,20 @@ def check_models(given: Any) -> dict[str, nn.Module]:
                 f"a StandardUpdater takes an iterator, an optimizer and third the model, an nn.Module{hint}. "
                 f"Model {name!r} is {_describe(model)}"
             )
-        reshard(fsdp_modules(model))  # a forward without a backward leaves parameters gathered, which are other objects
+        sharded = fsdp_modules(model)
+        if sharded and not hasattr(torch.cpu.Stream, "record_event"):
+            _check_on_accelerator(name, model)
+        reshard(sharded)  # a forward without a backward leaves parameters gathered, which are other objects
     return models
+
+
+def _check_on_accelerator(name: str, model: nn.Module) -> None:
+    parameters: list[Any] = list(model.parameters())
+    if any(is_sharded(each) and each.device_mesh.device_type == "cpu" for each in parameters):
+        raise NotImplementedError(
+            f"fully_shard computes on the CPU since torch 2.7, and this is {torch.__version__}: install a newer one, wrap "
+            f"model {name!r} in DistributedDataParallel, or train on accelerators"
+        )
 
 
 def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, Optimizer]:

@@ -88,7 +88,8 @@ def _take(held: Any) -> Tensor | None:
     gathered, gradient = getattr(held, "unsharded_param", None), held.unsharded_accumulated_grad
     if gradient is None and gathered is not None:
         gradient = gathered.grad
-    held.unsharded_accumulated_grad = None  # there with a MixedPrecisionPolicy
+    if "unsharded_accumulated_grad" in vars(held):  # until torch 2.14, and there with a MixedPrecisionPolicy
+        held.unsharded_accumulated_grad = None
     if gathered is not None:
         gathered.grad = None
     return gradient  # type: ignore[no-any-return]

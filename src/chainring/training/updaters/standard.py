@@ -259,7 +259,7 @@ class StandardUpdater(Updater):
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
-        if compiles and not IS_AVAILABLE:
+        if compiles and self._uses_fast_path and not self.callbacks.needs_stages and not IS_AVAILABLE:
             warn_not_compiled(f"a whole update is compiled by torch 2.13 or newer, and this is {torch.__version__}")
         elif compiles and self._uses_fast_path and not self.callbacks.needs_stages:
             model = self._models["main"]
