@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
@@ -207,6 +208,27 @@ MODULES: dict[str, dict[str, str]] = {
         "MultithreadIterator": "it is chainring.iterators.MultiprocessIterator",
     },
 }
+
+
+ERRORS = {  # of PyTorch, by what is found in their text
+    r"expected (target dtype|scalar type)( to be)? (Long|Byte)": "labels are class numbers, of dtype int64: label.long()",
+    r"[Tt]arget -?\d+ is out of bounds": "labels count from 0 to the number of outputs of the last layer less 1",
+    r"mat1 and mat2 shapes cannot be multiplied": (
+        "a layer takes other features than it is given; chainring.nn.model_summary(model) lists the layers"
+    ),
+    r"Expected all tensors to be on the same device": (
+        "StandardUpdater(device=) moves model and batches, Evaluator(device=) its batches; make new tensors on x.device"
+    ),
+    r"out of memory": 'a smaller batch with accumulate=k, or precision="bf16", takes less memory',
+    r"backward through the graph a second time": "a value that one batch leaves to the next needs detach()",
+    r"modified by an inplace operation": "torch.autograd.set_detect_anomaly(True) shows the operation of the forward",
+}
+
+
+def find_hint(error: BaseException) -> str | None:
+    """Return what may help where PyTorch has raised an error in a model; ``None`` if nothing is known."""
+    text = str(error) if isinstance(error, (RuntimeError, IndexError)) else ""
+    return next((f"hint: {hint}" for pattern, hint in ERRORS.items() if re.search(pattern, text)), None)
 
 
 def raise_missing(module: str, name: str) -> None:

@@ -123,7 +123,7 @@ def as_device(device: Device) -> torch.device | None:
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, str):
-        return _auto.choose() if is_auto(device) else torch.device(device)
+        return _auto.choose() if is_auto(device) else _check_gpu(torch.device(device))
     if isinstance(device, bool) or not isinstance(device, (int, np.integer)):
         raise TypeError(
             f'a device is None, an integer, a string such as "auto" or "cuda:0", or a torch.device, got {device!r}'
@@ -136,6 +136,16 @@ def as_device(device: Device) -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(device))
+
+
+def _check_gpu(device: torch.device) -> torch.device:
+    """Refuse a GPU that PyTorch does not find, before a model is moved to it."""
+    if device.type == "cuda" and not (device.index or 0) < (count := torch.cuda.device_count()):
+        raise ValueError(
+            f"device {str(device)!r} is not there: PyTorch finds {count} GPUs, and finds none if it is built without CUDA; "
+            'device="auto" takes a GPU if there is one, else the CPU'
+        )
+    return device
 
 
 def is_auto(device: Device) -> bool:

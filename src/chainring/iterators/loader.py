@@ -615,6 +615,9 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
     Raises:
         TypeError: the source is a dataset, which gives examples and not batches, or cannot be iterated.
     """
+    if isinstance(source, type) and hasattr(source, "__next__"):
+        rule = f"an iterator of batches is needed, got the class {source.__name__}"
+        raise TypeError(f"{rule}; make an object of it, such as SerialIterator(dataset, batch_size)")
     if isinstance(source, Iterator) or (hasattr(source, "__next__") and hasattr(source, "epoch_detail")):
         return source
     if _is_dataset(source):

@@ -15,6 +15,7 @@ import torch
 from chainring import _random
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._distributed.watchdog import reporting_position
+from chainring._hints import find_hint
 from chainring._messages import info, warn
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
@@ -294,7 +295,10 @@ class Run:
             except BaseException as error:
                 reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
                 reason = error if reason is None else reason
+                reason.__suppress_context__ |= reason is not error  # which would be printed with the same words
                 reason.add_note(f"raised {_position(trainer)}")
+                if (hint := find_hint(reason)) is not None:
+                    reason.add_note(hint)
                 failure = trainer.comm.failed(reason)
             failure = _end(trainer, initialized, failure)
             if self._remote is not None:

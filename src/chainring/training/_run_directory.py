@@ -80,7 +80,7 @@ def create_out(out: str | os.PathLike[str]) -> None:
         probe.unlink()
     except OSError as error:
         rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
-        raise OSError(error.errno, rule, os.fspath(out)) from error
+        raise OSError(error.errno, rule, os.fspath(out)) from None
 
 
 class RunDirectory:

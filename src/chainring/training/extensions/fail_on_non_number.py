@@ -205,7 +205,7 @@ class FailOnNonNumber(Extension):
                 self._bad_iterations.add(iteration)
                 self._pending = []
                 text = f"the update of iteration {iteration} had NaN or infinity in its loss or gradients"
-                raise RollBack(text, otherwise=NonNumberError(text))
+                raise RollBack(text, otherwise=NonNumberError(f"{text}; {_REMEDY}"))
 
     @staticmethod
     def replay(path: str | PathLike[str], updater: StandardUpdater) -> None:
@@ -247,6 +247,9 @@ class FailOnNonNumber(Extension):
             updater.callbacks.remove("batch_on_finish", replace_batch)
             for handle in handles:
                 handle.remove()
+
+
+_REMEDY = 'lower the learning rate, clip the gradients, or leave such updates out by FailOnNonNumber("skip")'
 
 
 class NonNumberError(RuntimeError):

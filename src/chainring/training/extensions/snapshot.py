@@ -159,6 +159,7 @@ class Snapshot(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._set_label(trainer)
+        self._series.check_fields(trainer)
         self._answer, self._taken_as = None, set()
         self._has_started = True
         if self.snapshot_on_error:
@@ -422,6 +423,16 @@ class _Series:
         if callable(self.filename):
             return ()
         return [self.filename, f"{self.filename}_iter_{{.iteration}}"] if self._has_links else [self.filename]
+
+    def check_fields(self, trainer: Trainer) -> None:
+        """Refuse, before the first update, a field that the trainer does not have."""
+        try:
+            _ = callable(self.filename) or self.filename.format(trainer)
+        except (AttributeError, LookupError) as error:
+            example = '"snapshot_iter_{.updater.iteration}"'
+            raise ValueError(
+                f"filename={self.filename!r} has a field that a trainer lacks: {error}; write {example}"
+            ) from None
 
     def name(self, trainer: Trainer) -> str:
         return str(self.filename(trainer) if callable(self.filename) else self.filename.format(trainer))

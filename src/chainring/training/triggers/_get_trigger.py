@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from chainring._checks import find_call_error
+from chainring._checks import find_call_error, is_number
 from chainring.training.triggers.base import never
 from chainring.training.triggers.interval import IntervalTrigger, ReachedTrigger, TimeTrigger
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TriggerLike: TypeAlias = Callable[["Trainer"], bool] | tuple[float, Literal["iteration", "epoch", "second"]] | None
 """A callable of the trainer; ``(period, "iteration")``, ``(period, "epoch")`` or ``(seconds, "second")``; or ``None``."""
 
+_UNITS = ("iteration", "epoch", "second")
 _RULE = 'a trigger is None, a callable of the trainer, (period, "iteration"), (period, "epoch") or (seconds, "second")'
 
 
@@ -71,5 +72,13 @@ def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
 def _split_pair(trigger: Any) -> tuple[Any, Any]:
     is_pair = isinstance(trigger, (tuple, list)) and len(trigger) == 2
     if not is_pair or isinstance(trigger[0], str) or not isinstance(trigger[1], str):
-        raise TypeError(f"{_RULE}; got {trigger!r}")
+        raise TypeError(f"{_RULE}; got {trigger!r}{_suggest(trigger)}")
     return trigger[0], trigger[1]
+
+
+def _suggest(trigger: Any) -> str:
+    """Return the pair that was probably meant, as text; nothing where that is not known."""
+    parts = trigger if isinstance(trigger, (tuple, list)) else [trigger]
+    numbers = [part for part in parts if is_number(part)] or [1]
+    units = [part for part in parts if isinstance(part, str)] or ["epoch"]
+    return f'; write ({numbers[0]}, "{units[0]}")' if len(parts) <= 2 and units[0] in _UNITS else ""

@@ -81,7 +81,7 @@ def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise TypeError(
             f'the loss is a scalar tensor, or a mapping that has "loss"; got {type(loss).__name__}. '
-            "Return it from the model (chainring.nn.Classifier does) or from loss_func(model, *inputs)"
+            "Return the tensor, without .item(), from the model (chainring.nn.Classifier does) or loss_func(model, *inputs)"
         )
     if loss.ndim:
         raise ValueError(f"the loss is a scalar tensor, got one of shape {tuple(loss.shape)}; reduce it, as by .mean()")

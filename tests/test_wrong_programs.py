@@ -1,0 +1,284 @@
+"""Programs as a beginner writes them, each with one mistake: the error names the cause and the remedy, briefly and once."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+import forked
+
+PROGRAM = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from chainring import datasets, iterators, report, serializers, training, writers
+from chainring.nn import Classifier
+from chainring.training import extensions, triggers
+
+train, test = datasets.get_digits()
+net = nn.Sequential(nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 10))
+model = Classifier(net)
+optimizer = torch.optim.Adam(model.parameters())
+train_iter = iterators.SerialIterator(train, 100)
+test_iter = iterators.SerialIterator(test, 100, repeat=False, shuffle=False)
+updater = training.StandardUpdater(train_iter, optimizer, model)
+trainer = training.Trainer(updater, (1, "epoch"), out="result")
+trainer.extend(extensions.Evaluator(test_iter, model))
+trainer.extend(extensions.LogReport())
+trainer.extend(extensions.PrintReport(["epoch", "main/loss", "validation/main/loss"]))
+trainer.extend(extensions.snapshot(), trigger=(1, "epoch"))
+trainer.run()
+"""
+MODEL = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x, t):
+        y = self.linear(x)
+        {}
+
+
+model = Net()
+"""
+UPDATER = "train_iter, optimizer, model)"
+STOP = '(1, "epoch")'
+RUN = "trainer.run()"
+
+
+class Wrong(NamedTuple):
+    """What stands in the place of a part of the program, and words of the error: of its cause and of its remedy."""
+
+    right: str
+    wrong: str
+    cause: str
+    remedy: str
+
+
+def model(line):
+    return "model = Classifier(net)\n", MODEL.format(line)
+
+
+def extending(lines):
+    return RUN, f"{lines}\n{RUN}"
+
+
+WRONG = {
+    # the stop trigger
+    "epochs for epoch": Wrong(STOP, '(20, "epochs")', "got 'epochs'", 'write for example (20, "epoch")'),
+    "a bare number of epochs": Wrong(STOP, "20", "got 20", 'write (20, "epoch")'),
+    "a bare unit": Wrong(STOP, '"epoch"', "got 'epoch'", 'write (1, "epoch")'),
+    "the pair the other way round": Wrong(STOP, '("epoch", 20)', "got ('epoch', 20)", 'write (20, "epoch")'),
+    "max_epochs": Wrong(STOP, "max_epochs=20", "no argument 'max_epochs'", 'Trainer(updater, (20, "epoch"))'),
+    "callbacks": Wrong('out="result"', "callbacks=[]", "no argument 'callbacks'", "trainer.extend(extension)"),
+    # the updater
+    "model and optimizer swapped": Wrong(
+        UPDATER, "train_iter, model, optimizer)", "Model 'main' is Adam", "third the model"
+    ),
+    "a dataset for an iterator": Wrong(
+        UPDATER, "train, optimizer, model)", "got the dataset", "SerialIterator(dataset, batch_size)"
+    ),
+    "a class for an iterator": Wrong(
+        UPDATER,
+        "iterators.SerialIterator, optimizer, model)",
+        "got the class SerialIterator",
+        "SerialIterator(dataset, batch_size)",
+    ),
+    "an iterator for the updater": Wrong(
+        "Trainer(updater", "Trainer(train_iter", "got SerialIterator", "such as StandardUpdater"
+    ),
+    "the optimizer of another model": Wrong(
+        "Adam(model.parameters())",
+        "Adam(nn.Linear(64, 10).parameters())",
+        "belong to none of ['main']",
+        "Make it from that model",
+    ),
+    "a GPU that is not there": Wrong(
+        UPDATER, 'train_iter, optimizer, model, device="cuda:9")', "'cuda:9' is not there", 'device="auto"'
+    ),
+    "a GPU by a number that is not there": Wrong(
+        UPDATER, "train_iter, optimizer, model, device=9)", "device 9", "-1 is the host"
+    ),
+    "the precision of Lightning": Wrong(
+        UPDATER, 'train_iter, optimizer, model, precision="bf16-mixed")', "got 'bf16-mixed'", 'use "bf16"'
+    ),
+    "accumulate_grad_batches": Wrong(
+        UPDATER,
+        "train_iter, optimizer, model, accumulate_grad_batches=4)",
+        "no argument 'accumulate_grad_batches'",
+        "accumulate=4",
+    ),
+    "a loss function without the model": Wrong(
+        UPDATER,
+        "train_iter, optimizer, net, loss_func=F.cross_entropy)",
+        "cross_entropy takes no model",
+        "loss_func=lambda model, x, t:",
+    ),
+    "a batch of no example": Wrong("SerialIterator(train, 100)", "SerialIterator(train, 0)", "got 0", "at least 1"),
+    "a callback for callbacks": Wrong(
+        UPDATER,
+        "train_iter, optimizer, model, callbacks=training.clip_grad_norm(1.0))",
+        "got <function clip_grad_norm",
+        "UpdateCallbacks(update_on_start=f)",
+    ),
+    # the model
+    "a model without a loss": Wrong(
+        UPDATER, "train_iter, optimizer, net)", "too many positional arguments", "Classifier(model)"
+    ),
+    "logits for a loss": Wrong(*model("return y"), "of shape (100, 10)", "reduce it, as by .mean()"),
+    "a loss for each example": Wrong(*model('return F.cross_entropy(y, t, reduction="none")'), "of shape (100,)", ".mean()"),
+    "no loss returned": Wrong(*model('report({"loss": F.cross_entropy(y, t)}, self)'), "got NoneType", "Return the tensor"),
+    "a loss that is a number": Wrong(*model("return F.cross_entropy(y, t).item()"), "got float", "without .item()"),
+    "a loss without a gradient": Wrong(
+        *model("return F.cross_entropy(y, t).detach()"), "depends on no parameter", "look for detach()"
+    ),
+    "labels that are floats": Wrong(
+        "datasets.get_digits()",
+        "([(x, float(t)) for x, t in part] for part in datasets.get_digits())",
+        "Float",
+        "label.long()",
+    ),
+    "more classes than outputs": Wrong(
+        "nn.Linear(20, 10)", "nn.Linear(20, 5)", "is out of bounds", "outputs of the last layer"
+    ),
+    "another number of features": Wrong(
+        "nn.Linear(64, 20)", "nn.Linear(784, 20)", "100x64 and 784x20", "model_summary(model)"
+    ),
+    # extensions
+    "an evaluation without end": Wrong(
+        "100, repeat=False, shuffle=False", "100", "repeats for ever", "make it with repeat=False"
+    ),
+    "an evaluation of a dataset": Wrong(
+        "Evaluator(test_iter", "Evaluator(test", "got the dataset", "SerialIterator(dataset, batch_size)"
+    ),
+    "a table without a log": Wrong(
+        "trainer.extend(extensions.LogReport())\n", "", "no extension 'LogReport'", "extensions.LogReport()"
+    ),
+    "an extension without an argument": Wrong(
+        *extending("def hello():\n    pass\n\n\ntrainer.extend(hello)"),
+        "'hello' cannot be",
+        "called with one argument, the trainer",
+    ),
+    "an extension that is called": Wrong(*extending("trainer.extend(print(1))"), "got NoneType", "write extend(f)"),
+    "the class of an extension": Wrong("LogReport()", "LogReport", "got the class LogReport", "write LogReport(...)"),
+    "a scheduler for an extension": Wrong(
+        *extending("trainer.extend(torch.optim.lr_scheduler.StepLR(optimizer, 10))"),
+        "got StepLR",
+        "extensions.LRScheduler(scheduler)",
+    ),
+    "a writer for an extension": Wrong(
+        *extending("trainer.extend(writers.CsvWriter())"), "got CsvWriter", "LogReport(writers=[writer])"
+    ),
+    "a trigger for an extension": Wrong(
+        *extending("trainer.extend(triggers.EarlyStoppingTrigger())"),
+        "EarlyStoppingTrigger is a trigger",
+        "Trainer(updater, trigger)",
+    ),
+    "a trigger that is a string": Wrong('trigger=(1, "epoch")', 'trigger="epoch"', "got 'epoch'", 'write (1, "epoch")'),
+    "a schedule of another name": Wrong(
+        *extending('trainer.extend(extensions.LinearShift("learning_rate", (0.1, 0.01), (0, 100)))'),
+        "no 'learning_rate'",
+        "'lr'",
+    ),
+    "a snapshot with an unknown field": Wrong(
+        "snapshot()", 'snapshot("model_{.updater.epochs}")', "no attribute 'epochs'", "snapshot_iter_{.updater.iteration}"
+    ),
+    "a snapshot with a bare field": Wrong(
+        "snapshot()", 'snapshot("model_{epoch}")', "'model_{epoch}'", "{.updater.iteration}"
+    ),
+    "EarlyStopping": Wrong(
+        *extending("trainer.extend(extensions.EarlyStopping())"), "'EarlyStopping'", "triggers.EarlyStoppingTrigger"
+    ),
+    "ModelCheckpoint": Wrong(
+        "from chainring.training import extensions, triggers",
+        "from chainring.training.extensions import ModelCheckpoint",
+        "'ModelCheckpoint'",
+        "extensions.snapshot()",
+    ),
+    "a misspelled extension": Wrong(
+        "extensions.LogReport", "extensions.LogRepport", "'LogRepport'", "Did you mean: 'LogReport'?"
+    ),
+    "NaN": Wrong(
+        *extending("trainer.extend(extensions.FailOnNonNumber())\nnet[0].weight.data.fill_(torch.nan)"),
+        "NaN",
+        "lower the learning rate",
+    ),
+    "a report of a stranger": Wrong(
+        *extending("trainer.extend(lambda trainer: report({'x': 1.0}, nn.Linear(2, 2)))"),
+        "Linear is not registered",
+        "add_observer(name, it)",
+    ),
+    # the run
+    "fit": Wrong(RUN, "trainer.fit()", "no attribute 'fit'", "a Trainer runs with run()"),
+    "two runs": Wrong(RUN, f"{RUN}\n{RUN}", "a trainer runs once", "make a new one"),
+    "an extension that comes too late": Wrong(
+        RUN, f"{RUN}\ntrainer.extend(extensions.ProgressBar())", "run(), which has begun", "call extend before it"
+    ),
+    "out is a file": Wrong(
+        "import torch\n", 'import torch\nopen("result", "w").close()\n', "result is not a directory", "choose another out"
+    ),
+    "out that cannot be made": Wrong('out="result"', 'out="/proc/result"', "one may write to", "choose another out"),
+    "a snapshot that is not there": Wrong(
+        RUN,
+        f'serializers.load("result/snapshot_iter_9", trainer)\n{RUN}',
+        "there is no result/snapshot_iter_9",
+        "give the path of",
+    ),
+    "settings that are not a mapping": Wrong(
+        'out="result"', 'config=type("Settings", (), {})()', "got Settings", "such as vars(args)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_answered_in_at_most_four_lines(tmp_path, monkeypatch, name):
+    """After the traceback, in which a line of the program stands; with the cause and the remedy, and nothing twice."""
+    wrong = WRONG[name]
+    assert PROGRAM.count(wrong.right) >= 1
+    (tmp_path / "train.py").write_text(PROGRAM.replace(wrong.right, wrong.wrong, 1))
+    monkeypatch.chdir(tmp_path)
+    done = forked.run([tmp_path / "train.py"])
+    assert done.returncode == 1
+    before, _, traceback = done.stderr.partition("Traceback (most recent call last):\n")
+    assert before == ""
+    assert f'File "{tmp_path}/train.py", line ' in traceback
+    *_, error = re.split(r"\n(?! )", traceback.rstrip(), maxsplit=1)
+    assert len(error.splitlines()) <= 4
+    assert wrong.cause in error
+    assert wrong.remedy in error
+    words = error.splitlines()[0].partition(": ")[2]
+    assert [words in line for line in done.stderr.splitlines() if not line.startswith(" ")].count(True) == 1
+
+
+WARNED = {
+    "a column that is never reported": Wrong(
+        '"validation/main/loss"]', '"val/loss"]', "nothing to show as ['val/loss']", "the rows have ['main/loss'"
+    ),
+    "a stop trigger that watches a misspelled key": Wrong(
+        STOP,
+        'triggers.EarlyStoppingTrigger(monitor="main/los", max_trigger=(2, "epoch"))',
+        "'main/los' was not reported",
+        "check the key",
+    ),
+    "data that end": Wrong(
+        "SerialIterator(train, 100)", "SerialIterator(train, 100, repeat=False)", "ended after 15", "repeat=True"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_doubtful_program_is_warned_once_with_its_own_line(tmp_path, monkeypatch, name):
+    """The line of the program that the warning is about, or that of its run."""
+    wrong = WARNED[name]
+    (tmp_path / "train.py").write_text(PROGRAM.replace(wrong.right, wrong.wrong, 1).replace(STOP, '(2, "epoch")', 1))
+    monkeypatch.chdir(tmp_path)
+    done = forked.run([tmp_path / "train.py"])
+    assert done.returncode == 0
+    place, _, text = done.stderr.partition(": UserWarning: ")
+    assert re.fullmatch(re.escape(f"{tmp_path}/train.py:") + r"\d+", place)
+    assert wrong.cause in text
+    assert wrong.remedy in text
+    assert done.stderr.count("UserWarning") == 1
+    assert len(done.stderr.splitlines()) <= 4
