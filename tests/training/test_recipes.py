@@ -146,7 +146,7 @@ def test_of_values_that_fall_and_rise_the_records_are_kept():
 
 def test_the_averaged_model_is_evaluated_beside_the_model():
     """Under its own name, and its loss is that of the average by the formula."""
-    page = run_section("An averaged model")
+    page = run_section("Exponential moving average")
     (*_, row) = rows_of(page["trainer"])
     model = page["Classifier"](page["mlp"]())
     serializers.load("averaged/average.model", model)
@@ -166,7 +166,7 @@ def test_the_warm_up_is_the_schedule_of_the_page():
 
 def warm_rates():
     namespace = {}
-    for block in [*blocks(), blocks("Learning rates")[0]]:
+    for block in [*blocks(), blocks("Learning rate schedules")[0]]:
         exec(block, namespace)
     return [row["lr"] for row in rows_of(namespace["trainer"])]
 
