@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ exclude_patterns = ["versions-table.md"]  # which a page includes
 default_role = "py:obj"  # `Trainer` in a docstring leads to it
 autodoc_default_options = {
     "members": True,
-    "inherited-members": "Module,Extension,Updater,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
+    "inherited-members": "Module,Extension,Updater,StandardUpdater,BestValue,BestValueTrigger,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
 }
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -69,6 +71,13 @@ autosummary_generate = False  # a table stands above what it lists, on the same 
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
+# Methods that only Chainring's own objects call, by the class that defines them, and the classes of the reference.
+PLUMBING = set(Path(__file__).with_name("plumbing.txt").read_text().split())
+MODULES = set(
+    re.findall(r"currentmodule:: (\S+)", "".join(page.read_text() for page in Path(__file__).parent.rglob("*.md")))
+)
+PUBLIC = {thing for name in MODULES for thing in vars(import_module(name)).values() if isinstance(thing, type)}
+PUBLIC = {thing for thing in PUBLIC if thing.__module__.startswith("chainring")}
 nitpick_ignore_regex = [
     ("py:class", r"nn\.Module|Tensor"),  # of annotations that are not imported at run time
     ("py:class", r"chainring\.training\.extensions\.snapshot\.Snapshot"),  # made by the function of that name
@@ -108,6 +117,25 @@ def copy_linked_files(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = re.sub(rf"\]\(({re.escape(up)}[^)#]+)\)", r"](path:\1)", source[0])
 
 
+def leave_out_plumbing(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out what only Chainring's own objects call, and methods that a public base class documents."""
+    function = getattr(obj, "fget", obj)
+    owner, _, attribute = getattr(function, "__qualname__", "").rpartition(".")
+    if what != "class" or not owner or skip:
+        return None
+    cls = getattr(sys.modules[function.__module__], owner, None)
+    documented = any(attribute in vars(base) for base in getattr(cls, "__mro__", ())[1:] if base in PUBLIC)
+    plumbing = any(f"{base.__name__}.{attribute}" in PLUMBING for base in getattr(cls, "__mro__", ()))
+    return True if documented or plumbing else None
+
+
+def name_base(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Say in the text of a class at which public class its inherited methods are documented."""
+    base = next((base for base in getattr(obj, "__mro__", ())[1:] if base in PUBLIC), None)
+    if what == "class" and base is not None:
+        lines += ["", f"It has the methods of `{base.__name__}` too.", ""]
+
+
 def write_llms_txt(app: Sphinx, exception: Exception | None) -> None:
     """List the pages with their first paragraphs in `llms.txt`, as https://llmstxt.org describes it."""
     if exception or app.builder.name != "html":
@@ -140,6 +168,8 @@ def summary_of(env: BuildEnvironment, page: str) -> str:
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("missing-reference", find_by_its_name)
+    app.connect("autodoc-skip-member", leave_out_plumbing)
+    app.connect("autodoc-process-docstring", name_base, priority=400)  # before its sections are parsed
     app.connect("autodoc-process-signature", shorten_signature)
     app.connect("source-read", copy_linked_files)
     app.connect("build-finished", write_llms_txt)

@@ -194,15 +194,47 @@ def documented(built):
     return {line.split()[0] for line in lines if line.split()[1].startswith("py:")}
 
 
+def plumbing():
+    """The methods that only Chainring's own objects call, as `Class.method` of the class that defines them."""
+    return set((DOCS / "plumbing.txt").read_text().split())
+
+
+def is_plumbing(cls, name):
+    return any(f"{base.__name__}.{name}" in plumbing() for base in cls.__mro__)
+
+
+def test_the_reference_is_without_plumbing(built):
+    """Neither a method that only Chainring's own objects call, nor one that a public base class has documented."""
+    public = {f"{module}.{name}": thing for module in PACKAGES for name, thing in names_of(module) if inspect.isclass(thing)}
+    shown = [
+        (public[path], name) for path, _, name in (each.rpartition(".") for each in documented(built)) if path in public
+    ]
+    methods = [(cls, name) for cls, name in shown if inspect.isfunction(getattr(cls, name, None))]
+    assert not [(cls, name) for cls, name in methods if is_plumbing(cls, name)]
+    bases = set(public.values())
+    assert not [(cls, name) for cls, name in methods if any(name in vars(base) for base in cls.__mro__[1:] if base in bases)]
+
+
+def test_what_is_left_out_of_the_reference_is_there(built):
+    """Each line of docs/plumbing.txt is a method or attribute of a class; a page that names one is wrong."""
+    classes = {
+        base.__name__: base
+        for module in PACKAGES for _, thing in names_of(module) if inspect.isclass(thing) for base in thing.__mro__
+    }  # fmt: skip
+    for owner, _, name in (line.partition(".") for line in sorted(plumbing())):
+        assert name in vars(classes[owner]), (owner, name)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_reference_has_every_public_name(package, built):
-    """Each name of the package, and each method of its classes, there or at a public base."""
+    """Each name of the package, and each method of its classes that users call, there or at a public base."""
     there = documented(built)
     public = {thing: f"{module}.{name}" for module in PACKAGES for name, thing in names_of(module) if inspect.isclass(thing)}
     for name, thing in names_of(package):
         assert f"{package}.{name}" in there
         for method in own_methods(thing) if inspect.isclass(thing) else ():
-            assert any(f"{public[base]}.{method}" in there for base in thing.__mro__ if base in public), (name, method)
+            paths = [f"{public[base]}.{method}" for base in thing.__mro__ if base in public]
+            assert is_plumbing(thing, method) or there.intersection(paths), (name, method)
 
 
 def names_of(package):
