@@ -62,7 +62,8 @@ exclude_patterns = ["versions-table.md"]  # which a page includes
 default_role = "py:obj"  # `Trainer` in a docstring leads to it
 autodoc_default_options = {
     "members": True,
-    "inherited-members": "Module,Extension,Updater,StandardUpdater,BestValue,BestValueTrigger,Iterator,Trigger,Writer,DatasetMixin,Sequence,BaseException",
+    "inherited-members": "Module,Extension,Updater,StandardUpdater,BestValue,BestValueTrigger,Iterator,Trigger,Writer,"
+    "DatasetMixin,Sequence,BaseException",
 }
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

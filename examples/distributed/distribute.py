@@ -19,7 +19,7 @@ def distribute(
     Args:
         model: the same on every rank; what differs is taken from rank 0 when the run starts.
         how: ``"none"``: the updater exchanges the gradients when the backward is done. ``"ddp"``: the model does it, while
-            the backward goes on. ``"fsdp"``: each rank keeps only its part of parameters, gradients and optimizer state.
+            the backward continues. ``"fsdp"``: each rank keeps only its part of parameters, gradients and optimizer state.
         blocks: parts of the model whose parameters ``"fsdp"`` puts together one part at a time, not all at once.
         tensor: how many ranks compute the model together, on the same rows, as its method ``parallelize`` lays it out.
 

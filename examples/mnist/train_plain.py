@@ -1,7 +1,7 @@
 """The training of ``train_mnist.py`` in plain PyTorch, to the same numbers: what Chainring takes off your hands.
 
 It imports nothing of Chainring but the function that says which example comes when, so that both see the same batches.
-What is missing here is what a loop of one's own tends to be missing: a progress bar that goes on beside the table,
+What is missing here is what a loop of one's own tends to be missing: a progress bar that continues beside the table,
 state that is saved and put back to the bit, a batch that may be shorter, other triggers than "once an epoch".
 """
 

@@ -2,7 +2,7 @@
 
     python train.py --out result
 
-The same command again goes on from the last snapshot. SIGTERM lets the iteration end and saves it, and exits with 143.
+The same command again continues from the last snapshot. SIGTERM lets the iteration end and saves it, and exits with 143.
 """
 
 import argparse

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 train_same_bits.py -o four --parallel fsdp
 
 Each prints the same table and the same SHA-256 of the parameters and running statistics that it has learned. The same
-command goes on from the last snapshot, also with another number of processes and another ``--parallel``.
+command continues from the last snapshot, also with another number of processes and another ``--parallel``.
 """
 
 import argparse

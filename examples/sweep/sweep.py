@@ -2,7 +2,7 @@
 
     python sweep.py --out result --trials 30
 
-The study is in ``result/study.db``, each trial's run in ``result/trial_0`` and so on. The same command again goes on with
+The study is in ``result/study.db``, each trial's run in ``result/trial_0`` and so on. The same command again continues with
 the study until it has that many trials; one that was under way is tried again.
 """
 

@@ -22,7 +22,7 @@ from chainring.training import UpdateCallbacks, clip_grad_norm, extensions
 
 
 class LanguageModel(nn.Module):
-    """Predicts each character from those before it, with an LSTM that goes on where it ended in the batch before."""
+    """Predicts each character from those before it, with an LSTM that continues where it ended in the batch before."""
 
     def __init__(self, characters: int, units: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def load() -> str:
 def in_batches(text: np.ndarray, batchsize: int, length: int) -> np.ndarray:
     """Rows of length + 1 characters, in the order in which an iterator that does not shuffle puts them into batches.
 
-    The text is cut into ``batchsize`` parts. Row n of each batch goes on, in part n, where row n of the batch before ended.
+    The text is cut into ``batchsize`` parts. Row n of each batch continues part n where row n of the batch before ended.
     """
     batches = (len(text) - 1) // (batchsize * length)
     starts = np.arange(batchsize) * batches * length + np.arange(batches)[:, None] * length

@@ -196,7 +196,7 @@ def _move(device: torch.device | None, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = _to_tensor(x)
     if isinstance(x, Tensor):
-        # A copy to CUDA may go on while the host prepares what follows. In the other direction nothing would wait for it,
+        # A copy to CUDA may continue while the host prepares what follows. In the other direction nothing would wait for it,
         # and the host would read a tensor that is not there yet; MPS reads a source that was freed (pytorch#189690).
         return x if device is None or x.device == device else x.to(device, non_blocking=device.type == "cuda")
     if isinstance(x, tuple):

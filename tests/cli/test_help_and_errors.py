@@ -66,7 +66,7 @@ ERRORS = {
     "link": (2, "is a link to nowhere, which is not there"),
     "pipe": (2, "is neither a regular file nor a directory"),
     "model.pt": (2, "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code"),
-    "old.pt": (2, "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them anew"),
+    "old.pt": (2, "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them again"),
     "model.npz": (2, "a file such as torch.save or NumPy write"),
     "result/log": (2, "is text, not a model; to look at the run it belongs to, give {root}/result"),
     "result/snapshot_iter_4/state.json": (

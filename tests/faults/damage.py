@@ -141,7 +141,7 @@ def besides(bench, number, draw, place):
     damage(out / name, draw)
     with bench.attempt(place, Settings(may_warn=True)) as attempt:
         ended, output = attempt.completed(), attempt.output
-    has_said = "the log goes on without its earlier rows" in output
+    has_said = "the log continues without its earlier rows" in output
     bench.compare(ended, ("log", "log.jsonl", "log file") if name == "log.jsonl" and has_said else ())
     return Counter({"damages": 1, name: 1, "said so": has_said})
 

@@ -149,7 +149,7 @@ def besides(bench, number, draw, place):
             raise WrongEndError(f"{damage.__name__} of {name}: the run ended with code {attempt.code}: {output[-3000:]}")
         counts["refused"] += 1
     else:
-        has_said = "the log goes on without its earlier rows" in output
+        has_said = "the log continues without its earlier rows" in output
         objects.compare(ended[0], besides=("log", "log.jsonl", "log file") if name == "log.jsonl" and has_said else ())
         counts["said so"] += has_said
     objects.clear(url)

@@ -117,7 +117,7 @@ def test_a_sound_extension_passes():
         (LoadsNothing, {}, r"state saved after iteration 1 has that state: state/total was .*self\.x = serializer"),
         (BeginsAnew, {}, r"saved after iteration 1 .*total was"),
         (KeepsRows, {"result": lambda own: own.rows}, r"saved after iteration 1 .*result/0 was"),
-        (KeepsInTheClass, {}, r"made anew behaves alike; in iteration 1: observation/total was 1.0, is 7.0"),
+        (KeepsInTheClass, {}, r"created again behaves alike; in iteration 1: observation/total was 1.0, is 7.0"),
         (
             EndsWhatItHasNotBegun,
             {},

@@ -97,7 +97,7 @@ def test_a_sound_trigger_passes():
         (LoadsNothing, r"saved after iteration 1 .*self\.x = serializer\('x', self\.x\)"),
         (CountsQuestions, r"two extensions that share .*alone it would be at \[3, 6, 9, 12\].*ask\(trainer\)"),
         (ReadsTheClock, r"saved after iteration .*fires when the uninterrupted one does"),
-        (KeepsInTheClass, r"made anew begins anew: it fired at \[5, 10\], then at \[3, 8\]"),
+        (KeepsInTheClass, r"created again starts again: it fired at \[5, 10\], then at \[3, 8\]"),
         (SavesAFunction, r"state can be saved: .*numbers, strings"),
         (ReadsAnotherKey, r"state that was saved can be loaded into a new object: .*counts"),
         (lambda: lambda trainer: False, r"only if the trigger fires: never in 12 iterations. Give iterations="),

@@ -156,7 +156,7 @@ def test_a_sound_updater_passes():
         (CountsNoEpoch, r"epoch is epoch_detail without its fraction: epoch_detail 1.0 and epoch 0 in iteration 3"),
         (IsAlwaysNew, r"is_new_epoch says that the update has ended an epoch: True"),
         (EndsAfterLoading, r"saved after iteration 0 .*is the same run: it has 0 iterations instead of 6"),
-        (KeepsInTheClass, r"made anew behaves alike; in iteration 1: observation/mean was 1.0, is 7.0"),
+        (KeepsInTheClass, r"created again behaves alike; in iteration 1: observation/mean was 1.0, is 7.0"),
         (NoUpdater, r"a trainer takes it as its updater: TypeError"),
     ],
 )

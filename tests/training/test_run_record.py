@@ -61,7 +61,7 @@ def changes(found):
 
 @pytest.fixture
 def commit():
-    """Asks anew for the commit of the running script, which a process asks for once."""
+    """Asks again for the commit of the running script, which a process asks for once."""
     _environment.git_commit.cache_clear()
     yield
     _environment.git_commit.cache_clear()
@@ -301,7 +301,7 @@ def test_another_number_of_threads_is_printed_and_recorded(tmp_path, said):
     torch.set_num_threads(2)
     found = run(tmp_path, 2, load="snapshot_iter_1")
     assert changes(found) == [{}, {"threads": [1, 2]}]
-    assert said() == ["threads 1 -> 2 (the run goes on, and may differ in the last bits)"]
+    assert said() == ["threads 1 -> 2 (the run continues, and may differ in the last bits)"]
 
 
 def test_another_commit_is_printed_and_recorded(tmp_path, script, said):

@@ -53,7 +53,7 @@ class Second(Communicator):
 
 
 def test_a_writer_is_told_the_directory_and_the_config(tmp_path):
-    """Before the first row of a run that starts anew."""
+    """Before the first row of a run that starts again."""
     writer = Told()
     train(tmp_path, writer, config={"lr": 0.5})
     assert writer.told == [Run(tmp_path, {"lr": 0.5}, 0, ()), 2, 4, 6, 8, "closed"]
@@ -81,7 +81,7 @@ def test_two_methods_are_enough(tmp_path):
 
 
 def test_a_writer_that_cannot_begin_is_warned_about_and_gets_no_rows(tmp_path):
-    """Training goes on."""
+    """Training continues."""
     (tmp_path / "file").touch()
     good = Told()
     with pytest.warns(UserWarning, match="CsvWriter failed and gets no more rows: .*file") as caught:
@@ -105,7 +105,7 @@ def test_a_service_that_refuses_the_run_does_not_stop_it(tmp_path, offline, make
     (tmp_path / "file").touch()
     writer = make(tmp_path / "file")
     with pytest.warns(
-        UserWarning, match=f"{type(writer).__name__} failed and gets no more rows: .*Training goes on"
+        UserWarning, match=f"{type(writer).__name__} failed and gets no more rows: .*Training continues"
     ) as caught:
         log = train(tmp_path / "out", writer)
     assert sum("gets no more rows" in str(warning.message) for warning in caught) == 1
@@ -162,7 +162,7 @@ def test_a_snapshot_resumed_in_another_directory_brings_the_rows(tmp_path):
 
 
 def test_rows_of_later_iterations_are_kept_where_the_run_goes_back(tmp_path):
-    """A run that goes on from an older snapshot copies the table to ``abandoned/1`` before it is cut back."""
+    """A run that continues from an older snapshot copies the table to ``abandoned/1`` before it is cut back."""
     train(tmp_path, CsvWriter())
     train(tmp_path, CsvWriter(), length=6, load=lambda trainer: serializers.load(tmp_path / "snapshot_iter_4", trainer))
     tables = [(tmp_path / place / "log.csv").read_text().splitlines() for place in (".", "abandoned/1")]

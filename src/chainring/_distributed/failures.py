@@ -70,7 +70,7 @@ class FailureBroadcast:
 
     Another thread watches how this rank and the processes of the others on this machine come along. If this one has waited
     in an exchange for ``timeout`` seconds, it asks all how far they have come, and the failure is that some have not
-    arrived. Exchanges then end by their own timeout, a little later. A rank that goes on waiting, and one that others have
+    arrived. Exchanges then end by their own timeout, a little later. A rank that continues waiting, and one that others have
     waited for, ends with the stacks of its threads: no error reaches its main thread.
 
     Args:
@@ -424,7 +424,7 @@ class FailureBroadcast:
                 limit = min(_MARGIN + _GRACE, began + self._limit + _MARGIN + _GRACE - self._known_at)
             is_stuck = bool(waits) and began < self._known_at + _GRACE and known_for > max(limit, _GRACE)
         if is_stuck:
-            what = "had not arrived" if self._rank in failure.late else "went on waiting"
+            what = "had not arrived" if self._rank in failure.late else "kept waiting"
             self._stop(f"{failure.text}\nrank {self._rank} stops, because it {what}.")
 
     def _waits_since(self, moment: float) -> bool:
@@ -436,7 +436,7 @@ class FailureBroadcast:
         others = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in ended)
         first = "" if self._first is None else f"{self._first.text}\n"
         self._stop(
-            f"{first}rank {self._rank} stops: the process of rank {others} has ended, and this rank went on waiting for it "
+            f"{first}rank {self._rank} stops: the process of rank {others} has ended, and this rank kept waiting for it "
             f"for {_PATIENCE:g} s. Its connections are still open: a child process that it has forked may hold them."
         )
 

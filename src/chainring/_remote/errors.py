@@ -44,7 +44,7 @@ _PERMISSION = (
 )
 _MISSING_BUCKET = "there is no bucket of that name: create it, or correct the address"
 _REGION = "the bucket is in another region: set AWS_REGION to that"
-_ENDPOINT = "check the network and, for a store of one's own, the address in AWS_ENDPOINT_URL"
+_ENDPOINT = "check the network and, for your own store, the address in AWS_ENDPOINT_URL"
 _CODES = {  # of the store, in the body of its answer
     "NoSuchBucket": _MISSING_BUCKET,
     "ContainerNotFound": _MISSING_BUCKET,

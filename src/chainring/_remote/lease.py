@@ -17,8 +17,8 @@ requests of two writers, the earlier A and the later B, arrive:
 - A snapshot that B has not seen and that is there later is therefore not valid for any reader that reads the lease after it.
 
 Clocks only decide how soon B may take the lease: when that of the store has gone on by more than the seconds since the last
-renewal. A asks its own, which also goes on while a machine sleeps, and renews before it does anything else when its last
-renewal began about as long ago. It goes on if nobody has taken the lease, which is certain then, however long it was away.
+renewal. A asks its own, which also continues while a machine sleeps, and renews before it does anything else when its last
+renewal began about as long ago. It continues if nobody has taken the lease, which is certain then, however long it was away.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _held: set[str] = set()  # the holders in this process
 
 
 class LeaseLostError(OSError):
-    """Another run writes here now. This one must not go on writing; what it puts from now on is not valid."""
+    """Another run writes here now. This one must not continue writing; what it puts from now on is not valid."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ def _fence(record: _Record) -> Fence:
 
 
 def _seconds_since_boot() -> float:
-    """Return seconds of a clock that nobody sets, and that goes on while the machine sleeps, where there is one."""
+    """Return seconds of a clock that nobody sets, and that continues while the machine sleeps, where there is one."""
     clock = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
     return time.monotonic() if clock is None else time.clock_gettime(clock)  # Windows has the former alone
 

@@ -81,7 +81,7 @@ class Mirror:
         folder: the directory, below the temporary one.
         lease: what allows this process to write.
         look: seconds between looks; ``None`` for no threads.
-        pause: seconds before a file is put again that goes on changing.
+        pause: seconds before a file is put again that keeps changing.
         clock: returns seconds.
 
     Example:
@@ -122,7 +122,7 @@ class Mirror:
     def fetch(self) -> None:
         """Empty the directory, copy the objects of the run into it that are not part of a snapshot, and start the threads.
 
-        Of ``previous`` and ``abandoned`` only the empty folders are made, from which their numbers go on.
+        Of ``previous`` and ``abandoned`` only the empty folders are made, from which their numbers continue.
 
         Raises:
             BlockingIOError: a run on this machine works in the directory.

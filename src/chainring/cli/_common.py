@@ -108,7 +108,7 @@ def describe_foreign_file(file: StoredFile) -> str | None:
     if is_pickle(file):
         return (
             "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python, "
-            "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them anew"
+            "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them again"
         )
     start = bytes(file.read(0, min(8, file.size)).numpy())
     if len(start) == 8 and _ASCII.issuperset(start):  # as a length of a safetensors header it would be beyond any disk

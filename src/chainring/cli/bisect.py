@@ -35,7 +35,7 @@ What extensions.Recorder or a log with a row for every iteration tells is not
 computed again: then a few iterations are replayed, from the nearest snapshot
 before. Otherwise all are, from the first that is not known. With --monotone
 only those after the last snapshot for which it does not hold: enough if it
-goes on to hold once it does, as with NaN. Options come before SCRIPT.
+continues to hold once it does, as with NaN. Options come before SCRIPT.
 
 examples:
   chainring bisect result --bad "main/loss > 10" train.py

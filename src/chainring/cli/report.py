@@ -108,7 +108,7 @@ def _watch(options: argparse.Namespace) -> None:
         if options.json:
             print_json({"address": address})
         else:
-            print(f"{address} shows the runs as they go on; Ctrl-C ends it")
+            print(f"{address} shows the runs as they continue; Ctrl-C ends it")
         sys.stdout.flush()
         follow()
 

@@ -212,7 +212,7 @@ def _place_of(path: str, info: ZipInfo) -> tuple[int, int, int, int]:
 
 def _read_zipped(path: str, name: str, offset: int, size: int, method: int, crc: int) -> bytes:
     """Return a file of an archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7)."""
-    # Opened anew each time, which takes some microseconds: an open file's position would be shared by forks.
+    # Opened again each time, which takes some microseconds: an open file's position would be shared by forks.
     try:
         with open(path, "rb") as file:
             file.seek(offset)

@@ -117,7 +117,7 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     axes, the length of each axis as a big-endian 32-bit integer, the elements with the last axis changing fastest.
 
     Raises:
-        ValueError: the file is not an IDX file, is cut, or goes on after its last element.
+        ValueError: the file is not an IDX file, is cut, or continues after its last element.
     """
     try:
         with gzip.open(path) as file:

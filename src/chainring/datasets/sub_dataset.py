@@ -129,7 +129,7 @@ def get_cross_validation_datasets(
     """Return the training set and the test set of each fold; every example is in one test set.
 
     The sizes of the test sets differ by at most one. As in Chainer, the test set of the first fold is the end of the
-    order and that of the last its start; the training set goes on after the test set and round from the end to the start.
+    order and that of the last its start; the training set continues after the test set and round from the end to the start.
 
     Args:
         dataset: the dataset to split.

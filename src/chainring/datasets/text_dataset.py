@@ -80,7 +80,7 @@ class TextDataset(DatasetMixin):
 
 def _read_line(path: str, offsets: Indices, index: int) -> bytes:
     start, stop, size = offsets[[index, index + 1, -1]].tolist()
-    # Opened anew for each line, which takes some microseconds: an open file's position would be shared by forks.
+    # Opened again for each line, which takes some microseconds: an open file's position would be shared by forks.
     with open(path, "rb", buffering=0) as file:
         current_size = os.fstat(file.fileno()).st_size
         file.seek(start)
@@ -88,7 +88,7 @@ def _read_line(path: str, offsets: Indices, index: int) -> bytes:
     if current_size != size:
         raise ValueError(
             f"{path} has {current_size} bytes and had {size} when its lines were counted: a file must not "
-            "change under a TextDataset; make the dataset anew"
+            "change under a TextDataset; make the dataset again"
         )
     return data
 

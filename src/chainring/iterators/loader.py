@@ -52,8 +52,8 @@ class LoaderIterator(Iterator):
     An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
     ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
     counts as endless: a pass that has given ``epoch_length`` batches is left, and the next epoch begins another one, which
-    must not give the same data again (``set_epoch`` is called, and what it draws is seeded anew). A resumed run then fetches
-    one epoch again at most. Leave ``epoch_length`` out where passes end by themselves.
+    must not give the same data again (``set_epoch`` is called, and what it draws is seeded again). A resumed run then
+    fetches one epoch again at most. Leave ``epoch_length`` out where passes end by themselves.
 
     Args:
         loader: an iterable of batches, iterated again for every pass, or a function that returns one. An iterator (such
@@ -203,7 +203,7 @@ class LoaderIterator(Iterator):
             self._pending.append(self._take())
         except StopIteration:
             self._end_pass()
-            # A loader with a state goes on from there, and is found at its end when the run is resumed.
+            # A loader with a state continues from there, and is found at its end when the run is resumed.
             self._pending[0] = _Fetched(batch, position if self._uses_state else self._position, is_last=True)
         except Exception as error:
             if self._is_own_share:  # the other ranks have not waited for it

@@ -33,7 +33,7 @@ class IndexedIterator(Iterator):
     """Walks through the orders of the epochs; a subclass fetches the examples of the indices.
 
     Its state is a few numbers: the seed and a position in the stream of epochs. `reset` counts epochs from 0 again but
-    goes on to an order that has not been used.
+    continues to an order that has not been used.
 
     Attributes:
         current_position: examples of the current epoch that have been returned.

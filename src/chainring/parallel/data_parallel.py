@@ -158,7 +158,7 @@ class DataParallel(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # As a submodule: PyTorch goes on to the module under the name that it has as an attribute here.
+        # As a submodule: PyTorch continues to the module under the name that it has as an attribute here.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -17,8 +17,8 @@ from chainring.converters import Device, as_device, to_device
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     """Divide a batch into consecutive chunks, one for each device, whose numbers of rows differ by at most one.
 
-    Tuples, lists, mappings, named tuples and dataclasses are entered and made anew for each chunk. Gradients flow back to
-    ``inputs``.
+    Tuples, lists, mappings, named tuples and dataclasses are divided too, and created again for each chunk. Gradients flow
+    back to ``inputs``.
 
     Args:
         inputs: holds the tensors to divide. A tensor without dimensions goes to each chunk, on its device; ``None`` and

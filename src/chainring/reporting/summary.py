@@ -473,7 +473,7 @@ def is_metric(value: Any) -> bool:
 
 @contextmanager
 def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
-    """Replace every metric that is an attribute of a submodule by a copy that starts anew, until the end of the context.
+    """Replace every metric that is an attribute of a submodule by a copy that starts again, until the end of the context.
 
     A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
     to that interval and then end it.

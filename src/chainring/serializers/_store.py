@@ -619,7 +619,7 @@ def _target(link: Path) -> str | None:
 
 @lru_cache(4096)
 def _read_once(directory: Path, *_status: int) -> Manifest:
-    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written anew."""
+    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written again."""
     return replace(DirectorySnapshot(directory).read_manifest(), parts={})
 
 
@@ -631,7 +631,7 @@ def find_newest(
     Whether its bytes are those that were written shows when it is loaded.
 
     Raises:
-        CorruptError: there are some, and none is sound: starting anew would bury what may still be saved by hand.
+        CorruptError: there are some, and none is sound: starting again would bury what may still be saved by hand.
     """
     damaged = []
     for name in names:
@@ -646,7 +646,7 @@ def find_newest(
         else:
             return name
     if damaged:
-        raise CorruptError(f"none of the snapshots {damaged} in {store} is sound; move them away to start anew")
+        raise CorruptError(f"none of the snapshots {damaged} in {store} is sound; move them away to start again")
     return None
 
 

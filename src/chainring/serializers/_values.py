@@ -251,7 +251,7 @@ def _refusal(path: str, value: Any) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}{dtype}"
     return (
         f"{path}: {name} cannot be saved. State is made of numbers, str, bytes, None, tensors, arrays, and lists, tuples, "
-        "sets and dicts of them: save what it is made of, and build it anew when loading"
+        "sets and dicts of them: save what it is made of, and build it again when loading"
     )
 
 

@@ -200,9 +200,7 @@ class Deserializer(AbstractSerializer):
         except RuntimeError as error:
             if parts:
                 classes = ", ".join(sorted({type(part).__name__ for _, part in parts}))
-                error.add_note(
-                    f"A serialize of one's own, here of {classes}, asks for the keys that it saves when it loads too"
-                )
+                error.add_note(f"Your own serialize, here of {classes}, asks for the keys that it saves when it loads too")
             raise
 
     def _read_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -492,7 +490,7 @@ class _ByPath(AbstractSerializer):
 class DictionarySerializer(_ByPath, Serializer):
     """Saves into ``target``, a dictionary from path to value.
 
-    Tensors, arrays and containers are copied, so that what was saved does not follow the training that goes on.
+    Tensors, arrays and containers are copied, so that what was saved does not follow the training that continues.
 
     Raises:
         ValueError: a key is saved twice.
@@ -540,7 +538,7 @@ class DictionarySerializer(_ByPath, Serializer):
 
 
 class StateCollector(DictionarySerializer):
-    """Saves into ``target`` without copying, for state that is written or copied before the training goes on."""
+    """Saves into ``target`` without copying, for state that is written or copied before the training continues."""
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__()

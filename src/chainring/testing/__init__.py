@@ -1,4 +1,4 @@
-"""Tests of one's own triggers, extensions, iterators and updaters, and of a whole program that must resume after a kill."""
+"""Tests of your own triggers, extensions, iterators and updaters, and of a whole program that must resume after a kill."""
 
 from chainring.testing._replaying import NoReplay
 from chainring.testing.check_extension import check_extension

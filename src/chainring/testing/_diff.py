@@ -146,7 +146,7 @@ def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repeti
         found.last = list(_differences(one, other))
         found.count = len(one)
         if found.when == "after loading" and len(stages) == 1 and not found.last:
-            found.first = []  # a value that was not restored but made anew has changed nothing
+            found.first = []  # a value that was not restored but created again has changed nothing
     return found
 
 

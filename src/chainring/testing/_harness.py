@@ -1,4 +1,4 @@
-"""The runs behind the checks: whole, or saved and continued at any point by a trainer that was made anew."""
+"""The runs behind the checks: whole, or saved and continued at any point by a trainer that was created again."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _load(snapshot: Path, trainer: Trainer, last: int) -> None:
     with require_no_error("state that was saved can be loaded into a new object", "serialize reads the keys that it writes"):
         load(snapshot, trainer)
     found = f"it is {trainer.updater.iteration} after loading, and was {last}"
-    remedy = "A serialize of one's own begins with super().serialize(serializer)"
+    remedy = "Your own serialize begins with super().serialize(serializer)"
     require(trainer.updater.iteration == last, "an updater saves its iteration", found, remedy)
 
 
@@ -123,9 +123,10 @@ def require_resumable(run: Callable[[list[int]], Observations], iterations: int,
     """Require a run to be the same again, and resumed after any or every iteration, and return its observations."""
     expected = run([])
     shared = "Nothing is kept in the class, the module, or what make() shares"
-    _require_equal_runs(expected, run([]), f"{subject} made anew behaves alike", shared)
+    _require_equal_runs(expected, run([]), f"{subject} created again behaves alike", shared)
     for resume_points, when in resume_points_of(iterations):
-        rule = f"a run that is saved {when} and continued with {subject[0].lower()}{subject[1:]} made anew is the same run"
+        continued = f"continued with {subject[0].lower()}{subject[1:]} created again"
+        rule = f"a run that is saved {when} and {continued} is the same run"
         _require_equal_runs(expected, run(resume_points), rule, remedy)
     return expected
 

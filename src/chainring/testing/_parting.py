@@ -256,7 +256,7 @@ def _compare_snapshots(found: Parting, one: RunFiles, other: RunFiles) -> None:
             break
         try:
             differences = _compare_saved(found, one, other, iteration)
-        except FileNotFoundError:  # a run that goes on has removed it
+        except FileNotFoundError:  # a run that continues has removed it
             continue
         except (CorruptError, OSError, ValueError) as error:
             found.not_compared.append(f"the snapshots of iteration {iteration}: {error}")

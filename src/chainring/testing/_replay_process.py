@@ -54,7 +54,7 @@ class ReplayTask(ProcessTask):
         source: the directory of the run.
         latest: the iteration of the latest snapshot with which it may begin.
         until: the iteration with which it ends.
-        goes_on: True to go on as far as the run may have come, see `Replay`.
+        goes_on: True to continue as far as the run may have come, see `Replay`.
         condition: key, operator and number of the condition that ends it.
         save: where the state is saved at the end.
         needs_same_bits: whether a run of several ranks is refused where one process computes other bits.

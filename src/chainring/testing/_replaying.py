@@ -198,7 +198,7 @@ class Replay:
         directory: an empty one for what the replay writes.
         latest: the iteration of the latest snapshot with which it may begin.
         until: the iteration with which it ends.
-        goes_on: True to go on after it as far as the run may have come: until a row or a snapshot would be there.
+        goes_on: True to continue after it as far as the run may have come: until a row or a snapshot would be there.
         watch: looks at each iteration.
         at_end: called when the last iteration is over, with the trainer as it was there.
         on_iteration: called after each.
@@ -269,7 +269,7 @@ class Replay:
         if not self.is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
             raise NoReplay(
                 f"the trainer ends after iteration {trainer.updater.iteration}, before {self._until}; give the arguments "
-                "with which it goes on for longer"
+                "with which it continues for longer"
             )
 
     # --- the beginning ---
@@ -284,7 +284,7 @@ class Replay:
                 if self.may_go_back:
                     self._stage(origin.snapshot)
                 serializers.load(origin.snapshot, trainer)
-            except FileNotFoundError:  # removed by the run, which goes on
+            except FileNotFoundError:  # removed by the run, which continues
                 continue
             except CorruptError as error:
                 if origin.snapshot.exists():

@@ -80,7 +80,7 @@ def format_exact(found: Findings, kills: list[Kill], repetition: Repetition) -> 
 def format_difference(found: Findings, kill: Kill, repetition: Repetition, facts: tuple[Any, Any]) -> list[str]:
     """Return the lines for a run that is another after a kill."""
     if found.failure:
-        return [f"differs: killed {kill}, the run does not go on.", *found.failure.splitlines()]
+        return [f"differs: killed {kill}, the run does not continue.", *found.failure.splitlines()]
     lines = [
         f"differs: killed {kill}, the resumed run is not the uninterrupted one.",
         "Where two values are given, they are: uninterrupted -> resumed",

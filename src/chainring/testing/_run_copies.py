@@ -55,7 +55,7 @@ def copy_nearest(store: Store, directory: Path, latest: int) -> None:
             return
         try:
             _copy(saved, manifest, directory)
-        except FileNotFoundError:  # removed by the run, which goes on
+        except FileNotFoundError:  # removed by the run, which continues
             continue
         except CorruptError as error:
             warnings.warn(f"snapshot {saved} is passed over: {error}", stacklevel=3)

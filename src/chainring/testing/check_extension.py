@@ -25,7 +25,7 @@ def check_extension(
 ) -> None:
     """Check that an extension can be registered, resumed and finalized.
 
-    A run that is saved after any iteration and continued with everything made anew must be the uninterrupted one: the
+    A run that is saved after any iteration and continued with everything created again must be the uninterrupted one: the
     calls of the extension, the reported values, the extension's state and ``result``, models, optimizers and random
     generators after each iteration. A failure of the training, before the extension was initialized or after it was
     called, must come out unchanged; ``finalize`` may be called again. An iteration takes one second on a `ManualClock`.

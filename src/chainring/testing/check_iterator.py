@@ -31,7 +31,7 @@ Record = dict[str, str]  # the examples of a batch and the counters of its itera
 def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
     """Check that an iterator can be resumed anywhere, and counts epochs.
 
-    Over two epochs, or one where it does not repeat: a new iterator that loads the state of any position goes on with the
+    Over two epochs, or one where it does not repeat: a new iterator that loads the state of any position continues with the
     same batches, whatever the seed is by then; saving changes nothing; epochs are counted as `Iterator` says; global random
     generators are neither disturbed nor used. At its end it raises `StopIteration` until ``reset``; ``finalize`` may be
     called at any time. With a ``share``, rank r of n gets ``batch[r::n]``, and where it serves virtual ranks the rows of its
@@ -39,7 +39,7 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
 
     Args:
         make: makes the iterator, over few examples. torch's seed is the same at each call.
-        batches: at most so many are taken.
+        batches: the largest number that is taken.
 
     Raises:
         AssertionError: a rule does not hold.
@@ -51,7 +51,7 @@ def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
         _require_epochs(expected)
         with trial.new_iterator() as iterator:
             again = _take(iterator, len(expected))
-        _require_batches(expected, again, "an iterator made anew returns the same batches", _ORDER)
+        _require_batches(expected, again, "an iterator created again returns the same batches", _ORDER)
         _require_own_generators(trial, expected)
         _require_resumable(trial, expected)
         _require_reset(trial, expected)
@@ -137,7 +137,7 @@ def _require_batches(expected: list[Record], found: list[Record], rule: str, rem
 
 
 def _require_epochs(records: list[Record]) -> None:
-    """Require the counters of each batch to go on evenly from those of the one before."""
+    """Require the counters of each batch to continue evenly from those of the one before."""
     previous, epoch = "0.0", 0
     for index, record in enumerate(records):
         found = f"{ ({name: record[name] for name in _COUNTERS}) } in batch {index}, after {previous}"
@@ -178,7 +178,7 @@ def _require_own_generators(trial: _Trial, expected: list[Record]) -> None:
 
 
 def _require_resumable(trial: _Trial, expected: list[Record]) -> None:
-    """Require a new iterator to go on at each position, also at the end."""
+    """Require a new iterator to continue at each position, also at the end."""
     with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory:
         paths = [Path(directory) / str(position) for position in range(len(expected) + 1)]
         records, counters = [], []
@@ -192,7 +192,7 @@ def _require_resumable(trial: _Trial, expected: list[Record]) -> None:
         for position, path in enumerate(paths):
             with trial.new_iterator() as iterator:
                 torch.manual_seed(1 + torch.initial_seed() % 2**32)
-                rule = f"a new iterator that loads the state after {position} batches goes on with the next"
+                rule = f"a new iterator that loads the state after {position} batches continues with the next"
                 with require_no_error(rule, _STATE):
                     load(path, iterator)
                     require_equal(counters[position], _counters(iterator), f"{rule}, and counts as before", _STATE)

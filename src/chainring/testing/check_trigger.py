@@ -48,7 +48,7 @@ def fired(
             loads the saved state; 0 is before the first.
 
     Raises:
-        TypeError: the trigger is of another form, or is resumed and cannot be made anew.
+        TypeError: the trigger is of another form, or is resumed and cannot be created again.
         ValueError: an argument is out of range.
         AssertionError: the state of the trigger cannot be saved and loaded.
     """
@@ -72,7 +72,7 @@ def check_trigger(
     """Check that a trigger can be shared, saved and resumed.
 
     In runs with a `FakeUpdater` it must fire at the same iterations with one extension or two, whenever the run is saved
-    and continued, and each time that it is made anew.
+    and continued, and each time that it is created again.
 
     Args:
         make: a class, or a function without arguments, that makes the trigger; or ``(period, unit)``.
@@ -93,7 +93,7 @@ def check_trigger(
     require(bool(alone), "the trial shows something only if the trigger fires", f"never in {iterations} iterations", remedy)
     (again,) = _call_iterations(factory, 1, *settings)
     remedy = "Nothing is kept in the class, the module, or what make() shares"
-    require(again == alone, "a trigger made anew begins anew", f"it fired at {alone}, then at {again}", remedy)
+    require(again == alone, "a trigger created again starts again", f"it fired at {alone}, then at {again}", remedy)
     for calls in _call_iterations(factory, 2, *settings):
         found = f"one of the two is called at {calls}, and alone it would be at {alone}"
         require(calls == alone, "two extensions that share a trigger are both called when it fires", found, _REPEAT)

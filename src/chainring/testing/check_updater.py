@@ -19,8 +19,9 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
     """Check that an updater counts, can be resumed, and is finalized.
 
     Each update adds one to ``iteration``, and the epochs agree with one another. A run that is saved after any iteration
-    and continued with everything made anew must be the uninterrupted one: reported values, iterators, models, optimizers,
-    the updater's state and random generators after each iteration. ``finalize`` may be called again, and changes no error.
+    and continued with everything created again must be the uninterrupted one: reported values, iterators, models,
+    optimizers, the updater's state and random generators after each iteration. ``finalize`` may be called again, and changes
+    no error.
 
     Args:
         make: makes the updater, with all that belongs to it: data, model, optimizer. The random generators begin where they
@@ -58,7 +59,7 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
 
 
 def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
-    """Require the epochs of an update to go on from those of the one before."""
+    """Require the epochs of an update to continue from those of the one before."""
     iteration = updater.iteration
     previous_detail, previous_epoch = epochs[iteration - 1]
     detail, epoch = epochs[iteration] = (updater.epoch_detail, updater.epoch)

@@ -42,7 +42,7 @@ class ManualClock:
         self._replaced: list[tuple[Callable[[], float], Callable[[], float]]] = []
 
     def advance(self, seconds: float) -> None:
-        """Let so many seconds pass.
+        """Let this many seconds pass.
 
         Raises:
             ValueError: they are below 0.

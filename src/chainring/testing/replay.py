@@ -36,9 +36,9 @@ class ReplayDiffers(AssertionError):  # noqa: N818 - it is read as a finding
 def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iteration: int) -> Trainer:
     """Return the trainer as it was after an iteration of an earlier run, to the last bit.
 
-    The trainer is made anew, begins with the nearest snapshot of the run at that iteration or before, or where there is none
-    at the beginning, and repeats the iterations from there, with its own extensions. The run may have ended, been killed, or
-    still be going on: it is only read, and the trainer's ``out`` is a directory of its own, which is removed with it. Rows
+    The trainer is a new one. It starts with the nearest snapshot of the run at or before that iteration, or at the beginning
+    if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed, or
+    still be running: it is only read, and the trainer's ``out`` is a directory of its own, which is removed with it. Rows
     go to no service, such as Weights & Biases. Where a `Recorder` has taken down the run, each iteration is
     compared with it.
 

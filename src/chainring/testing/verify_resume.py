@@ -1,4 +1,4 @@
-"""verify_resume: compares one's own program, killed and resumed, with its uninterrupted run."""
+"""verify_resume: compares your own program, killed and resumed, with its uninterrupted run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def verify_resume(
 ) -> str:
     """Kill a training, resume it, and compare it bit for bit with one that was not interrupted.
 
-    Fresh processes each make the trainer anew. Two run without an interruption, and must be the same; one is saved and
+    Fresh processes each make the trainer again. Two run without an interruption, and must be the same; one is saved and
     killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations after a
     snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported values, the
     models and the optimizers are compared, and at the end every tensor and value of the state, every row of the logs, and

@@ -25,7 +25,7 @@ The payload is, in this order:
   array, and 64 bits for each tensor. Those of iteration 0 are of the tensors before the first update.
 
 A block has the rows of the iterations 32k + 1 to 32k + 32, so that equal runs have equal files, whatever snapshots and kills
-there were. The last one may be short: as a run goes on, it is written again at the same place with more rows.
+there were. The last one may be short: as a run continues, it is written again at the same place with more rows.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _blocks(path: Path, content: bytes) -> Iterator[_RawBlock | str]:
         number += 1
 
 
-_REMEDY = "take the file from a copy, or let the run go on from a snapshot before, which writes it again from there"
+_REMEDY = "take the file from a copy, or let the run continue from a snapshot before, which writes it again from there"
 
 
 def _check_head(path: Path, content: bytes) -> None:

@@ -216,7 +216,7 @@ def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, 
         more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
         warn(
             "two updates and a call of each extension have changed what no state holds, so that a resumed run begins with "
-            f"what the script makes; what is set anew before each use need not be saved:{shown}{more}",
+            f"what the script makes; what is set again before each use need not be saved:{shown}{more}",
         )
 
 

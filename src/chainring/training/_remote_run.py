@@ -22,7 +22,7 @@ def find_place(url: str) -> tuple[str, str]:
 
 
 class RemoteRun:
-    """What a run in an object store has while it goes on; the process that writes there makes it.
+    """What a run in an object store has while it continues; the process that writes there makes it.
 
     Raises:
         BlockingIOError: another run writes there.

@@ -265,7 +265,7 @@ class Run:
         self.earlier_time = 0.0  # seconds of training in the runs before a resume
         self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
         self.ended_at: float | None = None
-        self.store: Store | None = None  # in which this process alone writes, while the run goes on
+        self.store: Store | None = None  # in which this process alone writes, while the run continues
         self._directory: RunDirectory | None = None
         self._remote: RemoteRun | None = None
         self._started_triggers: list[Any] = []

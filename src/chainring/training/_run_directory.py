@@ -100,7 +100,7 @@ class RunDirectory:
             raise
 
     def archive_earlier_run(self, templates: Iterable[str]) -> None:
-        """Move the files of an earlier run with these names to ``previous/<n>``, for a run that starts anew."""
+        """Move the files of an earlier run with these names to ``previous/<n>``, for a run that starts again."""
         names = list(self._find(templates))
         if names:
             archive = self._move(names, "previous")
@@ -351,7 +351,7 @@ def _plan_of(trainer: Trainer) -> dict[str, Any]:
 
 def _announce_changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that differ from those of the start before: by name, the old value and the new; print each."""
-    inexact = "the run goes on, and may differ in the last bits"
+    inexact = "the run continues, and may differ in the last bits"
     changes = {}
 
     def compare(key: str, name: str, old: Any, new: Any, consequence: str) -> None:

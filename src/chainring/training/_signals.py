@@ -39,7 +39,7 @@ class Interruption:
     start to compare what they have received, and at the beginning of the next they read the result, so none waits.
 
     A run inside an extension or an update of another run is a part of that run's iteration, and this iteration ends. So the
-    inner run goes on to its end, and the signal ends the outer one.
+    inner run continues to its end, and the signal ends the outer one.
     """
 
     _entered: ClassVar[list[Interruption]] = []
@@ -103,7 +103,7 @@ class Interruption:
             self.signum = self._read_maximum() or None
 
     def error(self) -> BaseException:
-        """Return what ends the run; in a notebook, whose kernel must go on, SIGINT stays a KeyboardInterrupt."""
+        """Return what ends the run; in a notebook, whose kernel must continue, SIGINT stays a KeyboardInterrupt."""
         assert self.signum is not None
         shell = sys.modules.get("IPython")
         if self.signum == signal.SIGINT and shell is not None and hasattr(shell.get_ipython(), "kernel"):

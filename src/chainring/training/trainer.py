@@ -269,7 +269,7 @@ class Trainer(Stateful):
             Interrupted: a signal has ended it; left alone, the process exits with 143 or 130.
         """
         if self._run.has_begun:
-            raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to go on")
+            raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to continue")
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
@@ -297,7 +297,7 @@ class Trainer(Stateful):
         return (self.interruption.ends_run and self._obeys_signal()) or self.stop_trigger(self)
 
     def _obeys_signal(self) -> bool:
-        """Return True if the signal ends this run; one inside another run saves its state once, and goes on."""
+        """Return True if the signal ends this run; one inside another run saves its state once, and continues."""
         interruption = self.interruption
         if interruption.is_nested and not interruption.is_acknowledged:
             interruption.is_acknowledged = True
@@ -363,7 +363,7 @@ class Trainer(Stateful):
             if is_interrupted:
                 ends = "comes in" if self.interruption.is_nested else "ends the run after"
                 words = _describe_saved(snapshots, self.updater.iteration)
-                rest = "; this run is inside another one, and goes on to its end" if self.interruption.is_nested else ""
+                rest = "; this run is inside another one, and continues to its end" if self.interruption.is_nested else ""
                 info(
                     f"{self.interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}", follows_signal=True
                 )

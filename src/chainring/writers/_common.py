@@ -57,7 +57,7 @@ def set_rows_aside(path: Path) -> None:
 
 
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:
-    """Save the id under which a service knows the run, so that a resumed run goes on under the same id."""
+    """Save the id under which a service knows the run, so that a resumed run continues under the same id."""
     replace_file(path, json.dumps(description) + "\n")
 
 

@@ -24,7 +24,7 @@ _FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that a
 class MlflowWriter(Writer):
     """Sends each row to MLflow: every number of it as a metric, at the step of its iteration.
 
-    The run's id is kept in ``out/mlflow_run.json``, so a resumed run goes on under the same id, and each row is there once:
+    The run's id is kept in ``out/mlflow_run.json``, so a resumed run continues under it, and each row is there once:
     rows that a kill has lost are sent again. MLflow takes no row back. Where it has rows of updates that the run goes back
     behind, a new run with all rows so far replaces the earlier one there, under its name, with its tags and parameters; the
     earlier one is deleted as MLflow deletes, so that ``MlflowClient.restore_run`` brings it back, with artifacts of others.

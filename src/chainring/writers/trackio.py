@@ -19,9 +19,9 @@ _REMOTE = ("space_id", "server_url")  # arguments of init, and variables of the 
 class TrackioWriter(Writer):
     """Sends each row to Trackio, at the step of its iteration. Its database is on this machine, so no network is needed.
 
-    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run goes on as the same one, and each
+    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run continues as the same one, and each
     row is there once: rows that a kill has lost are sent again. Where the database has rows of updates that the run goes
-    back behind, Trackio cannot take them out; then the run begins anew there under its name with all rows so far, without
+    back behind, Trackio cannot take them out; then the run starts again there under its name with all rows so far, without
     what Trackio itself has measured of the machine. The config is the trainer's. A run that the script has begun with
     ``trackio.init`` is ended.
 
@@ -63,7 +63,7 @@ class TrackioWriter(Writer):
                 self.write(record)
 
     def _keep(self, saved: Mapping[str, Any], name: Any, iteration: int) -> set[int] | None:
-        """Return the steps that the run of the start before has, if it can go on; ``None`` without it.
+        """Return the steps that the run of the start before has, if it can continue; ``None`` without it.
 
         Otherwise that run is deleted: Trackio knows runs by their names, and has no way to take out single rows.
         """

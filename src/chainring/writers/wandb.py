@@ -22,7 +22,7 @@ _FILE = "wandb_run.json"
 class WandbWriter(Writer):
     """Sends each row to Weights & Biases, whose curves are drawn over ``iteration``.
 
-    The run's id is kept in ``out/wandb_run.json``, so a resumed run goes on under the same id; the run's config is the
+    The run's id is kept in ``out/wandb_run.json``, so a resumed run continues under the same id; the run's config is the
     trainer's. A run that the script has begun with ``wandb.init`` is used as it is, and is left open.
 
     W&B writes its own files into ``out/wandb``. ``WandbWriter(mode="offline")`` or ``WANDB_MODE=offline`` needs no network

@@ -1,4 +1,4 @@
-"""The rows of a log through the disk: beside a snapshot they stay in their file, and a resumed run goes on with them."""
+"""The rows of a log through the disk: beside a snapshot they stay in their file, and a resumed run continues with them."""
 
 import json
 import math
@@ -134,7 +134,7 @@ def test_the_bytes_that_are_written_grow_with_the_rows_and_not_with_their_square
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "changed", "left behind"])
 def test_rows_that_are_lost_are_warned_about_and_the_file_is_set_aside(tmp_path, damage, capsys):
-    """The run goes on with the rows from now on; what is left of the others can be looked at."""
+    """The run continues with the rows from now on; what is left of the others can be looked at."""
     out, path = tmp_path / "out", tmp_path / "out" / "log.jsonl"
     run(out, 4, LogReport(trigger=(1, "iteration")))
     snapshot, text = out / "snapshot_iter_4", path.read_bytes()
@@ -151,7 +151,7 @@ def test_rows_that_are_lost_are_warned_about_and_the_file_is_set_aside(tmp_path,
     left = (out / "log.jsonl").read_bytes() if (out / "log.jsonl").exists() else None
     log = LogReport(trigger=(1, "iteration"))
     trainer = made(out, 6, log)
-    with pytest.warns(UserWarning, match="goes on without its earlier rows"):
+    with pytest.warns(UserWarning, match="continues without its earlier rows"):
         serializers.load(snapshot, trainer)
     trainer.rehearse()
     trainer.run()
@@ -165,7 +165,7 @@ def test_rows_that_are_lost_are_warned_about_and_the_file_is_set_aside(tmp_path,
 
 
 def test_a_log_without_a_file_keeps_its_rows_in_the_snapshot(tmp_path):
-    """And goes on with them."""
+    """And continues with them."""
     run(tmp_path, 3, LogReport(trigger=(1, "iteration"), filename=None))
     log = LogReport(trigger=(1, "iteration"), filename=None)
     run(tmp_path, 5, log, load=tmp_path / "snapshot_iter_3")
@@ -308,7 +308,7 @@ def test_a_long_log_that_was_damaged_is_named_with_the_number_of_rows_that_are_l
     put.get(damage, lambda path: None)(path)
     log = long_log()
     trainer = made(tmp_path, 42, log, every=40)
-    with pytest.warns(UserWarning, match=r"goes on without its earlier rows, 40 of them: .*log\.jsonl does not begin"):
+    with pytest.warns(UserWarning, match=r"continues without its earlier rows, 40 of them: .*log\.jsonl does not begin"):
         serializers.load(tmp_path / "snapshot_iter_40", trainer)
     trainer.run()
     assert iterations(log.log) == iterations(lines(path)) == [41, 42]

@@ -326,7 +326,7 @@ def test_a_killed_run_has_its_newest_snapshot_and_continues_byte_for_byte(tmp_pa
 
 
 def test_iterations_that_were_rolled_back_are_cut_back(tmp_path):
-    """The rows of the way that the run did not go on are not there; the one that was gone is recorded whole."""
+    """The rows of the way that the run did not continue are not there; the one that was gone is recorded whole."""
 
     class Spoiled(training.StandardUpdater):
         def update_core(self):
@@ -370,7 +370,7 @@ def test_a_rehearsal_leaves_nothing(tmp_path):
 
 
 def test_a_damaged_file_is_not_gone_on_with(tmp_path):
-    """The run goes on, says so, and moves the file away; the new one begins with the rows that the snapshot has."""
+    """The run continues, says so, and moves the file away; the new one begins with the rows that the snapshot has."""
     train(tmp_path, 35).run()
     path = tmp_path / "recorder.bin"
     content = bytearray(path.read_bytes())
@@ -378,7 +378,7 @@ def test_a_damaged_file_is_not_gone_on_with(tmp_path):
     path.write_bytes(content)
     with pytest.raises(LedgerError):
         ledger_of(tmp_path)
-    with pytest.warns(UserWarning, match="goes on without its earlier iterations"):
+    with pytest.warns(UserWarning, match="continues without its earlier iterations"):
         train(tmp_path, 40).run()
     ledger = ledger_of(tmp_path)
     assert ledger.iterations.tolist() == list(range(33, 41))

@@ -94,14 +94,14 @@ def test_the_manifest_of_a_snapshot_that_is_kept_is_read_once(tmp_path):
 
 
 def test_where_none_is_sound_the_run_is_refused(tmp_path):
-    """To start anew would bury what may still be saved by hand: nothing is moved, nothing trained."""
+    """To start again would bury what may still be saved by hand: nothing is moved, nothing trained."""
     go(tmp_path, 2)
     for k in (1, 2):
         flip(tmp_path / f"snapshot_iter_{k}/state.json")
     trainer = trainer_of(tmp_path, 4, (snapshot(autoload=True), EVERY))
     with (
         pytest.warns(UserWarning, match="is passed over"),
-        pytest.raises(CorruptError, match=r"none of the snapshots \['snapshot_iter_2', 'snapshot_iter_1'\].*start anew"),
+        pytest.raises(CorruptError, match=r"none of the snapshots \['snapshot_iter_2', 'snapshot_iter_1'\].*start again"),
     ):
         trainer.run()
     assert trainer.updater.iteration == 0
@@ -159,7 +159,7 @@ def test_a_finished_run_does_nothing_and_writes_no_snapshot(tmp_path):
 
 @pytest.mark.parametrize("filename", ["snapshot_iter_{.updater.iteration}", "last", lambda trainer: "last"])
 def test_the_end_of_the_run_is_saved_though_no_trigger_fires(tmp_path, filename):
-    """So that a rerun with a later stop goes on from there, and the same rerun does nothing."""
+    """So that a rerun with a later stop continues from there, and the same rerun does nothing."""
     for stop, expected in ((4, [1, 2, 3, 4]), (4, []), (5, [5])):
         witness = Witness()
         run(tmp_path, stop, (snapshot(filename, autoload=True), (1, "epoch")), witness, seed=stop)
@@ -184,7 +184,7 @@ def test_a_link_is_continued_from_too(tmp_path, whole):
 
 
 def test_a_target_is_put_back_before_the_run(tmp_path):
-    """A pretrained part, say, which the run then starts from: the trainer itself starts anew."""
+    """A pretrained part, say, which the run then starts from: the trainer itself starts again."""
     model = Net()
     run(tmp_path, 2, (snapshot(target=model), EVERY), model=model)
     trained, fresh, seen = weights_of(model), Net(), []

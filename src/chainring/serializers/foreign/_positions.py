@@ -92,7 +92,7 @@ def _of_batches(path: Path, own: Mapping[str, Any], saved: ForeignCheckpoint, re
             "and the same batch size"
         )
     if taken and (own.get("loader") is not None or own["epoch_length"] != length):
-        report.append("not taken: the place in the epoch, because the loader keeps its own; it begins that epoch anew")
+        report.append("not taken: the place in the epoch, because the loader keeps its own; it begins that epoch again")
         taken = 0
     return {
         f"{_ITERATOR}epoch": epoch,

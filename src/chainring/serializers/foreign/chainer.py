@@ -115,7 +115,7 @@ def _optimizer(where: str, arrays: Mapping[str, Any]) -> SavedOptimizer:
         step = entries.pop("t", torch.tensor(0))
         if frozenset(entries) not in _RULES:
             raise ValueError(
-                f"{where} has {sorted(entries)} of {name!r}, as no optimizer of torch has: begin with another anew"
+                f"{where} has {sorted(entries)} of {name!r}, as no optimizer of torch has: start with a new one"
             )
         setting, names = _RULES[frozenset(entries)]
         settings.add(setting)
@@ -125,6 +125,6 @@ def _optimizer(where: str, arrays: Mapping[str, Any]) -> SavedOptimizer:
         elif names:
             state[name]["step"] = step.to(torch.float32)
     if len(settings) > 1:
-        raise ValueError(f"{where} has parameters with several update rules: begin with another optimizer anew")
+        raise ValueError(f"{where} has parameters with several update rules: start with a new optimizer")
     kept = {name: entries for name, entries in state.items() if entries}
     return SavedOptimizer(kept, [], [list(state)], required=next(iter(settings), None))

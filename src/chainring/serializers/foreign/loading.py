@@ -130,7 +130,7 @@ def _plan_optimizers(
 ) -> list[OptimizerPlan]:
     own, theirs = updater.get_all_optimizers(), saved.optimizers
     if not theirs:
-        report.append("not there: the state of an optimizer, which begins anew")
+        report.append("not there: the state of an optimizer, which starts again")
         return []
     names = own.keys() if own.keys() == theirs.keys() else theirs.keys()
     is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
@@ -156,7 +156,7 @@ def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict:
     if not saved.schedulers and not extensions:
         return []
     if not saved.schedulers:
-        report.append("not there: the state of a scheduler, which begins anew")
+        report.append("not there: the state of a scheduler, which starts again")
         return []
     if not extensions:
         report.append(

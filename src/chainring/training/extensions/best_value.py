@@ -23,7 +23,7 @@ class BestValue(Extension):
 
     It observes each iteration what has been reported when its turn comes. When its trigger fires it compares the mean since
     that last fired, weighted as the updates are, with the best so far, as `BestValueTrigger` does: an equal one is not
-    better, and NaN never is. A run that is resumed goes on with the best so far.
+    better, and NaN never is. A run that is resumed continues with the best so far.
 
     Example::
 

@@ -66,7 +66,7 @@ class Evaluator(Extension):
         loss_func: ``loss_func(model, *inputs)`` is called with the main target, as the updater does; by default the
             updater's for a model of its own, unless there is an ``eval_func``.
         progress_bar: whether a terminal or a notebook shows a bar of the batches during an evaluation.
-        virtual_ranks: evaluates each batch in so many parts, the examples ``batch[v::virtual_ranks]`` in part v, each with
+        virtual_ranks: evaluates each batch in this many parts, the examples ``batch[v::virtual_ranks]`` in part v, each with
             random numbers of its own, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks. By
             default it is that of the updater. What a forward changes in buffers is undone, and images, texts and histograms
             are those of part 0. A metric object of torchmetrics is exact if its states are counts; one of your own that has

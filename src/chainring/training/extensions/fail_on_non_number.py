@@ -43,7 +43,7 @@ class FailOnNonNumber(Extension):
     With ``"stop"`` and ``"rollback"`` the check is computed on the device and read one iteration later, so that the loop
     does not wait for it; a snapshot waits for the check of its own iteration, so it never contains such an update.
     The run then goes back to its newest snapshot and repeats the iterations up to the update, which is saved.
-    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and goes on. Without a snapshot to go back to,
+    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. Without a snapshot to go back to,
     both end the run one iteration after the update. ``"skip"`` waits for the check in every iteration, and skips each
     step whose loss or gradients are not finite.
 

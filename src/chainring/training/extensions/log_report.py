@@ -198,7 +198,7 @@ class LogReport(Extension):
             except Exception as error:
                 self._working.remove(writer)
                 failure = f"{type(writer).__name__} failed and gets no more rows: {type(error).__name__}: {error}"
-                warn(f"{failure}. Training goes on, and so do the log and the other writers")
+                warn(f"{failure}. Training continues, and so do the log and the other writers")
 
     def finalize(self) -> None:
         self._media.close()
@@ -285,8 +285,8 @@ class StoredRows:
 def _warn_of_loss(stored: StoredRows) -> None:
     number = f", {stored.count} of them" if stored.count else ""
     warn(
-        f"the log goes on without its earlier rows{number}: {stored.path} does not begin with the {stored.size} bytes that "
-        "it had when the snapshot was taken; move a snapshot together with the files beside it",
+        f"the log continues without its earlier rows{number}: {stored.path} does not begin with the {stored.size} bytes "
+        "that it had when the snapshot was taken; move a snapshot together with the files beside it",
     )
 
 
@@ -393,7 +393,7 @@ class _MediaLog:
     """Collects what is reported until the next row of a log, and appends it as one line to a file beside the log.
 
     A line has the number of its row, counted from 0, the counters, and what was reported by key. The file is made with the
-    first line. When a run goes on from a snapshot, it is cut back to the lines that it had then.
+    first line. When a run continues from a snapshot, it is cut back to the lines that it had then.
     """
 
     def __init__(self, filename: str | None) -> None:
@@ -422,7 +422,7 @@ class _MediaLog:
             return
         if self._size:
             warn(
-                f"the log goes on without the images, texts and histograms of its earlier rows: {path} does not begin "
+                f"the log continues without the images, texts and histograms of its earlier rows: {path} does not begin "
                 f"with the {self._size} bytes that it had when the snapshot was taken; move a snapshot together with "
                 "the files beside it",
             )

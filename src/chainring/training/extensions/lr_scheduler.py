@@ -56,7 +56,7 @@ class _Settings(NamedTuple):
 class LRScheduler(Extension):
     """Steps a scheduler of ``torch.optim.lr_scheduler``, by default after every epoch.
 
-    The scheduler may be made before or after the updater, and before or after a snapshot is loaded: a resumed run goes on
+    The scheduler may be made before or after the updater, and before or after a snapshot is loaded: a resumed run continues
     with the saved learning rates, momenta and counts. A setting of the scheduler that the script has changed since the
     saved run holds, and is printed. If the script has changed the learning rate of the optimizer, the saved rate is
     scaled by the ratio of the two.

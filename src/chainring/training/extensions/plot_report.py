@@ -36,7 +36,7 @@ class PlotReport(Extension):
     """Draws a curve of the means of each reported value over intervals, in an image in the trainer's ``out``.
 
     It observes each iteration what has been reported when its turn comes; when its trigger fires it adds a point to each
-    curve whose key was reported since, and draws the image anew. The image is replaced by a rename, so a viewer never sees
+    curve whose key was reported since, and draws the image again. The image is replaced by a rename, so a viewer never sees
     half of one. Matplotlib draws without a window, and its settings of the process are left alone.
 
     Example::

@@ -294,8 +294,8 @@ def _write_at(descriptor: int, content: bytes, start: int, path: Path) -> None:
 
 def _warn_of_loss(written: _Written) -> None:
     warn(
-        f"the recorder goes on without its earlier iterations: {written.path} does not begin with the {written.size} bytes "
-        "that it had when the snapshot was taken; move a snapshot together with the files beside it",
+        f"the recorder continues without its earlier iterations: {written.path} does not begin with the {written.size} "
+        "bytes that it had when the snapshot was taken; move a snapshot together with the files beside it",
     )
 
 

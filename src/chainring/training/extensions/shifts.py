@@ -29,7 +29,7 @@ class Shift(Extension):
     """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
     State is the number of calls and, where ``init`` is ``None``, the value that the script had constructed. So a resumed
-    run neither decays twice nor starts anew. If its script constructs another value, this is a changed setting, from
+    run neither decays twice nor starts again. If its script constructs another value, this is a changed setting, from
     which the shift is then computed.
     """
 
@@ -63,11 +63,11 @@ class Shift(Extension):
         self._was_last: bool | None = None  # to set the attribute, in the saved run; None if there was none
 
     def factor(self, calls: int) -> float:
-        """Return the factor of the initial value after so many calls; a subclass defines it, or `value`."""
+        """Return the factor of the initial value after this number of calls; a subclass defines it, or `value`."""
         raise NotImplementedError(f"{type(self).__name__} must define factor(calls) or value(calls, init)")
 
     def value(self, calls: int, init: float) -> float:
-        """Return the value of the attribute after so many calls."""
+        """Return the value of the attribute after this number of calls."""
         if not init:
             return init
         value = init * self.factor(calls)
@@ -361,10 +361,10 @@ class StepShift(Shift):
 
 
 class WarmupShift(Shift):
-    """Moves an attribute from ``warmup_start`` to ``init`` in so many calls, in equal steps.
+    """Moves an attribute from ``warmup_start`` to ``init`` in ``warmup_iter`` calls, in equal steps.
 
     Before the first update it is ``warmup_start``. After the last of those calls it leaves the attribute alone, so that
-    another shift may go on from there.
+    another shift may continue from there.
 
     Example::
 

@@ -44,8 +44,8 @@ class Snapshot(Extension):
     """Saves the state of the run when its trigger fires, in a directory that is complete or absent.
 
     It is taken after the last extension of an iteration, so that a run continued from it is bit for bit the run that went
-    on. Writing goes on beside the training, which stops only for one copy of the state; one write is under way at a time.
-    A write that fails is raised at the next snapshot, or at the end; `on_failure` may let the training go on instead.
+    on. Writing continues beside the training, which stops only for one copy of the state; one write is under way at a time.
+    A write that fails is raised at the next snapshot, or at the end; `on_failure` may let the training continue instead.
 
     A name with ``{.updater.iteration}`` belongs to one snapshot. Any other, such as ``"best"``, is a symbolic link to the
     snapshot ``<name>_iter_<iteration>``: the next of the same name is committed first, then the link is replaced by one
@@ -283,10 +283,10 @@ class Snapshot(Extension):
     def on_failure(self, error: OSError) -> None:
         """Handle a snapshot that could not be written: by default the error is raised, and the training stops.
 
-        Override it, or assign a function, to let the training go on::
+        Override it, or assign a function, to let the training continue::
 
             taken = extensions.snapshot()
-            taken.on_failure = lambda error: warnings.warn(f"{error}; training goes on")
+            taken.on_failure = lambda error: warnings.warn(f"{error}; training continues")
 
         Raises:
             OSError: the error.

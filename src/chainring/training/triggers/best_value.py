@@ -217,7 +217,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
         trainer.initialize_trigger(self.max_trigger)
 
     def __call__(self, trainer: Trainer) -> bool:
-        # Both are settings, and the answer is not kept: a run that is resumed with more patience goes on.
+        # Both are settings, and the answer is not kept: a run that is resumed with more patience continues.
         is_reached = self.max_trigger(trainer)
         super().__call__(trainer)
         return is_reached or self._count >= self.patience

@@ -112,7 +112,7 @@ class IntervalTrigger(Trigger):
 class TimeTrigger(Trigger):
     """Fires once in each ``period`` seconds of training, by a monotonic clock.
 
-    It first fires after one period. After a long pause it fires once and goes on with the next multiple of the period,
+    It first fires after one period. After a long pause it fires once and continues with the next multiple of the period,
     never several times in a row to catch up. Time between two runs does not count.
 
     Example::

@@ -63,7 +63,7 @@ class CompiledUpdate:
             self._prepare()
             try:
                 weight = self._compute(steps, inputs)
-            except Unsupported:  # it is compiled for the first time, or anew, and differentiates
+            except Unsupported:  # it is compiled for the first time, or again, and differentiates
                 with torch._dynamo.config.patch(trace_autograd_ops=True):
                     weight = self._compute(steps, inputs)
         except (TorchDynamoException, FailOnRecompileLimitHit, _HookError) as error:

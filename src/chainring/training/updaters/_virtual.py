@@ -89,7 +89,7 @@ class VirtualRanks:
     """Computes an update for one virtual rank after the other, and lets all meet where an optimizer steps.
 
     Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics. Where an
-    ``update_core`` may go on after a step, each runs in a thread of its own, of which one runs at a time.
+    ``update_core`` may continue after a step, each runs in a thread of its own, of which one runs at a time.
 
     Attributes:
         count: the number of virtual ranks, of all ranks together.
@@ -214,7 +214,7 @@ class VirtualRanks:
     # --- parts ---
 
     def enter(self, part: Part) -> None:
-        """Let a part begin, or go on."""
+        """Let a part begin, or continue."""
         self.part = part
         self._activate(part)
         self._statistics.put(part.buffers)
@@ -325,7 +325,7 @@ class VirtualRanks:
     def meet(self, names: list[str], optimizers: list[Optimizer], weights: list[Any]) -> None:
         """Come to a step of optimizers with the gradients of the part, and wait until they have stepped.
 
-        A single part goes on at once. Where no ``update_core`` of one's own may go on after the step, all parts end first.
+        A single part continues at once. If no ``update_core`` of your own may continue after the step, all parts end first.
 
         Args:
             names: of the optimizers.
@@ -455,7 +455,7 @@ class _Threads:
                 thread.join()
 
     def _continue(self, part: Part) -> None:
-        """Let a part go on to its next step, or to its end."""
+        """Let a part continue to its next step, or to its end."""
         if part.number in self._running:
             self._ranks.enter(part)
             self._turns[part.number].release()

@@ -148,7 +148,7 @@ class StandardUpdater(Updater):
             and before the first of each other shape of a batch. An update that cannot be compiled, such as any by torch
             before 2.13, runs as it is, and a warning says why; so does one that `dump_graph` or a `Profiler` watches, which
             need its graph and its phases.
-        virtual_ranks: computes each update as so many parts, whatever the number of ranks, and sums them in one order, so
+        virtual_ranks: computes each update in this many parts, for any number of ranks, and sums them in one order, so
             that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to ``virtual_ranks``
             ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, its own random numbers and statistics of the
             batch, and runs ``update_core`` once; all meet in `step`.
@@ -266,7 +266,7 @@ class StandardUpdater(Updater):
             forward = model if self.loss_func is None else partial(self.loss_func, model)
             self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
         elif compiles:
-            stages = "accumulation, ranks, virtual ranks, callbacks, fp16, closures and stages of one's own"
+            stages = "accumulation, ranks, virtual ranks, callbacks, fp16, closures and your own stages"
             warn_not_compiled(f"{stages} need an update in stages")
 
     def _overrides(self, *names: str) -> bool:
