@@ -246,7 +246,12 @@ class Comet:
         return {}
 
     def check(self, place):
-        (path,) = (place.out / "comet").glob("*.zip")
+        archives = list((place.out / "comet").glob("*.zip"))
+        if len(archives) != 1:
+            raise WrongEndError(
+                f"there are the archives {archives}, and its own is {place.own('comet_run.json', 'archives')}"
+            )
+        (path,) = archives
         with zipfile.ZipFile(path) as archive:
             sent = [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
         points = [message["payload"]["metric"] for message in sent if message["type"] == "metric_msg"]
@@ -269,7 +274,8 @@ def kills(bench, number, draw, place):
     """Kills a run again and again, at random or while its writer is at work, until it completes; then runs it once more."""
     service, there = SERVICES[number % len(SERVICES)], Place(place)
     name = type(service).__name__
-    environment = QUIET | service.prepare(bench, place)
+    (place / "tmp").mkdir()  # where killed processes leave what they have begun
+    environment = QUIET | service.prepare(bench, place) | {"TMPDIR": str(place / "tmp")}
     counts, most, start = Counter(), draw.randint(1, MOST), "autoload"
     while True:
         seconds, flushes = draw.choice([0.0, 0.02, 0.05]), draw.random() < 0.5

@@ -116,3 +116,28 @@ def test_images_texts_and_histograms_are_there(tmp_path):
     sent = [message["payload"] for message in messages(path)[1] if message["type"] == "file_upload"]
     for kind in ("visualization", "text-sample", "asset"):
         assert [each["additional_params"]["step"] for each in sent if each["upload_type"] == kind] == SEEN
+
+
+def test_an_archive_of_a_start_that_is_killed_at_its_beginning_is_removed_too(tmp_path, monkeypatch):
+    """Comet begins one at once; here the process ends when it was made, before anything else is done with it."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(chainring.__file__).parent.parent))
+    train(tmp_path, writer(), length=4)
+    program = f"""
+import functools, os, sys
+import comet_ml
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from killed_service import SERVICES
+from written import train
+start = comet_ml.start
+@functools.wraps(start)
+def killed(**settings):
+    start(**settings)
+    os.kill(os.getpid(), 9)
+comet_ml.start = killed
+train({str(tmp_path)!r}, SERVICES["comet"](), config={{"lr": 0.5}})
+"""
+    killed = forked.run(["-c", program])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    train(tmp_path, writer())
+    (path,) = archives(tmp_path)
+    assert metrics(path) == LOSSES

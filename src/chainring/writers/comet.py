@@ -6,6 +6,8 @@ import glob
 import inspect
 import io
 import json
+import os
+import uuid
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,22 +62,22 @@ class CometWriter(Writer):
             )
         self._experiment: Any = None
         self._archives: Path | None = None  # where those of the run are
-        self._earlier: list[Path] = []
+        self._earlier: list[str] = []  # the keys of experiments of earlier starts
 
     def begin(self, run: Run) -> None:
-        self._archives = archives = Path(self._config.get("offline_directory") or run.out / "comet")
+        self._archives = Path(self._config.get("offline_directory") or run.out / "comet")
         earlier = load_service_run(run.out / _FILE).get("archives", [])
-        self._earlier = [path for key in map(str, earlier) for path in archives.glob(f"{glob.escape(key)}*.zip")]
-        self._open()
-        key = self._experiment.get_key()
-        keys = [*(name for name in earlier if any(path.name.startswith(str(name)) for path in self._earlier)), key]
-        save_service_run(run.out / _FILE, {"key": key, "archives": keys})
+        key = str(self._start.get("experiment_key") or os.environ.get("COMET_EXPERIMENT_KEY") or uuid.uuid4().hex)
+        self._earlier = [str(each) for each in earlier if each != key]
+        # Before Comet has it, because an archive is begun at once, also by a process that is killed then.
+        save_service_run(run.out / _FILE, {"key": key, "archives": [*self._earlier, key]})
+        self._open(key)
         self._experiment.log_parameters({str(key): value for key, value in run.config.items()})
         for record in run.records:
             self.write(record)
 
-    def _open(self) -> None:
-        settings = dict(self._start)
+    def _open(self, key: str | None = None) -> None:
+        settings = {"experiment_key": key, **self._start}
         if "experiment_config" not in settings:
             place = {}
             if settings.get("online") is False and self._archives is not None:
@@ -106,7 +108,9 @@ class CometWriter(Writer):
         if experiment is None:
             return
         experiment.end()
-        made = [] if self._archives is None else self._archives.glob(f"{glob.escape(experiment.get_key())}*.zip")
-        if any(map(zipfile.is_zipfile, made)):
-            for path in self._earlier:
+        if any(map(zipfile.is_zipfile, self._archives_of(experiment.get_key()))):
+            for path in [path for key in self._earlier for path in self._archives_of(key)]:
                 path.unlink(missing_ok=True)
+
+    def _archives_of(self, key: str) -> list[Path]:
+        return [] if self._archives is None else [*self._archives.glob(f"{glob.escape(key)}*.zip")]
