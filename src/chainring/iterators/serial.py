@@ -20,6 +20,7 @@ from chainring.serializers.base import AbstractSerializer, Serializer, announce_
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
 
+_LITTLE_ENDIAN = np.dtype("<i8")
 _SAMPLED = ("seed", "epoch", "size")
 
 OrderKey = tuple[int, int]
@@ -224,7 +225,7 @@ class IndexedIterator(Iterator):
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
-        return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))
+        return None if indices is None else digest(np.ascontiguousarray(indices, _LITTLE_ENDIAN))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)

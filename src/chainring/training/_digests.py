@@ -45,6 +45,7 @@ class Batches:
     def __init__(self, updater: Updater) -> None:
         self._named = updater.get_all_iterators()
         self._iterators = [each for each in self._named.values() if hasattr(each, "batch_place")]
+        self._is_known = len(self._iterators) == len(self._named)
 
     def take(self) -> list[Any]:
         """Return the places behind the batches last taken."""
@@ -52,13 +53,16 @@ class Batches:
 
     def digest(self, start: list[Any], stop: list[Any]) -> int:
         """Return 64 bits of the batches between two places; 0 where an iterator does not tell, or there is none."""
-        found: list[Any] = [
-            None if first is None or last is None else iterator.batch_digest(first, last)
-            for iterator, first, last in zip(self._iterators, start, stop, strict=True)
-        ]
-        if len(found) < len(self._named) or not found or None in found:
-            return 0
-        return int(found[0]) if len(found) == 1 else digest(repr(list(zip(self._named, found, strict=True))).encode())
+        found: list[int] = []
+        for iterator, first, last in zip(self._iterators, start, stop, strict=True):
+            if not self._is_known or first is None or last is None:
+                return 0
+            if (each := iterator.batch_digest(first, last)) is None:
+                return 0
+            found.append(each)
+        if len(found) < 2:
+            return int(found[0]) if found else 0
+        return digest(repr(list(zip(self._named, found, strict=True))).encode())
 
 
 class StateDigests:
@@ -76,14 +80,13 @@ class StateDigests:
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
         parts = assign_writers(sharded, comm.world) if sharded else {}
         self.names = list(tensors)
-        self._salts = [stable_hash(str(tensor.dtype), *tensor.shape) for tensor in tensors.values()]
+        self._salts = [_salt(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         self.sums: list[Tensor] = []
         self._indices: list[list[int]] = []
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for index, (name, tensor) in enumerate(tensors.items() if comm.is_main else ()):
             if name not in sharded:
-                whole = [Shard(tensor, (0,) * tensor.ndim, tensor.shape)]
-                by_device.setdefault(tensor.device, []).append((index, _sum(whole, tensor.device)))
+                by_device.setdefault(tensor.device, []).append((index, _sum_whole(tensor)))
         for pairs in by_device.values():
             self._add([index for index, _ in pairs], torch.stack([each for _, each in pairs]))
         if sharded:
@@ -149,9 +152,18 @@ def _add_tensors(path: str, value: Any, found: dict[str, Tensor]) -> None:
 
 def digest_tensor(tensor: Tensor) -> int:
     """Return the digest of a tensor that is whole."""
-    total = _sum([Shard(tensor, (0,) * tensor.ndim, tensor.shape)], tensor.device)
-    salt = stable_hash(str(tensor.dtype), *tensor.shape)
-    return int(_mix(np.array([(int(total) + salt) % _UINT64], np.uint64))[0])
+    total = int(_sum_whole(tensor)) + _salt(tensor.dtype, tensor.shape)
+    return int(_mix(np.array([total % _UINT64], np.uint64))[0])
+
+
+@lru_cache(1024)
+def _salt(dtype: torch.dtype, shape: torch.Size) -> int:
+    return stable_hash(str(dtype), *shape)
+
+
+def _sum_whole(tensor: Tensor) -> Tensor:
+    """Return the sum over all elements of a tensor of the products of bits and numbers, without a dimension."""
+    return _sum_run(_as_integers(tensor).reshape(-1), 0)
 
 
 def _sum(shards: Sequence[Shard], device: torch.device) -> Tensor:
@@ -200,22 +212,34 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
 def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
     numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
+    if bits.device.type == "cpu":
+        return _sum_run_on_host(np.from_dlpack(bits), start, numbers.numpy(), in_row.numpy())
     sums, at = [], 0
     while at < len(bits):
-        row, column = divmod(start + at, _ROW)
-        rows = min(len(bits) - at, _CHUNK) // _ROW if column == 0 else 0
+        row, column, rows = _next_rows(at, start, len(bits))
         part = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
-        of_rows = _multiply(part, in_row[column : column + part.shape[1]])
+        of_rows = part.to(torch.int64).mul_(in_row[column : column + part.shape[1]]).sum(1)
         sums.append(of_rows.mul_(numbers[row : row + len(part)]).sum())
         at += part.numel()
     return _add_up(sums, bits.device)
 
 
-def _multiply(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return for each row of integers the sum of their products with numbers of 64 bits."""
-    if rows.device.type == "cpu":  # in one pass over the memory, and the same on any number of threads
-        return torch.from_numpy(np.einsum("ij,j->i", np.from_dlpack(rows), np.from_dlpack(numbers)))
-    return rows.to(torch.int64).mul_(numbers).sum(1)
+def _sum_run_on_host(bits: NDArray[Any], start: int, numbers: NDArray[np.int64], in_row: NDArray[np.int64]) -> Tensor:
+    """Do the same in one pass over the memory, and with the same result on any number of threads."""
+    total = at = 0
+    while at < len(bits):
+        row, column, rows = _next_rows(at, start, len(bits))
+        part = bits[at : at + (rows * _ROW or _ROW - column)].reshape(rows or 1, -1)
+        of_rows = np.einsum("ij,j->i", part, in_row[column : column + part.shape[1]])
+        total += int(np.einsum("i,i->", of_rows, numbers[row : row + len(part)]))
+        at += part.size
+    return torch.from_numpy(np.array(total % _UINT64, np.uint64).view(np.int64))
+
+
+def _next_rows(at: int, start: int, count: int) -> tuple[int, int, int]:
+    """Return the row and the column of the next of ``count`` elements, and how many whole rows to multiply; or 0."""
+    row, column = divmod(start + at, _ROW)
+    return row, column, 0 if column else min(count - at, _CHUNK) // _ROW
 
 
 def _numbers(elements: int, device: torch.device) -> Tensor:

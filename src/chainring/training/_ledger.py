@@ -187,12 +187,11 @@ class Block:
     def encode(self, known: Sequence[str]) -> bytes:
         """Return the block as it lies in the file, after digests of tensors with these names."""
         names = list(dict.fromkeys(name for _, _, losses in self.rows for name in losses))
-        array = np.zeros(len(self.rows), _row_type(len(names)))
-        for index, (batch, generators, losses) in enumerate(self.rows):
+        text, pack = _json(names), struct.Struct(f"<QQ{len(names)}Q{len(names)}B").pack  # as `_row_type` has it
+        parts = [_NAMES.pack(len(text)), text]
+        for batch, generators, losses in self.rows:
             row = [losses.get(name, (0, 0)) for name in names]
-            array[index] = (batch, generators, [bits for bits, _ in row], [kind for _, kind in row])
-        text = _json(names)
-        parts = [_NAMES.pack(len(text)), text, array.tobytes()]
+            parts.append(pack(batch, generators, *[bits for bits, _ in row], *[kind for _, kind in row]))
         for iteration, (tensors, values) in self.digests.items():
             text = b"" if list(tensors) == list(known) else _json(tensors)
             known = tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -212,9 +211,12 @@ class _Row(NamedTuple):
 
     def find_losses(self) -> dict[str, Any]:
         """Return the losses that are recorded."""
-        numbers = [value[0] if type(value) is tuple and len(value) == 2 else value for value in self.values]
-        found = {name: value for name, value in zip(self.names, numbers, strict=True) if is_scalar(value)}
-        return dict(itertools.islice(found.items(), _LOSSES))
+        found: dict[str, Any] = {}
+        for name, value in zip(self.names, self.values, strict=True):
+            number = value[0] if type(value) is tuple and len(value) == 2 else value
+            if len(found) < _LOSSES and is_scalar(number):
+                found[name] = number
+        return found
 
 
 @dataclass(frozen=True, slots=True)
