@@ -246,13 +246,11 @@ class Comet:
         return {}
 
     def check(self, place):
-        archives = list((place.out / "comet").glob("*.zip"))
-        if len(archives) != 1:
-            raise WrongEndError(
-                f"there are the archives {archives}, and its own is {place.own('comet_run.json', 'archives')}"
-            )
-        (path,) = archives
-        with zipfile.ZipFile(path) as archive:
+        own, earlier = place.own("comet_run.json", "key")
+        files = [path for path in (place.out / "comet").glob("*.zip") if path.stem not in earlier]
+        if [path.stem for path in files] != [own]:
+            raise WrongEndError(f"there are the archives {files}, and its own is {own}; of runs before there are {earlier}")
+        with zipfile.ZipFile(files[0]) as archive:
             sent = [json.loads(line) for line in archive.read("messages.json").decode().splitlines()]
         points = [message["payload"]["metric"] for message in sent if message["type"] == "metric_msg"]
         found = [(point["step"], point["metricName"], point["metricValue"]) for point in points]
