@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from chainring.datasets import TupleDataset
 from chainring.iterators import FunctionIterator, SerialIterator
 from chainring.nn import Classifier
+from chainring.serializers import load
 from chainring.training import StandardUpdater, Trainer, UpdateCallbacks, make_extension
 from chainring.training.extensions import Evaluator, LogReport, PrintReport, ProgressBar, Recorder, snapshot
 
@@ -155,6 +156,48 @@ def with_snapshots_kept(counts: Sequence[int], out: Path, rounds: int) -> dict[i
     trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
     trainer.run()
     return found
+
+
+def of_many_tensors(tensors: int, out: Path, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds for which a snapshot of so many tensors stops the loop, and those to load it, and its megabytes."""
+
+    class Small(nn.Module):
+        """Parameters of four numbers each; Adam has three tensors more of each."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(tensors // 4)])
+
+    def trainer_of_small() -> Trainer:
+        model = Small()
+        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(4)
+        optimizer.step()
+        updater = StandardUpdater(SerialIterator(TupleDataset(torch.zeros(1)), 1), optimizer, model)
+        return Trainer(updater, (rounds + 1, "iteration"), out=str(out))
+
+    found: dict[str, list[float]] = {"stop, s": [], "load, s": [], "text, MB": []}
+    taken, trainer = snapshot("small", n_retains=1), trainer_of_small()
+
+    def save(trainer: Trainer) -> None:
+        began = time.perf_counter()
+        taken(trainer)
+        found["stop, s"].append(time.perf_counter() - began)
+        taken.wait()
+
+    trainer.updater.update = lambda: setattr(trainer.updater, "iteration", trainer.updater.iteration + 1)  # type: ignore[method-assign]
+    trainer.extend(taken, trigger=lambda trainer: False)
+    trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
+    trainer.run()
+    size = sum(file.stat().st_size for file in (out / "small").iterdir())
+    found["text, MB"] = [(size - 13 * 4 * (tensors // 4)) / 1e6]
+    for _ in range(rounds):
+        other = trainer_of_small()
+        began = time.perf_counter()
+        load(out / "small", other)
+        found["load, s"].append(time.perf_counter() - began)
+    return {unit: values[1:] or values for unit, values in found.items()}
 
 
 def time_to_first_update(out: Path) -> float:

@@ -10,7 +10,7 @@ examples a second beside a DataLoader with as many workers; of a snapshot the ti
 one memcpy of the same tensors, whose number grows while their bytes stay the same. Another part is one run without the end
 of an epoch, with ten keys in an open interval and a row of another log every ten iterations: a snapshot after so many
 iterations, and the memory of the process. Then, what a recorder adds to an iteration, and the time until a snapshot is on
-the disk where so many others are kept.
+the disk where so many others are kept, and what a snapshot of many small tensors takes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXTENSIONS, KEYS, LAYERS = (1, 10, 100), (1, 10, 100), (2, 20, 100)
 UNITS = (50, 200)
 WORKERS = (0, 1, 2, 4)
 TENSORS, MEGABYTES = (8, 80, 400), 100
-KEPT = (1, 100, 1_000)
+KEPT, SMALL = (1, 100, 1_000), (500, 5_000, 50_000)
 Result = dict[str, Any]
 
 
@@ -115,9 +115,18 @@ def kept(out: Path, args: argparse.Namespace) -> list[Result]:
     return [_result("a snapshot until it is on the disk", "kept before", n, figure(times[n]), "ms") for n in KEPT]
 
 
+def small_tensors(out: Path, args: argparse.Namespace) -> list[Result]:
+    """Seconds of a snapshot of many tensors of four numbers each, and what it has beside the numbers."""
+    results = []
+    for number in SMALL:
+        of_number = _chainring.of_many_tensors(number, out / f"small{number}", args.rounds)
+        results += [_result("a snapshot of small tensors", "tensors", number, figure(v), u) for u, v in of_number.items()]
+    return results
+
+
 PARTS: dict[str, Callable[[Path, argparse.Namespace], list[Result]]] = {
     "iterations": iterations, "epochs": whole_epochs, "data": batches, "snapshots": snapshots, "lengths": lengths,
-    "recorder": recorder, "kept": kept,
+    "recorder": recorder, "kept": kept, "small": small_tensors,
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """What is saved comes back to the last bit, or an error says why not."""
 
+import gc
 import os
 import pickle
 
@@ -169,3 +170,30 @@ def test_a_file_of_torch_save_without_a_model_is_refused_and_named(tmp_path):
             ValueError, match=rf"{name} is a file such as torch.save .* torch.load\(path, weights_only=True\)"
         ):
             serializers.load(tmp_path / name, nn.Linear(2, 2))
+
+
+class Watched:
+    """State of which loading fails; notes whether garbage is collected then."""
+
+    def __init__(self):
+        self.seen = None
+
+    def serialize(self, serializer):
+        if serializer("number", 3) == 3 and isinstance(serializer, serializers.Deserializer):
+            self.seen = gc.isenabled()
+            raise ValueError("fails to load")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_loading_leaves_the_collection_of_garbage_as_it_was(tmp_path, is_enabled):
+    """Also where it fails. Meanwhile none is looked for among the many objects of a large state."""
+    watched = Watched()
+    serializers.save(tmp_path / "state", watched)
+    collect = gc.enable if is_enabled else gc.disable
+    collect()
+    try:
+        with pytest.raises(ValueError, match="fails to load"):
+            serializers.load(tmp_path / "state", watched)
+        assert (watched.seen, gc.isenabled()) == (False, is_enabled)
+    finally:
+        gc.enable()

@@ -55,6 +55,7 @@ from chainring.serializers.base import (
     restore_layouts,
     serialize_method,
     state_entries,
+    without_collections,
 )
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def load_snapshot(
     Each part is read and verified by one of them. Where there are several, and where the snapshot lies in an object store,
     what is damaged may show only when some of the object has been filled.
     """
-    with StoredTensors(source, STATE, comm.world) as stored:
+    with without_collections(), StoredTensors(source, STATE, comm.world) as stored:
         state = _values.decode(stored.text, stored.tensors)
         _load_state(state, obj, path_in_snapshot, strict, source, stored)
 

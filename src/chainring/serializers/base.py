@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import itertools
 import warnings
@@ -280,6 +281,23 @@ def _format_changes(settings: Iterable[ChangedSetting]) -> str:
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
     return "\n".join(["resumed with other settings than the saved run:", *lines])
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Leave the garbage alone during the block, in which many objects are made that stay.
+
+    Python looks for cycles each time that enough objects were made, among all of them: of states with many tensors that
+    takes half of the time.
+    """
+    # hot path: "stop for a snapshot" in benchmarks/growth.py
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:

@@ -27,7 +27,13 @@ from chainring.serializers._checkpoint import (
     save_tensors,
 )
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Store, find_newest
-from chainring.serializers.base import StateCollector, has_state, is_module, serialize_method
+from chainring.serializers.base import (
+    StateCollector,
+    has_state,
+    is_module,
+    serialize_method,
+    without_collections,
+)
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 
@@ -245,11 +251,12 @@ class Snapshot(Extension):
             self._note_saved(iteration)
             return None
         self._begun_iteration = iteration
-        checkpoint = self._capture(trainer, comm)
-        if not comm.is_main and not checkpoint.is_sharded:
-            return None
-        if self.asynchronous:
-            checkpoint.tensors = self._staging.copy(checkpoint.tensors)
+        with without_collections():
+            checkpoint = self._capture(trainer, comm)
+            if not comm.is_main and not checkpoint.is_sharded:
+                return None
+            if self.asynchronous:
+                checkpoint.tensors = self._staging.copy(checkpoint.tensors)
         if not comm.is_main:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
         takers = {entry.name: entry.extension._series for entry in due} or {str(trainer.extension_name): self._series}
