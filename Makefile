@@ -68,13 +68,14 @@ docs: install  ## build the documents into build/docs, warnings being errors
 # Chainer runs on nothing newer than Python 3.11 and NumPy 1.23; with another Python its half of these tests is skipped.
 $(VENV)/.chainer: $(VENV)/.installed
 	$(PIP) --no-deps pytorch-pfn-extras==0.9.0
+	$(PIP) keras==3.15.1
 	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
 	  $(BIN)/python -m venv $(VENV)/chainer && \
 	  $(VENV)/chainer/bin/python -m pip install --quiet "numpy==1.23.5" "setuptools<60" wheel "matplotlib<3.8" pillow && \
 	  $(VENV)/chainer/bin/python -m pip install --quiet --no-build-isolation chainer==7.8.1; fi
 	touch $@
 
-migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer and pytorch-pfn-extras
+migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
 	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest tests/migration
 
 $(VENV)/.bench: $(VENV)/.installed
