@@ -14,6 +14,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ def environment(folder, name):
 
 def run(python, arguments, results):
     """Run pytest; return the numbers of its tests, and how many were skipped for which reason."""
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", results, *arguments]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", *arguments]
     subprocess.run(command, cwd=ROOT, check=False)
     cases = list(ElementTree.parse(results).getroot().iter("testcase"))
     skipped = Counter(found.get("message") for case in cases if (found := case.find("skipped")) is not None)
@@ -68,19 +69,21 @@ def row(python, counts):
     return f"| {' | '.join(cells)} |"
 
 
-def write_table(line, reasons):
-    """Put a row into the table, and below it why tests were skipped under that version."""
+def write_table(line, reasons, paths):
+    """Put a row into the table, and below it why tests were skipped under that version, and which were run if not all."""
     version = line.split(" | ")[0].removeprefix("| ")
     text = TABLE.read_text() if TABLE.exists() else ""
     rows = {each.split(" | ")[0].removeprefix("| "): each for each in re.findall(r"^\| \d.*", text, re.MULTILINE)}
     notes = dict(re.findall(r"^- (\S+) skips (.*)", text, re.MULTILINE))
     rows[version] = line
-    notes[version] = "; ".join(f"{count} tests: {reason}" for reason, count in sorted(reasons.items())) or "none"
+    notes[version] = "; ".join(f"{count}: {reason}" for reason, count in sorted(reasons.items())) or "none"
 
     def order(version):
         return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
     body = "\n".join(rows[each] for each in sorted(rows, key=order))
+    if paths:
+        notes[version] += f"; of all tests only those of these files were run: {', '.join(paths)}"
     below = "\n".join(f"- {each} skips {notes[each]}" for each in sorted(notes, key=order))
     TABLE.write_text(f"{HEAD}{body}\n\n{below}\n")
 
@@ -92,13 +95,14 @@ def main():
     parser.add_argument("--torch", nargs="+", choices=list(VERSIONS), default=list(VERSIONS))
     arguments, others = parser.parse_known_args()
     others = [each for each in others if each != "--"]
+    paths = [each for before, each in pairwise(["", *others]) if before != "--ignore" and each.startswith("tests/")]
     folder = arguments.environments.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     has_failed = False
     for name in arguments.torch:
         python = environment(folder, name)
         *counts, reasons = run(python, others, folder / f"{name}.xml")
-        write_table(row(python, counts), reasons)
+        write_table(row(python, counts), reasons, paths)
         has_failed |= counts[-1] > 0
     print(TABLE.read_text())
     sys.exit(has_failed)
