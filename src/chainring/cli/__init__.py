@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 
 from chainring._version import __version__
-from chainring.cli import batch, bisect, diff, export, inspect, replay, report, verify, verify_resume
+from chainring.cli import batch, bisect, completion, diff, export, inspect, replay, report, verify, verify_resume
 from chainring.cli._common import help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
 
-_COMMANDS = (report, inspect, verify, verify_resume, diff, replay, batch, bisect, export)
+_COMMANDS = (report, inspect, verify, verify_resume, diff, replay, batch, bisect, export, completion)
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
@@ -60,11 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = _parser()
+    parser = make_parser()
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
-    options = parser.parse_args(arguments)
+    if not arguments[0].startswith("-") and (problem := _find_unknown_command(arguments[0])):
+        return _fail(2, problem)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        return _fail(2, _describe_unknown(options.parser, unknown))
     try:
         status: int | None = options.run(options)
     except BrokenPipeError:
@@ -77,7 +82,8 @@ def _run(arguments: Sequence[str]) -> int:
     return status or 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         "chainring", description=_DESCRIPTION.strip(), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
     )
@@ -85,7 +91,29 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
+    for each in commands.choices.values():
+        each.set_defaults(parser=each)
     return parser
+
+
+def _find_unknown_command(given: str) -> str | None:
+    """Return words for a command that is not there, with the nearest that is."""
+    names = [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
+    if given in names:
+        return None
+    return f"there is no command {given!r}{_nearest(given, names)} `chainring --help` lists all"
+
+
+def _describe_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """Return words for arguments that a command does not take, with the nearest that it does."""
+    known = [name for action in parser._actions for name in action.option_strings]
+    shown = " ".join(f"{each!r}{_nearest(each.partition('=')[0], known)}" for each in unknown)
+    return f"`{parser.prog}` does not take {shown} `{parser.prog} --help` lists what it takes"
+
+
+def _nearest(given: str, names: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(given, names, n=1)
+    return f": did you mean {nearest[0]!r}?" if nearest else ";"
 
 
 def _fail(status: int, error: object) -> int:
