@@ -131,19 +131,20 @@ def test_smoothing_draws_the_mean_of_noise(chromium, tmp_path):
 def test_groups_of_charts_are_folded(chromium, tmp_path):
     """By the first part of their names; one with very many charts is closed at first."""
     rows = [
-        {"main/loss": 1.0, "validation/loss": 1.0, "lr": 1.0, "iteration": i} | {f"weights/{k}/std": 1.0 for k in range(30)}
+        {"main/loss": 1.0, "validation/loss": 1.0, "lr": 1.0, "iteration": i}
+        | {f"main/predictor/{k}/weight/std": 1.0 for k in range(30)}
         for i in range(5)
     ]
     with Reader(chromium, logged(tmp_path / "run", rows)) as reader:
         summaries = reader.page.locator("details.group > summary").all_inner_texts()
         assert [text.split() for text in summaries] == [
-            ["main", "1", "chart"], ["weights", "30", "charts"], ["other", "2", "charts"],
+            ["main", "1", "chart"], ["main/predictor", "30", "charts"], ["other", "2", "charts"],
         ]  # fmt: skip
         assert reader.page.get_by_role("heading", name="main/loss").is_visible()
-        assert not reader.page.get_by_role("heading", name="weights/7/std").is_visible()
-        reader.page.locator("summary", has_text="weights").press("Enter")
-        assert reader.curve("weights/0/std") > 20
-        reader.page.locator("summary", has_text="main").press("Enter")
+        assert not reader.page.get_by_role("heading", name="main/predictor/7/weight/std").is_visible()
+        reader.page.locator("summary", has_text="main/predictor").press("Enter")
+        assert reader.curve("main/predictor/0/weight/std") > 20
+        reader.page.locator("summary").get_by_text("main", exact=True).click()
         assert not reader.page.get_by_role("heading", name="main/loss").is_visible()
 
 

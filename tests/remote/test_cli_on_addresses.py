@@ -166,6 +166,14 @@ def test_report_shows_a_run_in_a_store(place, run, tmp_path, monkeypatch, capsys
     assert shown(capsys, "report", place, "--out", "sub/other.html").startswith("sub/other.html: ")
 
 
+def test_report_lays_a_run_in_a_store_over_one_on_the_disk(place, run, tmp_path, monkeypatch, capsys):
+    """And says that they are the same, as far as both go."""
+    monkeypatch.chdir(tmp_path)
+    about = json.loads(shown(capsys, "report", "--json", place, str(run[0])))
+    assert about == {"file": "report.html", "bytes": about["bytes"], "rows": 4, "runs": 2}
+    assert "are the same up to iteration" in (tmp_path / "report.html").read_text()
+
+
 def test_report_copies_no_snapshot(place, proxy, tmp_path, monkeypatch, capsys):
     """Without verifying them nothing of them but the manifests is read."""
     monkeypatch.chdir(tmp_path)

@@ -125,7 +125,7 @@ def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     try:
         with read_run_files(places[0]) as one, read_run_files(places[index]) as other:
             found = compare_runs(one, other, with_snapshots=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return Parting(index, None, f"Where {pair} part is not known: {error}")
     first = found.first
     if first is None:

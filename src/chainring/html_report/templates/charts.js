@@ -56,7 +56,8 @@ function chartsOf() {
     }
   }));
   const counts = new Map();
-  const firstPart = (chart) => chart.name.split("/", 1)[0];
+  // The names of parameters are long, and would hide the losses of their model in one group with them.
+  const firstPart = ({ name }) => name.split("/").slice(0, name.split("/").length > 3 ? 2 : 1).join("/");
   for (const chart of charts.values()) counts.set(firstPart(chart), (counts.get(firstPart(chart)) ?? 0) + 1);
   for (const chart of charts.values()) {
     const prefix = chart.isFirst ? "" : `${chart.log}: `;
