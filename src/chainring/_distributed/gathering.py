@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +154,9 @@ class _Exchange:
 
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh of which this one is a slice."""
-    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return attrgetter("_mesh_resources.get_root_mesh")(sys.modules["torch.distributed.device_mesh"])(mesh)  # to torch 2.9
 
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
