@@ -534,7 +534,7 @@ class DirectoryStore(Store):
         temporary = temporary_path(self.root)
         try:
             os.symlink(check_name(target), temporary, target_is_directory=True)
-            os.replace(temporary, path)
+            os.rename(temporary, path)
             flush(self.root)
         except OSError as error:
             temporary.unlink(missing_ok=True)
