@@ -141,7 +141,7 @@ def draw(frames: list[tuple[float, list[Line]]]) -> str:
     width, height = COLUMNS * WIDTH + 24, rows * 19 + 52
     styles, texts = [STYLE % length], []
     for number, (row, line, since, until) in enumerate(spans_of(frames)):
-        last = until >= length - PAUSE
+        last = until == frames[-1][0]
         begin, end = 100 * since / length, 100 if last else 100 * until / length
         gone = "" if last else f"{end:.3f}%{{visibility:hidden}}"
         styles.append(f"@keyframes l{number}{{0%{{visibility:hidden}}{begin:.3f}%{{visibility:visible}}{gone}}}")
