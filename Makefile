@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat check lint wheel browser docs migration faults bench clean
+.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -58,6 +58,11 @@ lint: install  ## style and types
 
 wheel: install  ## build the wheel, install it elsewhere, and run the demo there
 	PYTHON=$(BIN)/python .ci/check_wheel
+
+TAG ?= v$(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' src/chainring/_version.py)
+
+release: wheel  ## say whether this commit may be released, and how; nothing is tagged, pushed or uploaded
+	$(BIN)/python .ci/release $(TAG)
 
 browser: install  ## the page of a run, seen and clicked in Chromium (apt-get install chromium)
 	$(BIN)/python -m pytest tests/browser
