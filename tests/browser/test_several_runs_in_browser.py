@@ -54,6 +54,36 @@ def test_a_click_on_a_run_hides_its_curves_in_all_charts(chromium, tmp_path):
         assert reader.complaints == []
 
 
+def test_a_double_click_shows_a_run_alone(chromium, tmp_path):
+    """And All brings the others back."""
+    outs = [logged(tmp_path / name, falling(9)) for name in ("a", "b", "c")]
+    with Reader(chromium, outs) as reader:
+        run_button(reader, "b").dblclick()
+        pressed = [run_button(reader, name).get_attribute("aria-pressed") for name in ("a", "b", "c")]
+        assert pressed == ["false", "true", "false"]
+        reader.page.get_by_role("button", name="All", exact=True).click()
+        assert run_button(reader, "c").get_attribute("aria-pressed") == "true"
+
+
+def test_the_keyboard_zooms(chromium, tmp_path):
+    """Around the cursor, in all charts, and out again to all."""
+    with Reader(chromium, two(tmp_path, **{"validation/loss": 1.0})) as reader:
+        reader.chart("main/loss").locator(".plot").focus()
+        reader.page.keyboard.press("End")
+        reader.page.keyboard.press("+")
+        reader.settle()
+        assert reader.places()[0] == "iteration 100"
+        reader.page.keyboard.press("Home")
+        assert reader.places()[0] == "iteration 76"
+        reader.point_at("validation/loss", 0.001)
+        assert reader.places()[1] == "iteration 75"
+        for _ in range(3):
+            reader.page.keyboard.press("-")
+        reader.page.keyboard.press("Home")
+        assert reader.places()[0] == "iteration 1"
+        assert reader.complaints == []
+
+
 def test_only_the_runs_that_are_found_are_shown_or_hidden_at_once(chromium, tmp_path):
     """Find, and then None."""
     outs = [

@@ -151,7 +151,8 @@ function draw(figure) {
   });
   series.unshift(...faint); // behind all others
   if (!series.length) series.push({ columns: [[], []], stroke: "transparent" });
-  const xs = choice.zoom ?? whole ?? [0, 1];
+  figure.whole = whole ?? [0, 1];
+  const xs = choice.zoom ?? figure.whole;
   const inSight = series.map(({ columns }) => columns[1].filter((_, i) => columns[0][i] >= xs[0] && columns[0][i] <= xs[1]));
   figure.range = { x: xs[0] === xs[1] ? [xs[0] - 0.5, xs[1] + 0.5] : xs, y: rangeOf(inSight) ?? [choice.logarithmic ? 0.1 : 0, 1] };
   figure.positions = null;
@@ -160,7 +161,7 @@ function draw(figure) {
 }
 
 function plot(figure, series) {
-  const cursor = figure.plot?.cursor;
+  const cursor = figure.plot?.cursor.left >= 0 ? { ...figure.plot.cursor, x: figure.plot.posToVal(figure.plot.cursor.left, "x") } : null;
   figure.plot?.destroy();
   const axis = { stroke: css("soft"), grid: { stroke: css("line"), width: 1 }, ticks: { stroke: css("line"), width: 1 } };
   const few = (one) => one.columns[0].length < 40 && series.length <= 40 && !one.isFaint;
@@ -195,13 +196,20 @@ function plot(figure, series) {
       points: { show: few(one), size: 5, filter: () => (few(one) ? [...one.columns[0].keys()].filter((i) => one.columns[1][i] != null) : null) },
     }))],
     hooks: {
+      ready: [(self) => restoreCursor(self, figure, cursor)],
       setCursor: [() => showCursor(figure)],
       setSelect: [(self) => enlarge(self)],
       drawAxes: [(self) => drawMarks(self, figure)],
     },
   }, [null, ...series.map((one) => one.columns)], figure.holder);
   figure.holder.append(figure.tip);
-  if (cursor?.left >= 0 && figure.element.matches(":hover")) figure.plot.setCursor({ left: cursor.left, top: cursor.top }, true, true);
+}
+
+// The cursor stays where the mouse is, or at the row to which the keyboard has moved it.
+function restoreCursor(self, figure, cursor) {
+  if (!cursor) return;
+  if (figure.holder === document.activeElement) self.setCursor({ left: self.valToPos(cursor.x, "x"), top: cursor.top }, true, true);
+  else if (figure.element.matches(":hover")) self.setCursor({ left: cursor.left, top: cursor.top }, true, true);
 }
 
 function tick(value) {
@@ -336,6 +344,14 @@ function moveByKey(figure, event) {
     return;
   }
   const [from, to] = figure.range.x;
+  if (event.key === "+" || event.key === "-") {
+    const centre = figure.plot.cursor.left >= 0 ? figure.plot.posToVal(figure.plot.cursor.left, "x") : (from + to) / 2;
+    const half = (to - from) * (event.key === "+" ? 0.25 : 1);
+    const zoom = [Math.max(centre - half, figure.whole[0]), Math.min(centre + half, figure.whole[1])];
+    choice.zoom = zoom[0] === figure.whole[0] && zoom[1] === figure.whole[1] ? null : zoom;
+    drawAll();
+    return;
+  }
   figure.positions ??= [...new Set(figure.curves.flatMap(({ columns }) => columns[0]))].filter((x) => x >= from && x <= to).sort((one, other) => one - other);
   const last = figure.positions.length - 1;
   const isShown = figure.plot.cursor.left >= 0;

@@ -20,11 +20,16 @@ function fillRuns() {
   if (list.children.length === data.runs.length && list.dataset.dark === String(isDark())) return;
   list.dataset.dark = isDark();
   list.replaceChildren(...data.runs.map((run, index) => {
-    const button = element("button", { type: "button", title: `Show or hide ${run.name}` }, element("span", { textContent: run.name }));
+    const button = element("button", { type: "button", title: `Show or hide ${run.name}; a double-click shows it alone` }, element("span", { textContent: run.name }));
     button.style.setProperty("--curve", colour(index));
     button.setAttribute("aria-pressed", String(!choice.hiddenRuns.has(index)));
     button.addEventListener("click", () => {
       if (!choice.hiddenRuns.delete(index)) choice.hiddenRuns.add(index);
+      changeRuns();
+    });
+    button.addEventListener("dblclick", () => {
+      choice.hiddenRuns = new Set(data.runs.keys());
+      choice.hiddenRuns.delete(index);
       changeRuns();
     });
     return element("li", {}, button);
