@@ -52,13 +52,37 @@ def environment(folder, name):
     return python
 
 
-def run(python, arguments, results):
-    """Run pytest; return the numbers of its tests, and how many were skipped for which reason."""
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", *arguments]
+def read_cases(results):
+    """The tests of a run."""
+    return list(ElementTree.parse(results).getroot().iter("testcase"))
+
+
+def file_of(case):
+    """The file of a test, or of one that could not be collected."""
+    return (case.get("classname") or case.get("name")).replace(".", "/") + ".py"
+
+
+def has_failed(case):
+    """True also for an error outside of the test."""
+    return case.find("failure") is not None or case.find("error") is not None
+
+
+def run(python, arguments, results, again):
+    """Run pytest; return the numbers of its tests, and how many were skipped for which reason.
+
+    With ``again``, run the files in which tests have failed before, and count the others as they were.
+    """
+    written = results.with_suffix(".again.xml") if again else results  # so that it can be done again
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={written}", *arguments]
+    before = read_cases(results) if again else []
+    if again:
+        failed = sorted({file_of(case) for case in before if has_failed(case)})
+        before = [case for case in before if file_of(case) not in failed]
+        command += failed
     subprocess.run(command, cwd=ROOT, check=False)
-    cases = list(ElementTree.parse(results).getroot().iter("testcase"))
+    cases = before + read_cases(written)
     skipped = Counter(found.get("message") for case in cases if (found := case.find("skipped")) is not None)
-    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    failed = sum(map(has_failed, cases))
     return len(cases), len(cases) - skipped.total() - failed, skipped.total(), failed, skipped
 
 
@@ -93,6 +117,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environments", type=Path)
     parser.add_argument("--torch", nargs="+", choices=list(VERSIONS), default=list(VERSIONS))
+    parser.add_argument("--again", action="store_true", help="run the files with failures again, and keep the other results")
     arguments, others = parser.parse_known_args()
     others = [each for each in others if each != "--"]
     paths = [each for before, each in pairwise(["", *others]) if before != "--ignore" and each.startswith("tests/")]
@@ -101,7 +126,7 @@ def main():
     has_failed = False
     for name in arguments.torch:
         python = environment(folder, name)
-        *counts, reasons = run(python, others, folder / f"{name}.xml")
+        *counts, reasons = run(python, others, folder / f"{name}.xml", arguments.again)
         write_table(row(python, counts), reasons, paths)
         has_failed |= counts[-1] > 0
     print(TABLE.read_text())
