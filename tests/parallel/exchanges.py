@@ -34,9 +34,12 @@ def exchange_in_a_group(comm):
     """The same failure over a communicator for a process group that it has not made; whether that group is left."""
     assert dist.is_initialized()
     other = create_communicator("cpu")
+    under_way = other.start_max(comm.rank)  # as a run has it, which asks in each iteration for signals of any rank
     found = other.gather_object(comm.rank), _fail(other)
     other.close()
-    return *found, dist.is_initialized(), comm.gather_object(comm.rank)
+    after = comm.gather_object(comm.rank)  # when each rank has learnt of the failure
+    del under_way
+    return *found, dist.is_initialized(), after
 
 
 class Telling:

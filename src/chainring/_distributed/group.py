@@ -36,6 +36,8 @@ class GroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self._group, self.waiting = group, waiting
         self._parts: list[GroupCommunicator] = []
+        self._under_way: dict[int, list[Any]] = {}  # by number: an exchange that was begun, and what it sends
+        self._begun = 0
 
     def leave_with(self, part: GroupCommunicator) -> None:
         """Let a communicator of some of these ranks be left together with this one."""
@@ -45,6 +47,8 @@ class GroupCommunicator(Communicator):
         """Close this end of the exchange of tensors, for those that wait for this rank."""
         for part in self._parts:
             part.leave()
+        for held in self._under_way.values():  # an exchange holds the connections of its group
+            held.clear()
         groups, self._group = [self._group], None  # a connection is closed with the last reference
         end_groups(groups)
 
@@ -77,11 +81,14 @@ class GroupCommunicator(Communicator):
 
     def _when_done(self, work: Any, result: T, sent: Tensor) -> Callable[[], T]:
         """Return a function that waits for an exchange, and until then holds what is sent."""
-        held = [sent]
+        number, held = self._begun, [work, sent]
+        self._under_way[number], self._begun = held, number + 1
+        del work, sent  # which `leave` lets go
 
         def wait() -> T:
             with self.waiting():
-                work.wait()
+                held[0].wait()
+            self._under_way.pop(number, None)
             held.clear()
             return result
 

@@ -196,13 +196,8 @@ class ProcessGroupCommunicator(GroupCommunicator):
     def start_max(self, number: int) -> Callable[[], int]:
         largest = torch.tensor(number)
         work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._objects, async_op=True)
-
-        def wait() -> int:
-            with self.waiting():
-                work.wait()
-            return int(largest)
-
-        return wait
+        wait = self._when_done(work, largest, largest)
+        return lambda: int(wait())
 
     def barrier(self) -> None:
         self.gather_object(None)
