@@ -204,7 +204,7 @@ def test_the_function_without_data_is_minimised():
 
 def test_an_environment_resumes_at_every_step_of_an_episode(tmp_path):
     """That of gymnasium's cart and pole, which has no state to save: its actions are taken again."""
-    page = run_section("Environments")
+    page = run_section("Reinforcement learning")
     log = page["trainer"].get_extension("LogReport").log
     assert log[-1]["main/steps"] > log[0]["main/steps"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from chainring._files import is_url
+from chainring._messages import warn
 from chainring.serializers._store import (
     MANIFEST,
     CorruptError,
@@ -58,7 +58,7 @@ def copy_nearest(store: Store, directory: Path, latest: int) -> None:
         except FileNotFoundError:  # removed by the run, which continues
             continue
         except CorruptError as error:
-            warnings.warn(f"snapshot {saved} is passed over: {error}", stacklevel=3)
+            warn(f"snapshot {saved} is passed over: {error}")
             continue
         fetch_files(store.place, manifest.beside, directory)
         return

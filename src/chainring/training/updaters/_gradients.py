@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.group import gradient_buckets
+from chainring._distributed.group import GroupCommunicator, gradient_buckets
 from chainring._distributed.sharding import placed_like, to_local
 
 
@@ -215,8 +215,11 @@ def sum_over_ranks(
     device = next(iter(list_parameters(optimizers))).device
     weight_tensors = [torch.as_tensor(weight, dtype=torch.float64, device=device) for weight in weights]
     sums = torch.cat([torch.stack(weight_tensors), torch.tensor(touched, dtype=torch.float64, device=device)])
-    exchange.finish()
-    comm.all_reduce([sums], average=False)
+    if isinstance(comm, GroupCommunicator):
+        exchange.finish()
+        comm.all_reduce([sums], average=False)
+    else:  # of the user's: all at once
+        comm.all_reduce([*(to_local(parameter.grad) for parameter in exchange.parameters), sums], average=False)
     if not all(touched):  # only then is the device waited for
         for parameter, count in zip(exchange.parameters, sums[len(weights) :].tolist(), strict=True):
             parameter.grad = parameter.grad if count else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator, device_of_rank
+from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import is_sharded, to_full
 from chainring._distributed.watchdog import note_iteration
 from chainring._hints import UPDATER_KEYWORDS, hinting
@@ -252,7 +253,8 @@ class StandardUpdater(Updater):
         # True if nothing but the last backward of an update adds to gradients, which are then sent while it runs.
         adds_more = overrides_stage or self._steps_by_closure or bool(self._wrapped.parameters)
         is_plain = not any(map(is_sharded, list_parameters(self._optimizers.values())))
-        self._overlaps = self.comm.size > 1 and self._virtual is None and is_plain and not adds_more
+        sends_beside = self.comm.size > 1 and isinstance(self.comm, GroupCommunicator)
+        self._overlaps = sends_beside and self._virtual is None and is_plain and not adds_more
         self._begun: RankSum | None = None
         self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler or self._steps_by_closure)
         self._update_straight = self._update_fast if self._iterators else self._update_without_data
