@@ -130,7 +130,7 @@ def test_a_package_that_draws_when_it_is_imported_leaves_the_generators_as_they_
     TrackioWriter(project="digits")
     assert random.getstate() == before[0]
     np.testing.assert_equal(np.random.get_state(legacy=False), before[1])
-    monkeypatch.delitem(sys.modules, "trackio")
+    del sys.modules["trackio"]  # by monkeypatch it would be put back
 
 
 def test_a_rehearsal_tells_writers_nothing(tmp_path):

@@ -86,10 +86,11 @@ class GroupCommunicator(Communicator):
         del work, sent  # which `leave` lets go
 
         def wait() -> T:
-            with self.waiting():
-                held[0].wait()
-            self._under_way.pop(number, None)
-            held.clear()
+            if held:  # and was not waited for before
+                with self.waiting():
+                    held[0].wait()
+                self._under_way.pop(number, None)
+                held.clear()
             return result
 
         return wait
