@@ -105,6 +105,21 @@ def test_the_iteration_in_which_two_runs_part_is_on_the_page(tmp_path, monkeypat
     assert "a and same are the same up to iteration 50" in section(page, "runs")
 
 
+def test_runs_that_differ_in_their_first_row_are_not_said_to_agree_before(tmp_path, monkeypatch, capsys):
+    """Of the iterations before the first row nothing was compared; of those before a later row, the row before."""
+    monkeypatch.chdir(tmp_path)
+    rows = falling(20)[4::5]
+    logged(tmp_path / "a", rows)
+    for name, first in (("b", 5), ("c", 15)):
+        logged(tmp_path / name, [{**row, "main/loss": row["main/loss"] + (row["iteration"] >= first)} for row in rows])
+    assert main(["diff", "a", "b"]) == 1
+    assert capsys.readouterr().out.startswith("different by iteration 5, the first to compare: the loss main/loss")
+    for name, text in (("b", "5, the first to compare, by"), ("c", "15 and are the same in iteration 10, by")):
+        assert main(["report", "a", name]) == 0
+        page = (tmp_path / "report.html").read_text()
+        assert f"a and {name} differ in iteration {text} the loss main/loss" in section(page, "curves")
+
+
 def test_a_run_that_cannot_be_compared_is_still_shown(tmp_path, monkeypatch):
     """Its log has a damaged line; the page says why no line is drawn."""
     monkeypatch.chdir(tmp_path)

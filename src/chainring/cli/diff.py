@@ -182,7 +182,7 @@ def _answer(found: Parting, one: RunFiles, other: RunFiles) -> str:
         return f"different from the beginning: {_describe(first)}"
     if first.is_exact:
         return f"different from iteration {first.iteration} on: {_describe(first)}"
-    since = "the first to compare" if first.after is None else f"and the same in iteration {first.after}"
+    since = "the first to compare" if not first.after else f"and the same in iteration {first.after}"
     return f"different by iteration {first.iteration}, {since}: {_describe(first)}"
 
 

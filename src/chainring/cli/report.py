@@ -134,5 +134,5 @@ def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     what = f"{first.what} {first.name}".rstrip()
     if first.is_exact:
         return Parting(index, first.iteration, f"{pair} part in iteration {first.iteration}, by the {what}")
-    since = "" if first.after is None else f" and are the same in iteration {first.after}"
+    since = ", the first to compare" if not first.after else f" and are the same in iteration {first.after}"
     return Parting(index, first.iteration, f"{pair} differ in iteration {first.iteration}{since}, by the {what}")

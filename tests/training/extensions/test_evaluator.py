@@ -379,6 +379,29 @@ def test_one_function_is_called_in_an_evaluation():
         Evaluator(once(values(1)), Mean(), loss_func=nn.functional.mse_loss)
 
 
+def test_a_function_that_does_not_fit_the_batch_is_refused_with_the_rule_of_its_call():
+    """An eval_func with the parameters of a loss_func, a loss_func without the model, and a model without the target."""
+    data = [(torch.ones(2), torch.tensor(1)), (torch.ones(2), torch.tensor(0))]
+    model = nn.Linear(2, 2)
+    without_model = r"eval_func is called with 2 inputs, .*; loss\(model, x, t\) cannot be: .* loss_func of an Evaluator"
+
+    def loss(model, x, t):
+        return nn.functional.cross_entropy(model(x), t)
+
+    with pytest.raises(TypeError, match=without_model):
+        Evaluator(once(data), model, eval_func=loss).evaluate()
+    with pytest.raises(TypeError, match="loss_func is called with the model first and then 2 inputs"):
+        Evaluator(once(data), model, loss_func=lambda x, t: x.sum()).evaluate()
+    with pytest.raises(TypeError, match=r"without a loss_func the model is called with 2 inputs.* Linear\.forward"):
+        Evaluator(once(data), model).evaluate()
+    with pytest.raises(TypeError, match=r"^an error inside$"):
+        Evaluator(once(data), model, eval_func=raise_type_error).evaluate()
+
+
+def raise_type_error(x, t):
+    raise TypeError("an error inside")
+
+
 class Largest:
     """A metric: the largest number that it has seen since its reset."""
 

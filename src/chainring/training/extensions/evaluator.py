@@ -29,7 +29,14 @@ from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._virtual_forwards import VirtualForwards
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
-from chainring.training.updaters._forward import Loss, arguments, check_loss_func, loss_and_weight
+from chainring.training.updaters._forward import (
+    Loss,
+    arguments,
+    check_call,
+    check_eval_func_call,
+    check_loss_func,
+    loss_and_weight,
+)
 from chainring.training.updaters._precision import Precision, device_type_of
 
 if TYPE_CHECKING:
@@ -228,11 +235,19 @@ class Evaluator(Extension):
 
     def _evaluate_batch(self, batch: Any) -> Any:
         """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
-        args, kwargs = arguments(self.converter(batch, self.device))
-        if self._loss_func is not None:
-            output = self._loss_func(self._targets["main"], *args, **kwargs)
-        else:
-            output = (self.eval_func or self._targets["main"])(*args, **kwargs)
+        inputs = self.converter(batch, self.device)
+        args, kwargs = arguments(inputs)
+        try:
+            if self._loss_func is not None:
+                output = self._loss_func(self._targets["main"], *args, **kwargs)
+            else:
+                output = (self.eval_func or self._targets["main"])(*args, **kwargs)
+        except TypeError:  # say what is wrong, if it is the call
+            if self.eval_func is not None:
+                check_eval_func_call(self.eval_func, inputs)
+            else:
+                check_call(self._targets["main"], self._loss_func, inputs)
+            raise
         _report_mapping(output)
         _, loss_weight = loss_and_weight(output, "main")
         examples = count_examples(batch)

@@ -112,7 +112,7 @@ def check_loss_func(function: Any) -> None:
 def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> None:
     """Refuse a model or a loss function whose parameters do not fit this batch; for use when its call has failed."""
     args, kwargs = arguments(batch)
-    inputs = f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
+    inputs = _describe_inputs(args, kwargs)
     first: tuple[Any, ...] = ()
     if loss_func is None:
         function, name = model.forward, f"{type(model).__name__}.forward"
@@ -128,6 +128,22 @@ def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: An
         )
     if error := find_call_error(function, *first, *args, **kwargs):
         raise TypeError(f"{rule}; {name}{inspect.signature(function)} cannot be: {error}. {remedy}") from None
+
+
+def check_eval_func_call(eval_func: Callable[..., Any], batch: Any) -> None:
+    """Refuse an ``eval_func`` whose parameters do not fit this batch; for use when its call has failed."""
+    args, kwargs = arguments(batch)
+    function = eval_func.forward if isinstance(eval_func, nn.Module) else eval_func
+    if error := find_call_error(function, *args, **kwargs):
+        raise TypeError(
+            f"eval_func is called with {_describe_inputs(args, kwargs)}, which are the batch, without the model; "
+            f"{_name(eval_func)}{inspect.signature(function)} cannot be: {error}. A function that takes the model first is "
+            "the loss_func of an Evaluator, which by default is that of the updater"
+        ) from None
+
+
+def _describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    return f"{len(args)} inputs" if args else f"the inputs {sorted(kwargs)}" if kwargs else "no inputs"
 
 
 def _name(function: Any) -> str:
