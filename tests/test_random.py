@@ -141,6 +141,20 @@ def test_the_digest_of_the_generators_changes_with_their_states_and_comes_back_w
         assert taken(states) == digest == taken(_random.GeneratorStates())
 
 
+def test_states_are_read_again_only_when_they_have_changed():
+    """While nothing is drawn they are the same object; a normal of torch that is put back with the same words is seen."""
+    torch.manual_seed(0)
+    torch.randn(1)
+    states, with_normal = _random.GeneratorStates(), torch.get_rng_state()
+    first = states.take()
+    if first[3] is None:
+        assert states.take() is first
+    torch.randn(1)  # takes the normal that was drawn ahead, and no words
+    second = taken(states)
+    torch.set_rng_state(with_normal)
+    assert taken(states) == states.digest(first) != second
+
+
 def test_another_bit_generator_of_numpy_is_digested_too():
     """From the moment on in which it is set, and that of before when it is back."""
     states, before = _random.GeneratorStates(), np.random.get_bit_generator()

@@ -269,34 +269,43 @@ class GeneratorStates:
     def __init__(self) -> None:
         self._has_accelerator = torch.accelerator.is_available()
         self._python = _view_of_python()
+        self._torch = _views_of_torch()
         self._bits: Any = None  # NumPy's bit generator
-        self._words: Any = None  # views of its first words and of its position, where these are known
-        self._position: Any = None
-        self._seen = b""  # what these were when the state was read last
-        self._normal = b""  # the normal that was drawn ahead then
+        self._numpy: list[Any] = []  # views of its first words and of its position, where these are known
+        self._views: list[Any] = []  # of all three, where these are known
+        self._host: tuple[Any, ...] = ()  # the states when they were read last
+        self._seen = b""  # what the views showed then
+        self._gauss: Any = None  # the normals that were drawn ahead then
+        self._normal = _NO_NORMAL
 
     def take(self) -> tuple[Any, ...]:
-        """Return the states as they are, for `digest`."""
-        python, device = self._python, _accelerator() if self._has_accelerator else None
-        return (
-            torch.default_generator.get_state(),
-            random.getstate() if python is None else (python.raw, _PYTHON.gauss_next),
-            self._take_numpy(),
-            None if device is None else device.get_rng_state(),
-        )
+        """Return the states as they are, for `digest`: the same tuple while no state on the host changes."""
+        # hot path: benchmarks/growth.py, recorder
+        if np.random.get_bit_generator() is not self._bits:  # type: ignore[attr-defined]
+            self._find_views()
+        seen = b"".join(self._views)
+        # NumPy's normal drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
+        if seen != self._seen or not seen or _PYTHON.gauss_next is not self._gauss or self._normal != _NO_NORMAL:
+            self._seen, self._host = seen, self._take_host()
+        if not self._has_accelerator:
+            return self._host
+        device = _accelerator()
+        return *self._host[:3], None if device is None else device.get_rng_state()
 
-    def _take_numpy(self) -> Any:
-        """Return the state of NumPy's generator. As NumPy gives it, that takes longer than everything else together."""
-        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if bits is not self._bits:
-            self._bits, self._seen, (self._words, self._position) = bits, b"", _views_of_numpy(bits)
-        if self._words is None:
-            return np.random.get_state(legacy=False)
-        seen = self._words.raw + self._position.raw
-        if seen != self._seen or self._normal != _NO_NORMAL:
-            # A normal that was drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
-            self._seen, self._normal = seen, _normal_of(np.random.get_state(legacy=False))
-        return seen, self._normal
+    def _find_views(self) -> None:
+        self._bits, self._seen = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
+        self._numpy = _views_of_numpy(self._bits)
+        found = self._python is not None and self._torch and self._numpy
+        self._views = [self._python, *self._torch, *self._numpy] if found else []
+
+    def _take_host(self) -> tuple[Any, ...]:
+        self._gauss = getattr(_PYTHON, "gauss_next", None)
+        numpy: Any = np.random.get_state(legacy=False)
+        if self._numpy:
+            self._normal = _normal_of(numpy)
+            numpy = b"".join(self._numpy), self._normal
+        python = random.getstate() if self._python is None else (self._python.raw, self._gauss)
+        return torch.default_generator.get_state(), python, numpy, None
 
     @staticmethod
     def digest(taken: tuple[Any, ...]) -> int:
@@ -320,6 +329,7 @@ class GeneratorStates:
 
 _PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
 _FIRST_WORDS = struct.Struct("<8I")
+_TORCH_STATE, _TORCH_WORDS, _TORCH_SIZE = 5056, 24, 2620  # bytes of its state, before its words there, and of the object
 _NORMAL = struct.Struct("<d?")
 _NO_NORMAL = struct.pack("<?d", False, 0.0)
 
@@ -340,14 +350,35 @@ def _view_of_python() -> Any:
     return view if view.raw == struct.pack("<i8I", words[-1], *words[:8]) else None
 
 
-def _views_of_numpy(bits: Any) -> tuple[Any, Any]:
-    """Return views of the first words and of the position of a Mersenne twister; ``None`` where they are not found."""
+def _views_of_numpy(bits: Any) -> list[Any]:
+    """Return views of the first words and of the position of a Mersenne twister; none where they are not found."""
     if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
-        return None, None
+        return []
     address, state = int(bits.ctypes.state_address), np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     words = (ctypes.c_char * _FIRST_WORDS.size).from_address(address)
     position = (ctypes.c_char * 4).from_address(address + 4 * 624)
     key, place = state["state"]["key"], state["state"]["pos"]
     is_found = words.raw + position.raw == _FIRST_WORDS.pack(*key[:8].tolist()) + struct.pack("<i", place)
-    return (words, position) if is_found else (None, None)
+    return [words, position] if is_found else []
+
+
+def _views_of_torch() -> list[Any]:
+    """Return views of the seed, position, first words and normals of torch's generator; none where they are not found.
+
+    The places are those of a generator of its own, which can be seeded, and draws a normal ahead, to see them change.
+    """
+    own = torch.Generator()
+    torch.randn(1, generator=own.manual_seed(5))
+    if sys.byteorder != "little" or len(state := own.get_state().numpy().tobytes()) != _TORCH_STATE:
+        return []
+    words = struct.pack("<624I", *struct.unpack_from("<624Q", state, _TORCH_WORDS))
+    memory = ctypes.string_at(own._cdata, _TORCH_SIZE)  # type: ignore[attr-defined]
+    start, place = memory.find(state[:12]), memory.find(words)
+    normals, known = place + len(words), state[-32:-24] + b"\x01"
+    if not 0 <= start < place <= start + 64 or memory[normals + 12 : normals + 21] != known:
+        return []
+    address: int = torch.default_generator._cdata  # type: ignore[attr-defined]
+    spans = [(start, place + _FIRST_WORDS.size), (normals, normals + 24)]
+    views = [(ctypes.c_char * (end - begin)).from_address(address + begin) for begin, end in spans]
+    return views if views[0].raw[:12] == torch.default_generator.get_state().numpy()[:12].tobytes() else []

@@ -197,7 +197,7 @@ class IndexedIterator(Iterator):
         self._set_position(epoch, position)
 
     def batch_place(self) -> Any:
-        return self.place_of(self.epoch, self.current_position)
+        return self._first_order + self.epoch, self.current_position
 
     def place_of(self, epoch: int, position: int) -> tuple[int, int]:
         """Return the place of a position in an epoch: the index of its order, which `reset` does not begin again."""

@@ -145,9 +145,12 @@ class Recorder(Extension):
             found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
             all_bits = losses.finish([next(found) for _ in losses.bits])
             assert self._batches is not None
+            taken, generators = None, 0
             for row, bits in zip(self._rows, all_bits, strict=True):
                 batch = self._batches.digest(self._places, row.places)
-                self._block.rows.append((batch, self._generators.digest(row.generators), bits))
+                if row.generators is not taken:  # while nothing is drawn they stay the same tuple
+                    taken, generators = row.generators, self._generators.digest(row.generators)
+                self._block.rows.append((batch, generators, bits))
                 self._places = row.places
             for iteration, each in self._digests.items():
                 self._block.digests[iteration] = each.names, each.finish([next(found) for _ in each.sums])
