@@ -488,7 +488,8 @@ def _describe_finished(trainer: Trainer) -> str:
     if not isinstance(trigger, ReachedTrigger):
         return f"{place}: {describe(trigger)} stops the training here; give another stop trigger to train further"
     seconds = f", {trainer.elapsed_time:.0f} seconds" if trigger.unit == "second" else ""
-    further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}")'
+    further = f'raise the stop trigger to train further, for example to ({2 * trigger.length:g}, "{trigger.unit}"), '
+    further += "or give another out= for a new run"
     return f'{place}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
 
 
