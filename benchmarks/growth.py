@@ -9,8 +9,9 @@ same work with as many parameters; of an epoch the part of the time of a hand-wr
 examples a second beside a DataLoader with as many workers; of a snapshot the time for which the loop stands still, beside
 one memcpy of the same tensors, whose number grows while their bytes stay the same. Another part is one run without the end
 of an epoch, with ten keys in an open interval and a row of another log every ten iterations: a snapshot after so many
-iterations, and the memory of the process. Then, what a recorder adds to an iteration, and the time until a snapshot is on
-the disk where so many others are kept, and what a snapshot of many small tensors takes.
+iterations, and the memory of the process. Then, what a recorder's own calls add to an iteration of a perceptron, in epochs
+of so many iterations, and the time until a snapshot is on the disk where so many others are kept, and what a snapshot of
+many small tensors takes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ EXTENSIONS, KEYS, LAYERS = (1, 10, 100), (1, 10, 100), (2, 20, 100)
 UNITS = (50, 200)
 WORKERS = (0, 1, 2, 4)
 TENSORS, MEGABYTES = (8, 80, 400), 100
+EPOCHS = (100, 600)
 KEPT, SMALL = (1, 100, 1_000), (500, 5_000, 50_000)
 Result = dict[str, Any]
 
@@ -103,10 +105,11 @@ def lengths(out: Path, args: argparse.Namespace) -> list[Result]:
 
 def recorder(out: Path, args: argparse.Namespace) -> list[Result]:
     """Return the part of an iteration of a perceptron that a recorder takes; the promise is 1 %."""
-    rows = [Row(name, partial(_chainring.perceptron, out=out, records=name == "recorded")) for name in ("plain", "recorded")]
-    times = measure(rows, Plan(_chainring.PERCEPTRON_EPOCH, args.rounds, args.epochs))
-    percent = [100 * (ratio - 1) for ratio in ratios("recorded", "plain", times)]
-    return [_result("a recorder, % of an iteration", "parameters", 1_000_000, figure(percent), "% more")]
+    results = []
+    for length in EPOCHS:
+        percent = figure([_chainring.recorder_percent(length, args.epochs, out) for _ in range(args.rounds)])
+        results.append(_result("a recorder, % of an iteration", "in an epoch", length, percent, "% more"))
+    return results
 
 
 def kept(out: Path, args: argparse.Namespace) -> list[Result]:
