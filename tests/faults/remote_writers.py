@@ -61,7 +61,7 @@ def stopped(bench, number, draw, place):
                 second.wait_for("ended", draw.uniform(0, whole * 0.7))
             else:
                 second.wait_for()
-            before = _valid(url)
+            before = None if is_during else _valid(url)
             first.kill(signal.SIGCONT)
             objects.compare(second.completed())
         first.wait_for()

@@ -386,6 +386,33 @@ def test_a_snapshot_that_its_writer_puts_after_the_lease_was_taken_is_not_valid(
     assert json.loads(bucket.get(".lease").content)["folders"] == ["a" * 16, "e" * 16]
 
 
+@pytest.mark.parametrize("fault", [None, "silent"])
+def test_a_removed_snapshot_is_not_valid_again_when_its_writer_puts_it_once_more(world, bucket, fault):
+    """As one does that was stopped before it has received the answer, also if a renewal of the next has had none."""
+    first = take(bucket)
+    removed, kept = (first.stamp, "a" * 16), (first.stamp, "b" * 16)
+    world.seconds = 31
+    second = take(bucket, lambda: [removed, kept])
+    bucket.fault = fault
+    with suppress(RemoteError):
+        second.renew()
+    bucket.fault = None
+    second.forget("a" * 16)
+    for fence in second.fence, read_fence(bucket):
+        assert (fence.admits(*removed), fence.admits(*kept)) == (False, True)
+    second.release()
+    third = take(bucket, lambda: [removed, kept])
+    assert (third.fence.admits(*removed), third.fence.admits(*kept)) == (False, True)
+
+
+def test_forgetting_a_snapshot_of_ones_own_makes_no_request(world, bucket):
+    """Nor one that the lease does not list: nobody else puts those."""
+    lease = take(bucket)
+    world.requests.clear()
+    lease.forget("a" * 16)
+    assert world.requests == []
+
+
 def test_a_lease_lists_no_more_than_the_snapshots_that_there_are():
     """However many runs there were before."""
     bucket = TimedBucket(next(URLS), World())

@@ -11,7 +11,7 @@ from torch import nn
 
 import chainring
 from chainring import serializers
-from chainring._remote.bucket import Bucket
+from chainring._remote.bucket import MISSING, Bucket
 from chainring._remote.lease import Lease, LeaseLostError, seal
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
@@ -192,6 +192,28 @@ def test_a_run_that_has_lost_its_lease_cannot_commit(place):
     with pytest.raises(LeaseLostError, match="elsewhere"):
         trainer.run()
     assert open_store(place).names() == ["snapshot_iter_4"]
+
+
+@pytest.mark.parametrize("ends", ["removed", "moved"])
+def test_a_manifest_that_an_earlier_writer_puts_again_does_not_count(place, ends):
+    """A process that was stopped while it waited for the answer repeats its request when it wakes up."""
+    key = "snapshot_iter_4/manifest.json"
+    trainer_of(place, 1).run()
+    late = Bucket(place).get(key).content
+    if ends == "removed":
+        resumed(place, 3)
+    else:
+        trainer_of(place, 3, autoload=False, n_retains=1).run()
+    names = open_store(place).names()
+    Bucket(place).put(key, late, MISSING)
+    store = open_store(place)
+    assert "snapshot_iter_4" not in names
+    assert store.names() == names
+    with pytest.raises(CorruptError, match="lost its lease"):
+        store.snapshot("snapshot_iter_4").read_manifest()
+    assert ends == "removed" or store.snapshot("previous/1/snapshot_iter_4").verify().iteration == 4
+    resumed(place, 4)
+    assert key not in keys_of(place)
 
 
 @pytest.mark.parametrize("damage", ["removed", "truncated", "replaced", "manifest"])

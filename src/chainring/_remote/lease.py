@@ -15,6 +15,8 @@ requests of two writers, the earlier A and the later B, arrive:
   looked at the snapshots; so it has seen this one, and lists it. No clock is part of this argument.
 - If the renewal fails, A stops. Its manifest is valid if B has seen it, and B continues from there; else it never will be.
 - A snapshot that B has not seen and that is there later is therefore not valid for any reader that reads the lease after it.
+- A may put its manifest once more, because it has not received the answer to the first time, when B has seen that one and
+  removed it. So before B removes a snapshot of A, it writes the lease without it: `Lease.forget`.
 
 Clocks only decide how soon B may take the lease: when that of the store has gone on by more than the seconds since the last
 renewal. A asks its own, which also continues while a machine sleeps, and renews before it does anything else when its last
@@ -185,7 +187,7 @@ class Lease:
 
     Attributes:
         stamp: what the manifest of each snapshot carries.
-        fence: tells which snapshots are valid for as long as this run has the lease.
+        fence: tells which snapshots are valid while this run has the lease.
 
     Raises:
         BlockingIOError: another run has it; the error names its process and host, and how long to wait.
@@ -242,6 +244,20 @@ class Lease:
         self._raise_if_lost()
         self._renew()
         self._raise_if_lost()
+
+    def forget(self, folder: str) -> None:
+        """Make the snapshot of a folder invalid that is about to be removed, if it is one of an earlier holder.
+
+        Raises:
+            LeaseLostError: another run has taken the lease; the error names it.
+            RemoteError: the store does not answer.
+        """
+        if folder not in self.fence.folders:
+            return
+        with self._lock:
+            self._record = replace(self._record, folders=tuple(each for each in self._record.folders if each != folder))
+        self.renew()
+        self.fence = replace(self.fence, folders=self.fence.folders - {folder})
 
     def release(self) -> None:
         """Let others take the lease at once; warn where that is not possible. Calling it again does nothing."""

@@ -314,10 +314,16 @@ class ObjectStore(Store):
         """Remove a snapshot: its manifest first, so that it is never there in part."""
         self._check_lease()
         manifest = self.known_manifest(check_name(name))
+        self._make_invalid(manifest)
         self.bucket.delete([f"{name}/{MANIFEST}"])
         self._forget(name)
         if manifest is not None:  # others below that name may belong to a snapshot that was moved
             self.bucket.delete(f"{name}/{manifest.folder}/{file}".replace("//", "/") for file in manifest.files)
+
+    def _make_invalid(self, manifest: Manifest | None) -> None:
+        """See that a manifest does not count if an earlier writer, which has received no answer, puts it there again."""
+        if self.lease is not None and manifest is not None:
+            self.lease.forget(manifest.folder.rpartition("/")[2])
 
     def _archived(self) -> tuple[set[str], set[str]]:
         """Return the folders of the files of snapshots that were moved elsewhere, and the names of the damaged ones."""
@@ -342,10 +348,13 @@ class ObjectStore(Store):
         try:
             manifest = parse_manifest(content, name)
         except CorruptError:
-            pass  # as it is, for whoever wants to look at it
+            manifest = None  # it is moved as it is, for whoever wants to look at it
         else:
-            content = format_manifest(replace(manifest, folder=f"../../{name}/{manifest.folder}".rstrip("/")))
+            folder = f"../../{name}/{manifest.folder}".rstrip("/")
+            about = {key: value for key, value in manifest.about.items() if key != LEASE}  # in an archive all are valid
+            content = format_manifest(replace(manifest, folder=folder, about=about))
         self.bucket.put(f"{archive}/{key}", content, MISSING)
+        self._make_invalid(manifest)
         self.bucket.delete([key])
         self._forget(name)
 
