@@ -211,9 +211,9 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
 
 def _sum_run(bits: Tensor, start: int) -> Tensor:
     """Return the sum over elements that follow one another, the first of which is element ``start``."""
-    numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
     if bits.device.type == "cpu":
-        return _sum_run_on_host(np.from_dlpack(bits), start, numbers.numpy(), in_row.numpy())
+        return _sum_run_on_host(np.from_dlpack(bits), start)
+    numbers, in_row = _numbers(start + len(bits), bits.device), _row_numbers(bits.device)
     sums, at = [], 0
     while at < len(bits):
         row, column, rows = _next_rows(at, start, len(bits))
@@ -224,8 +224,9 @@ def _sum_run(bits: Tensor, start: int) -> Tensor:
     return _add_up(sums, bits.device)
 
 
-def _sum_run_on_host(bits: NDArray[Any], start: int, numbers: NDArray[np.int64], in_row: NDArray[np.int64]) -> Tensor:
+def _sum_run_on_host(bits: NDArray[Any], start: int) -> Tensor:
     """Do the same in one pass over the memory, and with the same result on any number of threads."""
+    numbers, in_row = _odd_numbers(_count_numbers(start + len(bits)), _ROW), _odd_numbers(_ROW, 0)
     total = at = 0
     while at < len(bits):
         row, column, rows = _next_rows(at, start, len(bits))
@@ -244,18 +245,27 @@ def _next_rows(at: int, start: int, count: int) -> tuple[int, int, int]:
 
 def _numbers(elements: int, device: torch.device) -> Tensor:
     """Return the numbers of at least as many rows as so many elements have."""
-    return _odd_numbers(1 << (elements // _ROW).bit_length(), _ROW, device)
+    return _copy_odd_numbers(_count_numbers(elements), _ROW, device)
 
 
 def _row_numbers(device: torch.device) -> Tensor:
-    return _odd_numbers(_ROW, 0, device)
+    return _copy_odd_numbers(_ROW, 0, device)
+
+
+def _count_numbers(elements: int) -> int:
+    return 1 << (elements // _ROW).bit_length()  # few different ones, which are kept
 
 
 @lru_cache(64)
-def _odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
+def _copy_odd_numbers(count: int, first: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(_odd_numbers(count, first)).to(device)
+
+
+@lru_cache(64)
+def _odd_numbers(count: int, first: int) -> NDArray[np.int64]:
     # FROZEN: another result would make every ledger of an earlier run differ from one of now.
     numbers = _mix((np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return torch.from_numpy((numbers | np.uint64(1)).view(np.int64)).to(device)
+    return (numbers | np.uint64(1)).view(np.int64)
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
