@@ -345,11 +345,10 @@ class ObjectStore(Store):
         except FileNotFoundError:
             self._move_object(name, archive)
             return
-        try:
+        manifest = None
+        with suppress(CorruptError):  # which is moved as it is, for whoever wants to look at it
             manifest = parse_manifest(content, name)
-        except CorruptError:
-            manifest = None  # it is moved as it is, for whoever wants to look at it
-        else:
+        if manifest is not None:
             folder = f"../../{name}/{manifest.folder}".rstrip("/")
             about = {key: value for key, value in manifest.about.items() if key != LEASE}  # in an archive all are valid
             content = format_manifest(replace(manifest, folder=folder, about=about))
