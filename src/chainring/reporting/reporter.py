@@ -137,7 +137,8 @@ class _Scope:
 def _snapshots(values: list[Any]) -> list[Any]:
     """Return reported values as they are now; tensors that are alike are copied at once, and are views of the copy."""
     # hot path: "keys in the log": a copy of each takes three times as long
-    tensors = [value for value in values if type(value) is Tensor]
+    are_tensors = set(map(type, values)) == {Tensor}
+    tensors = values if are_tensors else [value for value in values if type(value) is Tensor]
     if not tensors or tensors[0].ndim or len(set(map(_dtype, tensors))) > 1:
         return [_snapshot(value) for value in values]
     try:
@@ -145,7 +146,7 @@ def _snapshots(values: list[Any]) -> list[Any]:
             copies = torch.stack(tensors).unbind()
     except RuntimeError:  # some have dimensions, or lie on another device
         return [_snapshot(value) for value in values]
-    if len(copies) == len(values):
+    if are_tensors:
         return list(copies)
     remaining = iter(copies)
     return [next(remaining) if type(value) is Tensor else _snapshot(value) for value in values]

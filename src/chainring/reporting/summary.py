@@ -536,6 +536,8 @@ def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
 
 def is_scalar(value: Any) -> bool:
     """Return True for what can be averaged: a real number, or an array or tensor without dimensions."""
+    if type(value) is Tensor:  # hot path: "keys in the log"
+        return value.ndim == 0 and not value.is_complex()
     ndim = getattr(value, "ndim", None)
     if ndim is not None:
         if isinstance(value, Tensor):

@@ -6,6 +6,7 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 import errno
+import operator
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -599,20 +600,21 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._layouts: list[tuple[object, ...]] = []  # of the tensors that were copied last
+        self._layouts: list[object] = []  # of the tensors that were copied last
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
         aliases = find_aliases(tensors)
-        originals = {name: tensor for name, tensor in tensors.items() if aliases[name] == name}
-        layouts = list(map(_layout, originals.values()))
-        if layouts != self._layouts or [*originals] != [*self._buffers]:
-            self._buffers = {name: self._buffer(name, tensor) for name, tensor in originals.items()}
+        names = [name for name, first in aliases.items() if name is first]
+        originals = [tensors[name] for name in names]
+        layouts: list[object] = [*map(_dtype_and_shape, originals), *map(Tensor.stride, originals)]
+        if layouts != self._layouts or names != [*self._buffers]:
+            self._buffers = {name: self._buffer(name, tensors[name]) for name in names}
             self._layouts = layouts
         if originals:
             with torch.no_grad():  # one call for all, since a call for each takes longer than to copy a small one
-                torch._foreach_copy_(list(self._buffers.values()), list(originals.values()), non_blocking=True)
-        for device in {tensor.device for tensor in originals.values() if tensor.device.type != "cpu"}:
+                torch._foreach_copy_(list(self._buffers.values()), originals, non_blocking=True)
+        for device in {tensor.device for tensor in originals if not tensor.is_cpu}:
             torch.accelerator.synchronize(device)
         return {name: self._buffers[first] for name, first in aliases.items()}
 
@@ -624,8 +626,11 @@ class StagingBuffers:
         return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
 
+_dtype_and_shape = operator.attrgetter("dtype", "shape")
+
+
 def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+    return _dtype_and_shape(tensor), tensor.stride()
 
 
 class BackgroundWriter:

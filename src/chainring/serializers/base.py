@@ -967,6 +967,8 @@ def _move(value: Any, device: torch.device | None) -> Any:
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the name of the first tensor that is the same view of the same memory, by name: its own unless it is tied."""
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    if len(set(addresses.values())) == len(addresses):
+        return dict(zip(addresses, addresses, strict=True))
     counts = Counter(addresses.values())
     first: dict[Any, str] = {}
     return {
