@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 import torch
@@ -102,6 +103,13 @@ def test_every_optimizer_of_torch_is_compiled_and_does_the_same(tmp_path, optimi
 
     plain, compiled = (ran(trainer_of(tmp_path / str(each), 4, optimizer=make, compile=each)) for each in (False, True))
     assert_close(plain, compiled, **({"rtol": 0.05, "atol": 0.01} if optimizer is torch.optim.Muon else {}))  # bfloat16
+
+
+def test_a_fused_optimizer_steps_by_its_own_kernel_beside_what_is_compiled(tmp_path):
+    """It does the same without a warning; its kernel cannot be a part of a compiled function."""
+    fused = partial(torch.optim.Adam, fused=True)
+    plain, compiled = (ran(trainer_of(tmp_path / str(each), 4, optimizer=fused, compile=each)) for each in (False, True))
+    assert_close(plain, compiled)
 
 
 def test_it_resumes_bit_for_bit_after_every_iteration(tmp_path):

@@ -15,7 +15,7 @@ from chainring._messages import warn
 from chainring.reporting.reporter import current
 from chainring.serializers.base import AbstractSerializer, Serializer
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
-from chainring.training.updaters._gradients import list_parameters
+from chainring.training.updaters._gradients import list_parameters, step_optimizer
 from chainring.training.updaters._precision import Precision
 
 IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
@@ -55,10 +55,7 @@ class CompiledUpdate:
             return self._eagerly(inputs)
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 
-        # An optimizer whose step has hooks, such as that of `FailOnNonNumber`, steps outside of the compiled function.
-        steps = not any(
-            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks for optimizer in self._optimizers
-        )
+        steps = not any(map(_steps_outside, self._optimizers))
         try:
             self._prepare()
             try:
@@ -78,7 +75,7 @@ class CompiledUpdate:
             if steps:
                 vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
             else:
-                optimizer.step()
+                step_optimizer(optimizer)
         if self._device.type == "cuda":  # the next run of a captured graph overwrites its outputs
             weight = _copied(weight)
             if reporter is not None:
@@ -136,6 +133,12 @@ class _LearningRate:
     def to_number(self) -> None:
         if self._group.get("lr") is self._tensor:
             self._group["lr"] = self._number
+
+
+def _steps_outside(optimizer: Optimizer) -> bool:
+    """Return True if a step has hooks, such as that of `FailOnNonNumber`, or a fused kernel, which cannot be compiled in."""
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(has_hooks or any(group.get("fused") for group in optimizer.param_groups))
 
 
 def _copied(value: Any) -> Any:

@@ -145,8 +145,9 @@ class StandardUpdater(Updater):
         callbacks: called around the stages.
         comm: the communicator of the ranks that train together.
         compile: computes the loss, its gradients and the steps in one function of ``torch.compile``, on an NVIDIA
-            accelerator as a captured graph; results are the same to float tolerance. Seconds go by before the first update,
-            and before the first of each other shape of a batch. An update that cannot be compiled, such as any by torch
+            accelerator as a captured graph; results are the same to float tolerance. An optimizer with ``fused=True`` steps
+            by its own kernel, beside that function. Seconds go by before the first update, and before the first of each
+            other shape of a batch. An update that cannot be compiled, such as any by torch
             before 2.13, runs as it is, and a warning says why; so does one that `dump_graph` or a `Profiler` watches, which
             need its graph and its phases.
         virtual_ranks: computes each update in this many parts, for any number of ranks, and sums them in one order, so
