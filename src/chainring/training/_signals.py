@@ -14,9 +14,9 @@ from chainring._distributed.communicator import Communicator
 
 
 class Interrupted(SystemExit):
-    """Raised when a signal has ended the run: the iteration is finished, snapshots are taken, everything is finalized.
+    """Raised after a signal has ended the run: the iteration is complete, snapshots are saved and everything is finalized.
 
-    Left alone, it ends the process with the code of a process that the signal has killed: 143 for SIGTERM, 130 for SIGINT.
+    If it is not caught, the process exits with the code of one killed by the signal: 143 for SIGTERM, 130 for SIGINT.
 
     Example::
 

@@ -25,9 +25,9 @@ PRIORITY_READER = 100
 
 
 class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where there is no snapshot
-    """Raised by an extension to put the run back to its newest snapshot, from which it continues.
+    """Raised by an extension to return the run to its newest snapshot and continue from there.
 
-    Without a snapshot it ends the run, as any error does: itself, or the error given as ``otherwise``.
+    If there is no snapshot, the run ends with this error, or with the one given as ``otherwise``.
 
     Example::
 
@@ -41,10 +41,10 @@ class RollBack(RuntimeError):  # noqa: N818 - a request, and an error only where
 
 
 class Extension(Stateful):
-    """An action of a trainer when a trigger fires. Define ``__call__``; everything else is optional.
+    """Base class of extensions: actions that a trainer runs when their triggers fire.
 
-    Any callable of one argument, the trainer, can be an extension: this class gives defaults, and names the methods that
-    a trainer looks for.
+    A subclass defines ``__call__``; everything else is optional. Any callable of one argument, the trainer, can be an
+    extension too: this class only provides defaults, and documents the methods that a trainer looks for.
 
     Example::
 
@@ -55,14 +55,15 @@ class Extension(Stateful):
                 print(trainer.updater.iteration, float(trainer.observation["main/loss"]))
 
     Attributes:
-        trigger: when it is called, unless `Trainer.extend` says otherwise.
+        trigger: when it is called, unless `Trainer.extend` is given another trigger.
         priority: extensions of higher priority run first.
-        invoke_before_training: True to call it once just before the loop too.
-        skip_on_resume: True to leave out the call before training in a run that continues an earlier one.
-        is_snapshot: True if it saves the state of the run. Such extensions are called last, after every trigger of the
-            iteration has been asked.
-        has_fixed_name: of a snapshot, True if each replaces the one before under the same name, such as the best one.
-        autoload: of a snapshot, True to begin a run from the newest one, and to take one when the run ends.
+        invoke_before_training: True to call it also once just before the loop.
+        skip_on_resume: True to skip the call before training in a resumed run.
+        is_snapshot: True if it saves the state of the run. Such extensions are called last, after all triggers of the
+            iteration have been checked.
+        has_fixed_name: for snapshots, True if each replaces the previous one under the same name, such as the best so
+            far.
+        autoload: for snapshots, True to start a run from the newest one, and to take one when the run ends.
     """
 
     trigger: TriggerLike = (1, "iteration")
@@ -75,43 +76,43 @@ class Extension(Stateful):
 
     @property
     def writes(self) -> Sequence[str]:
-        """The names of the files that it writes into the trainer's ``out``; they are moved away when another run starts.
+        """The names of the files that it writes into the trainer's ``out``; a new run in the same directory moves them away.
 
-        A name may have fields of the trainer: ``"image_{.updater.iteration}"``.
+        A name may contain fields of the trainer: ``"image_{.updater.iteration}"``.
         """
         return ()
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
-        """Return what tells it apart from others of its class, the most significant first; by default what it writes.
+        """Return texts that distinguish it from others of its class, the most significant first; by default `writes`.
 
-        A resumed run knows extensions that share a name by it, because their numbers change with the order in which they
-        are registered. Settings that may change while it stays the same extension come last, or not at all.
+        A resumed run uses them to match extensions of the same name, because the numbers added to names depend on the
+        order of registration. Settings that may change between runs come last, or are left out.
         """
         return self.writes
 
     @property
     def watched_keys(self) -> Sequence[str]:
-        """The keys of reported values that it needs; a rehearsal raises where one of them is not reported."""
+        """The keys of reported values that it needs; a rehearsal raises an error if one of them is not reported."""
         return ()
 
     @property
     def reported_keys(self) -> Sequence[str]:
-        """The keys that it reports only later on, or only sometimes, so that a rehearsal may not see them."""
+        """The keys that it reports only later or only sometimes, so that a rehearsal may not see them."""
         return ()
 
     @property
     def default_name(self) -> str:
-        """Its name, unless `Trainer.extend` says otherwise; the class name."""
+        """The name under which it is registered, unless `Trainer.extend` is given one; the class name."""
         return type(self).__name__
 
     def __call__(self, trainer: Trainer) -> Any:
-        """Act; called when the trigger fires."""
+        """Run the extension; called when its trigger fires."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(trainer)")
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        """Return the newest state that it has saved: its iteration, and a function that loads it; ``None`` without one.
+        """Return the iteration of the newest saved state and a function that loads it, or ``None`` if there is none.
 
-        A run begins from it where `autoload` is true, and goes back to it on a `RollBack`.
+        A run starts from it if `autoload` is true, and returns to it on a `RollBack`.
         """
         return None
 
@@ -119,27 +120,27 @@ class Extension(Stateful):
         """Prepare for snapshots at the end of an iteration, before the first is taken; an error prevents all of them."""
 
     def initialize(self, trainer: Trainer) -> None:
-        """Prepare for the loop; called once, when the state of a resumed run is back."""
+        """Prepare for the loop; called once, after the state of a resumed run was restored."""
 
     def observe(self, trainer: Trainer) -> None:
-        """Look at the observation of an iteration; called in each, in order of priority, before the trigger is asked."""
+        """Read the observation; called in every iteration, in order of priority, before the trigger is checked."""
 
     def observe_start(self, trainer: Trainer) -> None:
-        """Look at what was reported before training, by extensions with ``invoke_before_training``.
+        """Read the values that extensions with ``invoke_before_training`` reported before training.
 
         Called once before the first update, in order of priority, if anything was reported; not in a resumed run. An
-        extension that defines it is not called before training besides.
+        extension that defines this method is not itself called before training.
         """
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
-        """React to the failure of the run; called before anything is finalized.
+        """React to an error that ends the run; called before anything is finalized.
 
-        Chainer's ``on_error(trainer, exception, traceback)`` is called with the traceback too. Any other signature is
-        refused by `Trainer.extend`.
+        Chainer's signature, ``on_error(trainer, exception, traceback)``, is supported too; `Trainer.extend` refuses any
+        other.
         """
 
     def finalize(self) -> None:
-        """Release what it holds; called once when a run ends, however it ends."""
+        """Release resources; called once when a run ends, with or without an error."""
 
 
 def make_extension(
@@ -151,7 +152,7 @@ def make_extension(
     initializer: Callable[[Trainer], None] | None = None,
     on_error: Callable[..., None] | None = None,
 ) -> Callable[[Callable[[Trainer], Any]], Callable[[Trainer], Any]]:
-    """Give a function the settings of an extension; the function itself is returned.
+    """Set the trigger, name and priority of a function as an extension; the function itself is returned.
 
     Example::
 
@@ -163,14 +164,14 @@ def make_extension(
         trigger: when it is called, by default every iteration.
         default_name: by default the name of the function.
         priority: by default `PRIORITY_READER`.
-        invoke_before_training: True to call it once just before the loop too.
+        invoke_before_training: True to call it also once just before the loop.
         finalizer: called when a run ends.
         initializer: called with the trainer before the loop.
-        on_error: called with the trainer and the exception when the run fails; with the traceback too if it demands three
+        on_error: called with the trainer and the exception when the run fails; with the traceback too if it takes three
             arguments.
 
     Raises:
-        TypeError: the trigger, the priority or a function is of a wrong type; ``on_error`` has another signature.
+        TypeError: the trigger, the priority or a function has the wrong type; ``on_error`` has another signature.
         ValueError: the unit of the trigger is unknown, or its period is not above 0.
     """
     get_trigger(trigger)

@@ -54,14 +54,16 @@ class Trainer(Stateful):
         trainer.run()
 
     Args:
-        updater: does one update of the parameters when asked.
-        stop_trigger: when training ends. A pair means *reached*: ``(20, "epoch")``, ``(1000, "iteration")``,
-            ``(3600, "second")``, those before a resume included. ``None`` trains until the data end.
-        out: the directory in which the run writes; it is created when the run starts. A relative path is resolved here, so
-            that a later change of the working directory does not move the run. Or an address in an object store, such as
-            ``"s3://bucket/run"``, also with ``gs``, ``az`` or ``memory``; it needs ``chainring[remote]``.
-        extensions: extensions to begin with, as by `extend`.
-        config: the settings of the run, such as ``vars(args)``, to be recorded beside its results.
+        updater: runs one update of the parameters in each iteration.
+        stop_trigger: when training ends. A pair is a length to be *reached*: ``(20, "epoch")``, ``(1000, "iteration")``
+            or ``(3600, "second")``, counted from the start of training, including the runs before a resume. ``None``
+            trains until the data run out.
+        out: the directory in which the run writes; it is created when the run starts. A relative path is resolved at
+            construction, so that a later change of the working directory does not move the run. It can also be an address
+            in an object store, such as ``"s3://bucket/run"`` (or ``gs``, ``az``, ``memory``), which requires
+            ``chainring[remote]``.
+        extensions: extensions to register, as with `extend`.
+        config: the settings of the run, such as ``vars(args)``, which are recorded with its results.
 
     Attributes:
         url: the address of the run, if it is in an object store.
@@ -70,14 +72,15 @@ class Trainer(Stateful):
         extension_name: the name of the extension that is being initialized, called or finalized, ``None`` outside of
             extensions.
         is_rehearsing: True during `rehearse`.
-        is_replaying: True while `chainring.testing.replay` repeats iterations of an earlier run: nothing is sent elsewhere.
+        is_replaying: True while `chainring.testing.replay` repeats iterations of an earlier run; no results are sent to
+            services.
         is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
-        interruption: the signal that asks the run to end, if one came.
+        interruption: the signal that requested the end of the run, if there was one.
 
     Raises:
-        TypeError: the updater has no ``update``; the stop trigger, ``out`` or ``config`` is of a wrong type.
+        TypeError: the updater has no ``update``; the stop trigger, ``out`` or ``config`` has the wrong type.
         ValueError: the unit of the stop trigger is unknown, or its length is negative.
-        OSError: ``out`` cannot be a directory to write to.
+        OSError: ``out`` is not a writable directory and cannot be made one.
     """
 
     @hinting(_hints.TRAINER_KEYWORDS)
@@ -130,7 +133,7 @@ class Trainer(Stateful):
     def out(self) -> str:
         """The directory in which the run writes.
 
-        Of a run in an object store it is one on this machine, whose files are put beside the snapshots there.
+        For a run in an object store, this is a directory on this machine; its files are uploaded next to the snapshots.
         """
         return self._out
 
@@ -145,7 +148,7 @@ class Trainer(Stateful):
 
     @property
     def elapsed_time(self) -> float:
-        """Seconds of training, those of the runs before a resume included; 0.0 before the first run."""
+        """Seconds of training, including the runs before a resume; 0.0 before the first run."""
         run = self._run
         if run.started_at is None:
             return run.earlier_time
@@ -168,7 +171,7 @@ class Trainer(Stateful):
 
     @property
     def place_of_extension(self) -> Place | None:
-        """Where the script has registered the extension at work, to which warnings point; ``None`` outside of extensions."""
+        """The line of the script that registered the running extension, for warnings; ``None`` outside of extensions."""
         return None if self.extension_name is None else self._entries[self.extension_name].place
 
     def extend(
@@ -183,15 +186,15 @@ class Trainer(Stateful):
 
         Args:
             extension: any callable of one argument, the trainer.
-            name: by default the extension's ``default_name``, ``__name__`` or class name. The second of a name becomes
-                ``name_1``, the third ``name_2``.
+            name: by default the extension's ``default_name``, ``__name__`` or class name. A second extension of the same
+                name becomes ``name_1``, a third ``name_2``.
             trigger: when it is called; by default the extension's own, or every iteration.
-            priority: extensions of higher priority run first, of equal priority in the order of registration; by default
-                the extension's own, or 100.
-            invoke_before_training: True to call it once just before the loop too; by default the extension's own.
+            priority: extensions of higher priority run first, those of equal priority in the order of registration; by
+                default the extension's own, or 100.
+            invoke_before_training: True to call it also once just before the loop; by default the extension's own.
 
         Raises:
-            TypeError: the extension is not a callable of one argument; the trigger or the priority is of a wrong type.
+            TypeError: the extension is not a callable of one argument; the trigger or the priority has the wrong type.
             ValueError: the name is ``"training"``; the unit of the trigger is unknown, or its period is not above 0.
             RuntimeError: the run has begun.
         """
@@ -223,8 +226,8 @@ class Trainer(Stateful):
             trainer.get_extension("LogReport_1")  # the second that was registered
 
         Args:
-            name: the name of an extension, or its class. Objects of a subclass are found where there is none of the class
-                itself.
+            name: the name of an extension, or its class. If no extension is of exactly this class, those of its
+                subclasses are searched.
 
         Raises:
             KeyError: there is no extension of that name or class.
@@ -257,16 +260,18 @@ class Trainer(Stateful):
         return ", ".join(f"{name} ({type(entry.extension).__name__})" for name, entry in self._entries.items()) or "none"
 
     def run(self) -> None:
-        """Train until the stop trigger fires or the data end.
+        """Train until the stop trigger fires or the data run out.
 
-        Each iteration is a fresh observation, one update, and every extension whose trigger fires, highest priority
-        first; snapshots come last, when every trigger has been asked. A trainer runs once.
+        Each iteration starts an empty observation, runs one update, and calls every extension whose trigger fires,
+        highest priority first. Snapshots are taken last, after all triggers have been checked. A trainer can run only
+        once.
 
-        SIGTERM and the first SIGINT let the iteration end; then every snapshot is taken and everything is finalized.
+        After SIGTERM or the first SIGINT, the current iteration is completed; then all snapshots are taken and everything
+        is finalized.
 
         Raises:
             RuntimeError: it has run before.
-            Interrupted: a signal has ended it; left alone, the process exits with 143 or 130.
+            Interrupted: a signal has ended the run; if it is not caught, the process exits with code 143 or 130.
         """
         if self._run.has_begun:
             raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to continue")
@@ -291,7 +296,7 @@ class Trainer(Stateful):
             self._take_final_snapshots(self.entries, is_interrupted)
 
     def ends(self) -> bool:
-        """Return True if a signal or the stop trigger ends the run at the head of this iteration; `run` asks it."""
+        """Return True if a signal or the stop trigger ends the run before the next iteration; called by `run`."""
         if self.interruption.is_shared:
             self.interruption.compare()
         return (self.interruption.ends_run and self._obeys_signal()) or self.stop_trigger(self)
@@ -376,21 +381,21 @@ class Trainer(Stateful):
             )
 
     def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
-        """Initialize a trigger that another one asks: once a run, however many extensions and triggers share it."""
+        """Initialize a trigger that another one calls: once per run, however many extensions and triggers share it."""
         self._run.initialize_trigger(trigger, self)
 
     def rehearse(self) -> None:
-        """Try everything in seconds: two updates and a call of every extension, then all state is put back.
+        """Test the whole run in seconds: run two updates and every extension once, then restore all state.
 
-        A bug in the validation then shows now, and not after the first epoch. What extensions write goes to a scratch
-        directory. The run that follows is bit for bit the run without a rehearsal. An extension is initialized and
-        finalized as in a run. What the updates and the extensions have changed and no state holds cannot be put back; a
-        warning names it by its path, such as ``updater.model:main.encoder.counter``, with what makes it state.
+        A bug in the validation shows at once instead of after the first epoch. Extensions are initialized and finalized
+        as in a run, and write to a scratch directory. The run that follows is bit-exact with a run without a rehearsal.
+        Changes to attributes that are not part of the saved state cannot be undone; a warning gives the path of each,
+        such as ``updater.model:main.encoder.counter``, and says how to add it to the state.
 
         Raises:
-            RuntimeError: the run has begun, or the data end before two updates.
-            ValueError: a lazy module has uninitialized parameters; or a trigger or an extension watches a key that nothing
-                has reported, such as a misspelled one: the nearest that was reported is named.
+            RuntimeError: the run has started, or the data run out before two updates.
+            ValueError: a lazy module has uninitialized parameters; or a trigger or an extension needs a key that was not
+                reported, such as a misspelled one; the error names the closest reported key.
         """
         if self._run.has_begun:
             raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
@@ -399,7 +404,7 @@ class Trainer(Stateful):
     def explain(self, iterations: int = 100) -> str:
         """Return the plan of the run as text: which extensions run, in which order, and in which of the next iterations.
 
-        Interval, schedule and once triggers are predicted; the others are shown as asked in each iteration.
+        Interval, schedule and once triggers are predicted; for all others the plan says "asked each iteration".
 
         Raises:
             ValueError: ``iterations`` is below 1.
@@ -407,7 +412,7 @@ class Trainer(Stateful):
         return _preview.explain(self, iterations, self._run.started_at is not None)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save or load all that changes in a run: updater, triggers, extensions, observation, time, random generators.
+        """Save or load all state of a run: updater, triggers, extensions, observation, time, random generators.
 
         Settings are not part of it: a run may be resumed with another stop trigger, batch size or set of extensions.
 

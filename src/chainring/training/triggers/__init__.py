@@ -1,4 +1,4 @@
-"""Triggers: callables of a trainer that say when an extension is called, or when training stops."""
+"""Triggers: callables of a trainer that decide when an extension is called, or when training stops."""
 
 from chainring.training.triggers._get_trigger import TriggerLike as TriggerLike
 from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger

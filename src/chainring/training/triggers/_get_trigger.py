@@ -20,7 +20,7 @@ _RULE = 'a trigger is None, a callable of the trainer, (period, "iteration"), (p
 
 
 def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
-    """Return the trigger that a setting stands for.
+    """Return the trigger for a setting such as ``(1, "epoch")``.
 
     Example::
 
@@ -35,7 +35,7 @@ def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
         A callable of the trainer that returns True when the trigger fires.
 
     Raises:
-        TypeError: it is anything else.
+        TypeError: ``trigger`` is anything else.
         ValueError: the period is not above 0, or the unit is unknown.
     """
     if trigger is None:
@@ -56,7 +56,7 @@ def get_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
 
 
 def get_stop_trigger(trigger: TriggerLike) -> Callable[[Trainer], bool]:
-    """Return the stop trigger that a setting stands for: as `get_trigger`, but a pair or an interval means *reached*.
+    """Return the stop trigger for a setting: like `get_trigger`, but a pair or an interval is a length to be *reached*.
 
     Raises:
         TypeError: it is neither a trigger nor a pair.

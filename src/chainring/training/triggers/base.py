@@ -1,4 +1,4 @@
-"""Trigger, the base of triggers that remember their answer; and functions on any trigger."""
+"""Trigger, the base class of triggers that remember their answer; and functions for any trigger."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class Trigger(Stateful):
-    """A trigger that repeats its answer if it is asked again in the same iteration, so it can serve several extensions.
+    """Base class of triggers that repeat their answer within an iteration, so that several extensions can share one.
 
-    Any callable of a trainer is a trigger; this class adds the memory. A subclass defines `ask`.
+    Any callable of one argument, the trainer, can be a trigger; this class adds a memory of the last answer. A subclass
+    defines `ask`.
 
     Example::
 
@@ -43,7 +44,7 @@ class Trigger(Stateful):
         return self._answer
 
     def ask(self, trainer: Trainer) -> bool:
-        """Compute the answer for this iteration; called at most once an iteration.
+        """Compute the answer for this iteration; called at most once per iteration.
 
         Raises:
             NotImplementedError: the subclass does not define it.
@@ -55,21 +56,21 @@ class Trigger(Stateful):
 
     @property
     def watched_keys(self) -> Sequence[str]:
-        """The keys of reported values that it needs; a rehearsal raises where one of them is not reported."""
+        """The keys of reported values that it needs; a rehearsal raises an error if one of them is not reported."""
         return ()
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
-        """Return what tells it apart from others of its class, such as a key: it is known by that in a resumed run.
+        """Return texts that distinguish it from others of its class, such as a key; a resumed run recognizes it by them.
 
         See `Extension.identity`.
         """
         return ()
 
     def initialize(self, trainer: Trainer) -> None:
-        """Start a run, after its state was restored; refuse a trainer on which the trigger cannot work.
+        """Prepare for a run, after saved state was restored; refuse a trainer with which the trigger cannot work.
 
-        A trigger without saved state starts from here: it ignores what lies before the resume, and what an earlier
-        trainer asked this object.
+        A trigger without saved state starts from the current iteration: it ignores the progress before the resume, and
+        earlier calls by another trainer.
         """
         if not self._restored:
             self._asked = None
@@ -89,7 +90,7 @@ def never(trainer: Trainer) -> bool:
 
 
 def serialize_inner_trigger(serializer: AbstractSerializer, key: str, trigger: Any) -> None:
-    """Save or load the trigger that another one asks; it keeps its own state if a trigger of another class was saved."""
+    """Save or load the trigger that another one calls; it keeps its own state if a trigger of another class was saved."""
     name = type(trigger).__name__
     saved_name = serializer(f"{key}_type", name)
     if saved_name == name:

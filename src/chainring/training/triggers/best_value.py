@@ -21,12 +21,12 @@ _RULE = "compare is called with the best value so far and a new one, and returns
 
 
 class BestValueTrigger(Trigger):
-    """Fires when the mean of a reported value is better than every mean before.
+    """Fires when the mean of a reported value is better than all earlier means.
 
-    Each time that it is asked it adds the value to a mean, weighted as the updates are. When its own trigger fires, it
-    compares the mean since that last fired with the best so far. The first mean is the best so far; an equal one is
-    not better whatever ``compare`` returns; NaN never is. It sees what has been reported when it is asked: by
-    the update, and by the extensions before its own.
+    At each call it adds the value to a mean, with the weight of the update. When its own ``trigger`` fires, it compares
+    the mean since that last fired with the best so far. The first mean is the best so far; an equal mean is not better,
+    whatever ``compare`` returns, and NaN never is. It sees the values that were reported before it is called: by the
+    update, and by extensions that run earlier.
 
     Example::
 
@@ -34,9 +34,9 @@ class BestValueTrigger(Trigger):
         trainer.extend(extensions.snapshot(filename="best"), trigger=best)
 
     Args:
-        key: of the value in the observation, such as ``"validation/main/loss"``. Only single numbers count.
+        key: the key of the value in the observation, such as ``"validation/main/loss"``. Only scalars are used.
         compare: called with the best mean so far and the new one; returns True if the new one is better.
-        trigger: when a mean is taken and compared.
+        trigger: when the mean is compared and restarted.
 
     Raises:
         TypeError: the key is not a string, ``compare`` cannot be called with two numbers, or ``trigger`` is not a trigger.
@@ -83,7 +83,7 @@ class BestValueTrigger(Trigger):
         return self.key in means and self.check(means[self.key], trainer)
 
     def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return the answer at the end of an interval: True if its mean is better than the best so far, which it becomes."""
+        """Return True if the mean of the interval that ends is better than the best so far, which it then replaces."""
         best = self._best
         if math.isnan(mean) or mean == best or (best is not None and not self.compare(best, mean)):
             return False
@@ -117,7 +117,7 @@ class BestValueTrigger(Trigger):
 
 
 class MaxValueTrigger(BestValueTrigger):
-    """Fires when the mean of a reported value is greater than every mean before; otherwise as `BestValueTrigger`.
+    """Fires when the mean of a reported value is greater than all earlier means; otherwise like `BestValueTrigger`.
 
     Example::
 
@@ -135,7 +135,7 @@ class MaxValueTrigger(BestValueTrigger):
 
 
 class MinValueTrigger(BestValueTrigger):
-    """Fires when the mean of a reported value is less than every mean before; otherwise as `BestValueTrigger`.
+    """Fires when the mean of a reported value is less than all earlier means; otherwise like `BestValueTrigger`.
 
     Example::
 
@@ -153,13 +153,13 @@ class MinValueTrigger(BestValueTrigger):
 
 
 class EarlyStoppingTrigger(BestValueTrigger):
-    """A stop trigger: true once ``patience`` checks in a row brought no improvement, or when ``max_trigger`` fires.
+    """Stop trigger that fires after ``patience`` checks in a row without improvement, or when ``max_trigger`` fires.
 
-    A check compares the mean since the last one with the best so far, as in `BestValueTrigger`. The first mean is an
+    A check compares the mean since the last check with the best so far, as in `BestValueTrigger`. The first mean is an
     improvement; an equal one and NaN are not. A check of an interval in which the value was not reported does not count
     and does not reset the count; the first one gives a warning.
 
-    As the trigger of an extension, it fires from the check that ends its patience until the next improvement.
+    As the trigger of an extension, it fires from the check that exhausts the patience until the next improvement.
 
     Example::
 
@@ -167,13 +167,14 @@ class EarlyStoppingTrigger(BestValueTrigger):
         trainer = Trainer(updater, stop)
 
     Args:
-        check_trigger: when a mean is taken and compared.
+        check_trigger: when the mean is compared and restarted.
         monitor: the key of the value in the observation, such as ``"validation/main/loss"``.
-        patience: the number of checks in a row without improvement that end training.
-        mode: ``"max"`` where greater is better, ``"min"`` where less is; ``"auto"`` is ``"max"`` where the key contains
-            ``"accuracy"``, else ``"min"``.
-        verbose: if True, a line is printed when training stops early.
-        max_trigger: ends training in any case; as for a trainer's stop trigger, a pair means *reached*. ``None`` never does.
+        patience: the number of checks in a row without improvement after which training stops.
+        mode: ``"max"`` if greater is better, ``"min"`` if less is better; ``"auto"`` is ``"max"`` if the key contains
+            ``"accuracy"``, otherwise ``"min"``.
+        verbose: True to print a line when training stops early.
+        max_trigger: ends training in any case; as for a trainer's stop trigger, a pair is a length to be *reached*.
+            ``None`` sets no limit.
 
     Attributes:
         mode: ``"max"`` or ``"min"``.
@@ -223,7 +224,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
         return is_reached or self._count >= self.patience
 
     def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return True if patience has ended with this check."""
+        """Return True if this check exhausts the patience."""
         if super().check(mean, trainer):
             self._count = 0
             return False
@@ -237,7 +238,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
         return self._count >= self.patience
 
     def get_training_length(self) -> tuple[float, str] | None:
-        """Return the length and its unit at which training ends in any case; ``None`` if ``max_trigger`` has none."""
+        """Return the length of ``max_trigger`` and its unit; ``None`` if it has none."""
         length: tuple[float, str] | None = getattr(self.max_trigger, "get_training_length", lambda: None)()
         return length
 

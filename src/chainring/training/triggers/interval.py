@@ -1,4 +1,4 @@
-"""Triggers that follow from progress and time: intervals, given points, the first time, and a limit."""
+"""Triggers that depend on progress and time: intervals, given points, the first call, and a limit."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class IntervalTrigger(Trigger):
-    """Fires when a multiple of the period was crossed since it was last asked.
+    """Fires every ``period`` iterations or epochs: when a multiple was crossed since the last call.
 
-    It counts exactly: a period of 0.1 epochs is one tenth. Several multiples crossed at once fire once. It never fires
-    before the first update, and a resumed run fires at the iterations at which the uninterrupted one does.
+    It counts exactly: a period of 0.1 epochs is one tenth. If several multiples are crossed at once, it fires once. It
+    never fires before the first update, and in a resumed run it fires at the same iterations as in an uninterrupted one.
 
     Example::
 
         trainer.extend(extensions.LogReport(), trigger=IntervalTrigger(0.1, "epoch"))  # or trigger=(0.1, "epoch")
 
     Args:
-        period: iterations or epochs between two fires, above 0; it may be a fraction.
+        period: the number of iterations or epochs, above 0; it may be a fraction.
         unit: ``"iteration"`` or ``"epoch"``.
 
     Attributes:
-        is_every_iteration: True if it fires after each iteration, so that the trainer need not ask it; always False for
-            a subclass, which may answer otherwise.
+        is_every_iteration: True if it fires after each iteration, so that the trainer need not call it; always False for
+            a subclass, which may answer differently.
 
     Raises:
         ValueError: the period is not above 0, or the unit is unknown.
@@ -110,10 +110,10 @@ class IntervalTrigger(Trigger):
 
 
 class TimeTrigger(Trigger):
-    """Fires once in each ``period`` seconds of training, by a monotonic clock.
+    """Fires every ``period`` seconds of training, measured by a monotonic clock.
 
-    It first fires after one period. After a long pause it fires once and continues with the next multiple of the period,
-    never several times in a row to catch up. Time between two runs does not count.
+    It first fires after one period. After a long pause it fires only once, not several times in a row to catch up, and
+    continues with the next multiple of the period. Time between two runs does not count.
 
     Example::
 
@@ -171,7 +171,7 @@ class TimeTrigger(Trigger):
 
 
 class ManualScheduleTrigger(Trigger):
-    """Fires when one of the points was reached since it was last asked; several at once fire once.
+    """Fires at given points: when one was reached since the last call; several reached at once fire once.
 
     Example::
 
@@ -234,14 +234,14 @@ class ManualScheduleTrigger(Trigger):
 
 
 class OnceTrigger(Trigger):
-    """Fires the first time that it is asked after an update, and never again.
+    """Fires at its first call after an update, and never again.
 
     Example::
 
         trainer.extend(print_memory, trigger=OnceTrigger(call_on_resume=True))
 
     Args:
-        call_on_resume: if True, it fires once more in each run that continues an earlier one.
+        call_on_resume: True to fire once more in each resumed run.
 
     Attributes:
         finished: True if it has fired.
@@ -273,9 +273,9 @@ class OnceTrigger(Trigger):
 
 
 class ReachedTrigger:
-    """True from a point on: iterations, epochs or seconds of training, those before a resume included.
+    """Fires from a point on: a number of iterations, epochs or seconds of training, including those before a resume.
 
-    It follows from the trainer alone and has no state: a run that is resumed at or past its point stops at once.
+    It depends only on the progress of the trainer and has no state: a run resumed at or past the point stops at once.
 
     Example::
 
@@ -331,8 +331,8 @@ class ReachedTrigger:
 def count_epochs(updater: Updater) -> Fraction:
     """Return the epochs completed so far, as a fraction.
 
-    It comes from the main iterator's ``(epoch, position, size)`` if they agree with ``updater.epoch_detail``; otherwise the
-    updater counts its own epochs, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
+    It is computed from the main iterator's ``(epoch, position, size)`` if they agree with ``updater.epoch_detail``;
+    otherwise the updater counts epochs itself, and the simplest fraction that rounds to its ``epoch_detail`` is returned.
     """
     detail = updater.epoch_detail
     try:

@@ -1,4 +1,4 @@
-"""The arguments of an updater: brought to one form, and refused with a remedy where they cannot be used."""
+"""The arguments of an updater: converted to mappings by name, or refused with a remedy."""
 
 from __future__ import annotations
 

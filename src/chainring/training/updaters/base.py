@@ -51,20 +51,21 @@ class _FromIterator:
 
 
 class Updater(Stateful):
-    """One update of the parameters, and the iterators, models and optimizers that it works with.
+    """Base class of updaters: runs one update of the parameters, and owns the iterators, models and optimizers.
 
-    Subclass it and write ``update_core()``, and ``get_iterator``, ``get_model`` and ``get_optimizer`` for those that it has.
-    There is no constructor to call. Epochs are those of ``get_iterator("main")``; without one they stay at 0.
+    A subclass defines ``update_core()``, and ``get_iterator``, ``get_model`` and ``get_optimizer`` if it has such
+    objects. It need not call ``super().__init__()``. Epochs are counted by ``get_iterator("main")``; without a main
+    iterator they stay at 0.
 
     Attributes:
-        iteration: updates completed.
-        epoch: epochs completed.
-        epoch_detail: the same, with the fraction of the current one.
+        iteration: the number of completed updates.
+        epoch: the number of completed epochs.
+        epoch_detail: the number of epochs, including the fraction of the current one.
         previous_epoch_detail: ``epoch_detail`` before the last update; ``None`` before the first.
         is_new_epoch: True if the last update reached the end of an epoch.
         comm: the communicator of the ranks that train together; by default a world of one.
-        constructed: the hyperparameters of each optimizer by name, as the script had made them.
-        weight: of the last update in a mean over updates, such as its number of examples.
+        constructed: the hyperparameters of each optimizer by name, as the script set them at construction.
+        weight: the weight of the last update in a mean over updates, such as its number of examples.
 
     Example::
 
@@ -95,10 +96,10 @@ class Updater(Stateful):
         return overridden or find_main_iterator(self) is not None
 
     def connect_trainer(self, trainer: Trainer) -> None:
-        """Prepare for a trainer; called at the end of its construction.
+        """Prepare for a trainer; called at the end of the trainer's constructor.
 
-        What changes later on besides numbers, such as parameter groups by ``add_param_group``, the form of buffers, frozen
-        parameters or the mode of a module, is restored on resume because it is noted here how the script has made it.
+        This records how the script has set up the parameter groups, buffers, frozen parameters and training modes, so
+        that later changes to them, for example by ``add_param_group``, are saved and restored on resume.
         """
         models = {name: model for name, model in self.get_all_models().items() if isinstance(model, nn.Module)}
         optimizers = self.get_all_optimizers()
@@ -110,7 +111,7 @@ class Updater(Stateful):
         }
 
     def start(self) -> None:
-        """Prepare for a run; called when it starts, after the state of a resumed run was put back."""
+        """Prepare for a run; called when it starts, after the state of a resumed run was restored."""
         self._note_flags()
 
     def _note_flags(self) -> None:
@@ -133,7 +134,7 @@ class Updater(Stateful):
         raise KeyError(f"{type(self).__name__} has no iterator {name!r}")
 
     def get_all_iterators(self) -> dict[str, Any]:
-        """Return every iterator by its name; by default the main one, if there is one."""
+        """Return all iterators by name; by default only the main one, if there is one."""
         iterator = find_main_iterator(self)
         return {} if iterator is None else {"main": iterator}
 
@@ -146,7 +147,7 @@ class Updater(Stateful):
         raise KeyError(f"{type(self).__name__} has no model {name!r}")
 
     def get_all_models(self) -> dict[str, nn.Module]:
-        """Return every model by its name; by default the main one, if there is one."""
+        """Return all models by name; by default only the main one, if there is one."""
         try:
             return {"main": self.get_model("main")}
         except KeyError:
@@ -161,19 +162,19 @@ class Updater(Stateful):
         raise KeyError(f"{type(self).__name__} has no optimizer {name!r}")
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
-        """Return every optimizer by its name; by default the main one, if there is one."""
+        """Return all optimizers by name; by default only the main one, if there is one."""
         try:
             return {"main": self.get_optimizer("main")}
         except KeyError:
             return {}
 
     def update(self) -> None:
-        """Run ``update_core`` and count it.
+        """Run ``update_core``, then add 1 to ``iteration``.
 
         Raises:
-            StopIteration: the data have ended, as an iterator of the updater says. Of an updater without iterators, its own
-                methods say so: by raising it, or by a ``next`` that does.
-            RuntimeError: anything else has raised ``StopIteration``, such as a loss.
+            StopIteration: the data have run out: raised by an iterator of the updater or, if it has none, by its own
+                methods or a ``next`` that they call.
+            RuntimeError: anything else has raised ``StopIteration``, such as the loss function.
         """
         try:
             self.update_core()
@@ -279,18 +280,18 @@ def _flag_owners(model: nn.Module) -> dict[_Flag, list[Any]]:
 class OptimizerState:
     """An optimizer's state as an object with ``serialize``.
 
-    ``state`` maps a parameter's name to its entries; a parameter that never got a gradient has none. ``param_groups``
-    are the hyperparameters, with names in place of positions.
+    ``state`` maps the name of a parameter to its entries; a parameter that never had a gradient has none.
+    ``param_groups`` are the hyperparameters, with names of parameters instead of positions.
 
     Args:
         optimizer: the optimizer, which is not changed by saving.
-        models: those whose parameters it trains, by name.
-        label: its name in the updater.
-        constructed: `hyperparameters` as they were when the script had made the optimizer; ``None`` where that is not
-            known. A value that the script of a resumed run makes another is a changed setting and holds; all others, which
-            a scheduler or an extension may have written since, come from the saved run.
-        groups: the names of the parameters in each group, as the script had made them; ``None`` where that is not known.
-            Where they have changed since, a resumed run makes the groups of the saved run out of them.
+        models: the models whose parameters it trains, by name.
+        label: the name of the optimizer in the updater.
+        constructed: `hyperparameters` as the script set them at construction; ``None`` if that is not known. A value that
+            the script of a resumed run sets differently is a changed setting and is kept; all others, which a scheduler
+            or an extension may have changed since, come from the saved run.
+        groups: the names of the parameters in each group, as the script set them up; ``None`` if that is not known. If
+            the groups have changed since, a resumed run builds those of the saved run.
     """
 
     def __init__(
@@ -310,7 +311,7 @@ class OptimizerState:
         self._names = _names_in(optimizer, self._model_names)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the state as it is, or put saved state back, each tensor in the dtype in which it was saved."""
+        """Save the state as it is, or restore saved state, each tensor in the dtype in which it was saved."""
         if isinstance(serializer, Serializer):
             self._check_state()
         live = self._optimizer.state_dict()
@@ -445,7 +446,7 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the plain settings of each parameter group; the learning rate is that before a scheduler wrote to it.
+    """Return the plain settings of each parameter group; the learning rate is the one before a scheduler changed it.
 
     A tensor of one number, such as a learning rate, is that number.
     """

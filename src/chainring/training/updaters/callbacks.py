@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UpdateContext:
-    """The state of an update, for a callback.
+    """The state of an update, which its callbacks receive.
 
     Attributes:
-        updater: whose update it is.
-        iteration: updates completed.
+        updater: the updater that runs the update.
+        iteration: the number of completed updates.
         micro_step: index of the micro-batch in a gradient accumulation, from 0.
-        batch: the converted micro-batch, on the device. At ``batch_on_finish`` a callback may put another in its place. In a
+        batch: the converted micro-batch, on the device. A callback of ``batch_on_finish`` may replace it. In a
             `ParallelUpdater`, a list with the share of each replica.
-        loss: its loss, once the forward has run.
-        examples: the number of its examples; one repeated to fill a rank's share does not count. ``None`` where it is not
-            known, because the arrays of the batch have different numbers of rows.
+        loss: the loss of the micro-batch, after the forward pass.
+        examples: the number of examples in it, not counting one that was repeated to fill a rank's share. ``None`` if it
+            is not known, because the arrays of the batch have different numbers of rows.
 
     Example::
 
@@ -56,22 +56,22 @@ _STAGES = (
 
 
 class UpdateCallbacks:
-    """Functions of an `UpdateContext`, called once each time their stage starts or finishes, in the order given.
+    """Functions that are called with an `UpdateContext` when a stage of an update starts or finishes, in the order given.
 
-    Each argument is one callable or an iterable of them. ``batch_on_finish`` runs after a batch was converted and moved to
-    the device, ``forward`` and ``backward`` once for each micro-batch, ``comm`` (only where a communicator was given) and
-    ``update`` once an update. At ``update_on_start`` the gradients are final: averaged over micro-batches and ranks, and
-    unscaled; those of optimizers that do not step there are put aside. Where an optimizer steps by a closure, each call of
-    it has these stages, but for ``update_on_finish``.
+    Each argument is one callable or an iterable of them. ``batch_on_finish`` runs after a batch was converted and moved
+    to the device, ``forward`` and ``backward`` once per micro-batch, ``comm`` (only with a communicator) and ``update``
+    once per update. At ``update_on_start`` the gradients are final: averaged over micro-batches and ranks, and unscaled;
+    those of optimizers that do not step there are set aside. If an optimizer steps with a closure, each call of the
+    closure has these stages, except ``update_on_finish``.
 
-    An extension that listens for the length of a run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
+    An extension that needs a callback during the run calls `add` in its ``initialize`` and `remove` in its ``finalize``.
     Each stage is also an attribute, a tuple: ``callbacks.update_on_start += (show,)``.
 
     Attributes:
-        needs_stages: True if anything but ``batch_on_finish`` has callbacks, so that updates run stage by stage.
+        needs_stages: True if a stage other than ``batch_on_finish`` has callbacks, so that updates run stage by stage.
 
     Raises:
-        TypeError: something in an argument cannot be called.
+        TypeError: an argument contains something that is not callable.
 
     Example::
 
@@ -111,12 +111,12 @@ class UpdateCallbacks:
             self.needs_stages = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
-        """Register a callback, also while a run is under way.
+        """Register a callback; this is possible during a run too.
 
         Args:
-            stage: where it is called, such as ``"batch_on_finish"``.
-            callback: a callable of one `UpdateContext`.
-            first: before the callbacks that are there, and not after them.
+            stage: when it is called, such as ``"batch_on_finish"``.
+            callback: a callable of one argument, the `UpdateContext`.
+            first: True to insert it before the registered callbacks, not after them.
 
         Raises:
             ValueError: there is no such stage.
@@ -153,20 +153,20 @@ def _as_tuple(name: str, given: Callbacks) -> tuple[Callback, ...]:
 
 
 def run(callbacks: tuple[Callback, ...], context: UpdateContext) -> None:
-    """Call each with the context."""
+    """Call each callback with the context."""
     for callback in callbacks:
         callback(context)
 
 
 def clip_grad_norm(max_norm: float, norm_type: float = 2.0) -> Callable[[UpdateContext], None]:
-    """Scale all gradients together so that their norm is at most ``max_norm``; report the norm before as ``grad_norm``.
+    """Clip the gradients by their total norm to ``max_norm``; report the norm before clipping as ``grad_norm``.
 
-    The norm is that of all gradients of the optimizers that step together, as one vector, as
-    ``torch.nn.utils.clip_grad_norm_`` has it. It stays on the device.
+    The norm is taken over all gradients of the optimizers that step together, as if they were one vector, like in
+    ``torch.nn.utils.clip_grad_norm_``. It stays on the device.
 
     Args:
-        max_norm: above 0; infinity only reports.
-        norm_type: exponent of the norm, above 0; ``math.inf`` is the largest magnitude.
+        max_norm: the largest norm allowed, above 0; infinity only reports the norm.
+        norm_type: the exponent of the norm, above 0; ``math.inf`` is the maximum of the absolute values.
 
     Returns:
         A callback for ``update_on_start``.

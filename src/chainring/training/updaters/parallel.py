@@ -24,26 +24,27 @@ from chainring.training.updaters.standard import StandardUpdater
 
 
 class ParallelUpdater(StandardUpdater):
-    """Splits each batch over replicas of the model; its update is that of `StandardUpdater` on the whole batch.
+    """Splits each batch over replicas of the model; the update equals that of `StandardUpdater` on the whole batch.
 
-    Replica i of n computes the loss of ``batch[i::n]``, the main model first; of a batch with fewer examples than there
-    are replicas the last ones get nothing. Losses, and values reported during the forward, are averaged by weight: the
-    number of examples, or what the loss returns as ``"weight"``. Gradients are summed into the main model, which is the
-    one that the optimizers train, that is saved, and under whose name all replicas report.
+    Replica i of n computes the loss of ``batch[i::n]``, the main model first; if a batch has fewer examples than there
+    are replicas, the last replicas get none. Losses, and values reported during the forward, are averaged by weight: the
+    number of examples, or what the loss returns as ``"weight"``. Gradients are summed into the main model, which the
+    optimizers train and which is saved; all replicas report under its name.
 
-    Before every forward a replica gets the main model's parameters, buffers and training flags. What its forward writes
-    into buffers is forgotten, so running statistics are those of the main model's share of each batch.
+    Before every forward pass, each replica gets the main model's parameters, buffers and training flags. Changes that its
+    forward pass makes to buffers are discarded, so running statistics are those of the main model's share of each batch.
 
     Args:
         iterator, optimizer, converter, loss_func: see `StandardUpdater`; ``converter`` and ``loss_func`` are called once
             for each share, with its device and its replica.
         model: the main model, of which a copy is made for each other device.
-        models: the replicas by name instead, all of the same structure; the parameters are those of ``models["main"]``.
-        devices: the device of each replica by its name, as for `StandardUpdater`; devices may repeat. Without, replicas
-            stay where they are.
+        models: the replicas by name, instead of ``model``, all of the same structure; the optimizers train
+            ``models["main"]``.
+        devices: the device of each replica by its name, as for `StandardUpdater`; devices may repeat. By default,
+            replicas stay where they are.
 
     Raises:
-        ValueError: neither ``models`` nor ``devices`` is given, or they differ in names, or the models in structure.
+        ValueError: neither ``models`` nor ``devices`` is given, or their names differ, or the models differ in structure.
         KeyError: one of them lacks ``"main"``.
         TypeError: see `StandardUpdater`.
 
@@ -79,7 +80,7 @@ class ParallelUpdater(StandardUpdater):
         self._reporter_with_replicas: Reporter | None = None
 
     def update_core(self) -> None:
-        """Run one update: the shares of the next batch, their losses, one backward through all, and a step."""
+        """Run one update: split the next batch, compute the losses, one backward through all of them, and a step."""
         batch = next(self._iterators["main"])
         count = max(1, min(require_count(count_examples(batch)), len(self._replicas)))
         replicas = self._replicas[:count]

@@ -1,4 +1,4 @@
-"""StandardUpdater: fetch a batch, compute the loss, its gradients and the step, over micro-batches and ranks."""
+"""StandardUpdater: fetches a batch, computes the loss and its gradients over micro-batches and ranks, and steps."""
 
 from __future__ import annotations
 
@@ -114,57 +114,61 @@ class UpdateState:
 
 
 class StandardUpdater(Updater):
-    """Fetches a batch, computes the loss, and lets the optimizer step.
+    """Fetches a batch, computes the loss and its gradients, and runs a step of the optimizer.
 
-    To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward`
-    and `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k`` one update runs
-    ``update_core`` k times, and ``step`` acts in the last of them, on the gradients that stood at each call of it.
+    To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward` and
+    `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k`` (gradient
+    accumulation), one update runs ``update_core`` k times, and ``step`` takes effect in the last of them, on the
+    gradients that were there at each call of it.
 
-    An optimizer whose ``step`` needs a closure, such as ``torch.optim.LBFGS``, steps by one that computes the loss of the
-    same batch, or of the same k micro-batches, each time that it is called. What is reported is of its first call in an
-    update: the loss before the step.
+    An optimizer whose ``step`` needs a closure, such as ``torch.optim.LBFGS``, is given one that computes the loss of the
+    same batch, or of the same k micro-batches, each time it is called. The reported values are those of the first call in
+    an update: the loss before the step.
 
     The micro-batches of an update, and those of other ranks, are averaged by weight: the number of examples, or what the
-    loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are one batch of k * b.
+    loss returns as ``"weight"`` beside ``"loss"``. So k micro-batches of b examples are equivalent to one batch of k * b
+    examples.
 
     Args:
-        iterator: gives batches; a ``DataLoader`` or another iterable of batches is wrapped. One, or a mapping of several
-            by name, as for ``optimizer`` and ``model``; a single one is called ``"main"``. ``None`` where an update needs no
-            data, such as to minimize a function: the model, or ``loss_func(model)``, is called without inputs, epochs stay
-            at 0, and each update counts once in a mean.
-        optimizer: over the parameters of the models.
-        model: is moved to ``device``. Called with a batch it returns the loss, unless there is a ``loss_func``.
-        converter: ``converter(batch, device)`` makes tensors of a batch of examples.
-        device: ``None`` leaves data and models where they are; a negative integer or ``"cpu"`` is the host; an integer, or a
-            string such as ``"cuda:1"``, is that accelerator; ``"auto"`` is the accelerator if there is one, under several
-            ranks that of the rank, else the host.
-        loss_func: ``loss_func(model, *inputs)`` returns the loss, or a mapping that has ``"loss"``, whose scalars are
-            reported under the model's name.
-        precision: of the forward: ``"fp32"`` as the model is, ``"bf16"`` autocast, ``"fp16"`` autocast with a loss scaler.
-        accumulate: micro-batches in an update.
-        callbacks: called around the stages.
+        iterator: the iterator that returns batches; a ``DataLoader`` or another iterable of batches is wrapped. Like
+            ``optimizer`` and ``model``, it is either a single object, which is called ``"main"``, or a mapping of several
+            by name. ``None`` if an update needs no data, for example to minimize a function: the model, or
+            ``loss_func(model)``, is then called without inputs, epochs stay at 0, and each update has weight 1 in a mean.
+        optimizer: the optimizer of the models' parameters.
+        model: the model; it is moved to ``device``. Called with a batch, it returns the loss, unless there is a
+            ``loss_func``.
+        converter: ``converter(batch, device)`` turns a batch of examples into tensors.
+        device: ``None`` leaves data and models where they are; a negative integer or ``"cpu"`` is the CPU; any other
+            integer, or a string such as ``"cuda:1"``, is that accelerator (GPU); ``"auto"`` is the accelerator if there
+            is one (with several ranks, that of the rank), otherwise the CPU.
+        loss_func: ``loss_func(model, *inputs)`` returns the loss, or a mapping that has ``"loss"``, all of whose scalars
+            are reported under the model's name.
+        precision: the precision of the forward pass: ``"fp32"`` uses the dtypes of the model; ``"bf16"`` and ``"fp16"``
+            are mixed precision by autocast, ``"fp16"`` with a loss scaler.
+        accumulate: the number of micro-batches in an update (gradient accumulation).
+        callbacks: functions called around the stages of an update.
         comm: the communicator of the ranks that train together.
-        compile: computes the loss, its gradients and the steps in one function of ``torch.compile``, on an NVIDIA
-            accelerator as a captured graph; results are the same to float tolerance. An optimizer with ``fused=True`` steps
-            by its own kernel, beside that function. Seconds go by before the first update, and before the first of each
-            other shape of a batch. An update that cannot be compiled, such as any by torch
-            before 2.13, runs as it is, and a warning says why; so does one that `dump_graph` or a `Profiler` watches, which
-            need its graph and its phases.
-        virtual_ranks: computes each update in this many parts, for any number of ranks, and sums them in one order, so
-            that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to ``virtual_ranks``
-            ranks. Virtual rank v has the rows ``batch[v::virtual_ranks]``, its own random numbers and statistics of the
-            batch, and runs ``update_core`` once; all meet in `step`.
-        accumulate_across_epochs: False to make an update of the micro-batches that there are when an epoch ends, so that
-            an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes it: e epochs have
-            floor(e * n / accumulate) updates, and the end of an epoch may be inside of one.
+        compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
+            as a graph on an NVIDIA GPU; results are equal to float tolerance. An optimizer with ``fused=True`` steps with
+            its own kernel, outside of that function. Compilation takes seconds before the first update, and before the
+            first batch of each other shape. An update that cannot be compiled, such as any update with torch before 2.13,
+            runs uncompiled, and a warning says why; so does an update that `dump_graph` or a `Profiler` observes, because
+            they need its graph and its phases.
+        virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
+            fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
+            ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
+            numbers and batch statistics, and runs ``update_core`` once; all are joined in `step`.
+        accumulate_across_epochs: False to end an update early when an epoch ends, with the micro-batches fetched so far,
+            so that an epoch of n batches has ceil(n / accumulate) updates. Otherwise the next epoch completes the update:
+            e epochs have floor(e * n / accumulate) updates, and an epoch may end in the middle of one.
 
     Attributes:
         callbacks: the `UpdateCallbacks`, to which an extension may add its own.
 
     Raises:
-        TypeError: an iterator, an optimizer or a model is of another type.
-        ValueError: an optimizer has a parameter of no registered model, or is a ``ZeroRedundancyOptimizer``, or a setting
-            is out of range, or a batch has fewer examples than there are ranks.
+        TypeError: an iterator, an optimizer or a model has the wrong type.
+        ValueError: an optimizer has a parameter that belongs to no registered model, or is a ``ZeroRedundancyOptimizer``,
+            or a setting is out of range, or a batch has fewer examples than there are ranks.
 
     Example::
 
@@ -276,7 +280,7 @@ class StandardUpdater(Updater):
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
 
     def start(self) -> None:
-        """Give all ranks the models of rank 0, and let DDP build its buckets."""
+        """Broadcast the models of rank 0 to all ranks, and let DDP build its buckets."""
         super().start()
         if self.comm.world.size > 1:
             broadcast_parameters(self.comm, list(self._models.values()), self._wrapped)
@@ -295,12 +299,12 @@ class StandardUpdater(Updater):
     # --- an update ---
 
     def update(self) -> None:
-        """Run one update. If it fails, the iterators go back to where it began, so that they agree with ``iteration``.
+        """Run one update. If it fails, the iterators return to where it began, so that they agree with ``iteration``.
 
         Raises:
-            StopIteration: the data have ended, as an iterator of the updater says.
+            StopIteration: raised by an iterator of the updater: the data have run out.
             RuntimeError: anything else has raised ``StopIteration``; or, on several ranks, the update has changed
-                parameters without an exchange between them.
+                parameters without exchanging gradients between them.
         """
         marks = [(source, source.mark()) for source in self._rewindable]
         try:
@@ -499,7 +503,7 @@ class StandardUpdater(Updater):
     # --- the stages of a micro-batch, for `update_core` ---
 
     def update_core(self) -> None:
-        """Compute one micro-batch: the next batch, its loss, backward, and a step of every optimizer."""
+        """Process one micro-batch: fetch it, compute its loss and gradients, and step every optimizer."""
         batch = self.next_batch() if self._iterators else ()
         if self._steps_by_closure:
             self._step_all_by_closure(partial(self._compute_gradients, batch))
@@ -524,10 +528,10 @@ class StandardUpdater(Updater):
             self.step(name, closure)
 
     def next_batch(self, name: str = "main") -> Any:
-        """Return the next batch of an iterator, converted, on the device.
+        """Return the next batch of an iterator, converted to tensors on the device.
 
         Raises:
-            StopIteration: the data have ended.
+            StopIteration: the data have run out.
             KeyError: there is no iterator of that name.
         """
         iterator = _look_up(self._iterators, name, "iterator")
@@ -553,7 +557,7 @@ class StandardUpdater(Updater):
         return context.batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context manager of a forward: its precision, and the callbacks of that stage."""
+        """Return the context manager of a forward pass, which sets its precision and runs the callbacks of that stage."""
         callbacks = self.callbacks
         if callbacks.forward_on_start or callbacks.forward_on_finish:
             return self._forward_stage()
@@ -583,12 +587,12 @@ class StandardUpdater(Updater):
             return self._compute_loss(model, batch)
 
     def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
-        """Add the gradients of a loss.
+        """Compute the gradients of a loss, and add them to those of the parameters.
 
         Args:
             loss: a scalar, the mean over what ``weight`` counts.
-            weight: the weight of this micro-batch beside the others and those of other ranks, by default its number of
-                examples; a number, or a tensor without dimensions, which is not read.
+            weight: the weight of this micro-batch relative to the others and to those of other ranks, by default its
+                number of examples; a number, or a 0-dimensional tensor, which is not read from the device.
             retain_graph: True to keep the graph, for another backward through a part of it.
 
         Raises:
@@ -640,25 +644,25 @@ class StandardUpdater(Updater):
         self._state.stepped = []
 
     def step(self, name: str = "main", closure: Callable[[], Tensor] | None = None) -> None:
-        """Let an optimizer step, in the last micro-batch: communicate, unscale, callbacks, ``optimizer.step()``.
+        """Step an optimizer in the last micro-batch: exchange gradients, unscale, run callbacks, ``optimizer.step()``.
 
         Its gradients can be read until the next backward or update, which clears them.
 
-        A closure is that of PyTorch: it computes the loss, calls ``self.backward(loss)``, or ``loss.backward()``, and
-        returns the loss. It leaves the rest to the updater: before each call the optimizer's gradients are cleared, after
-        it they are exchanged between ranks and the callbacks of communication and ``update_on_start`` run. With
-        accumulation each call calls the closures of all micro-batches. The optimizer gets the mean loss over micro-batches
-        and ranks, on every rank the same. Gradients of a `backward` before ``step`` are made final before the optimizer
-        steps, for methods that begin with them. Values are reported in the first call only.
+        A closure is the same as in PyTorch: it computes the loss, calls ``self.backward(loss)``, or ``loss.backward()``,
+        and returns the loss. The updater does the rest: before each call the optimizer's gradients are cleared; after it
+        they are exchanged between ranks, and the callbacks of communication and ``update_on_start`` run. With gradient
+        accumulation, each call runs the closures of all micro-batches. The optimizer gets the mean loss over
+        micro-batches and ranks, the same on every rank. Gradients of a `backward` before ``step`` are made final before
+        the optimizer steps, for methods that start from them. Values are reported in the first call only.
 
         Args:
-            name: of the optimizer.
-            closure: for an optimizer that computes the loss itself, as ``torch.optim.LBFGS``.
+            name: the name of the optimizer.
+            closure: for an optimizer that computes the loss itself, such as ``torch.optim.LBFGS``.
 
         Raises:
             KeyError: there is no optimizer of that name.
             TypeError: the closure cannot be called, or does not return one number.
-            ValueError: there is a closure, and the precision is ``"fp16"``.
+            ValueError: there is a closure and the precision is ``"fp16"``.
             RuntimeError: with accumulation or ranks, the loss did not go through `backward`.
 
         Example::
@@ -856,12 +860,12 @@ class StandardUpdater(Updater):
 
     @property
     def virtual_seed(self) -> int | None:
-        """The number from which the random numbers of virtual ranks are derived, rank 0's seed when the run was begun."""
+        """The number from which the random numbers of virtual ranks are derived: rank 0's seed when the run was started."""
         return None if self._virtual is None else self._virtual.seed
 
     @property
     def precision(self) -> str:
-        """The precision of the forward, one of ``"fp32"``, ``"bf16"`` and ``"fp16"``."""
+        """The precision of the forward pass: ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
         return self._precision.name
 
     @property
