@@ -133,6 +133,7 @@ VALUES = {
     **{text: text for text in (
         '{"$exec": "exit()"}', '{"$pickle": "gASVBAAAAA=="}', '{"$tuple": [], "$set": []}', '{"a": 1, "$tuple": []}',
         '{"$tensor": "nowhere"}', '{"$tensor": ["weight"]}', '{"$tensor": {"$tensor": "weight"}}', '{"a": 1, "a": 2}',
+        '{"$here": 0}', '{"$here": "weight"}', '{"$here": {"$here": 0}}',
         '{"$array": ["|O", [3], "bias"]}', '{"$array": ["O8", [3], "bias"]}', '{"$array": ["<f4", [4], "bias"]}',
         '{"$array": ["<f4", [-1], "bias"]}', '{"$array": ["<f4", [1e999], "bias"]}', '{"$array": ["<f8", [3], "bias"]}',
         '{"$array": ["<U99999999", [3], "bias"]}', '{"$array": ["<U2", [9223372036854775808], "bias"]}',

@@ -209,6 +209,17 @@ def test_what_was_written_once_can_still_be_read():
     assert keys == {"\ud800": 1}
 
 
+def test_a_name_that_is_the_path_of_its_place_is_not_written_twice():
+    """A long path takes its own length and little more, in dicts with keys of any type too; earlier files name it again."""
+    path = "updater/model:main/" + "layer/" * 50 + "weight"
+    state = {path: torch.ones(2), "a": {path: [torch.zeros(1), {2**60: torch.ones(3), (1, 2): torch.ones(4)}]}}
+    text, tensors = encode(state)
+    assert len(text) < 2 * len(path) + 200
+    assert same(decode(text, tensors), state)
+    assert tensors.keys() >= {path, f"a/{path}/0", f"a/{path}/1/{2**60:x}", f"a/{path}/1/(1, 2)"}
+    assert same(decode(document('{"b": {"$tensor": "c"}}'), {"c": state[path]}), {"a": {"b": state[path]}})
+
+
 def test_names_that_a_file_keeps_for_itself_are_not_given_to_tensors():
     """Nor those that a zip would cut."""
     state = {name: torch.ones(1) for name in ("__metadata__", "chainring.json", "a", "a\0")}
@@ -228,6 +239,7 @@ HOSTILE = [
     *map(document, [
         "[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), '{"$tuple": [' * 200 + "]}" * 200, '{"b": 1, "b": 2}',
         "NaN", "Infinity", "1e999", "1" * 5000, '{"$tensor": "missing"}', '{"$tensor": ["t"]}', '{"$tensor": {"$text": ""}}',
+        '{"$here": 0}', '{"$here": 1}', '{"$here": "t"}', '{"$here": 0, "$tensor": "t"}',
         '{"$pickle": "gASVAAA="}', '{"$import": "os.system"}', '{"$tuple": [], "$set": []}', '{"$tuple": [], "a": 1}',
         '{"a": 1, "$tuple": []}', '{"$tuple": 1}', '{"$tuple": {"a": 1}}', '{"$set": [[1]]}', '{"$size": ["a"]}',
         '{"$dict": [[1, 2], [1, 3]]}', '{"$dict": [[1, 2], [true, 3]]}', '{"$dict": [[[1], 2]]}', '{"$dict": [1]}',

@@ -8,6 +8,7 @@ which JSON has no word is an object of one key, its tag:
     {"$int": hexadecimal}  {"$float": "inf", "-inf" or "nan"}  {"$complex": [real, imaginary]}
     {"$bytes": base64}  {"$bytearray": base64}  {"$numpy": [dtype, base64]}                a scalar of NumPy
     {"$tensor": name}  {"$array": [dtype, shape, name]}                                    kept in another file, by name
+    {"$here": 0}                          a tensor whose name is the path of this place: where most have theirs
 
 These tags are all there are: nothing is ever imported, called or unpickled by a name that a file holds.
 """
@@ -59,7 +60,7 @@ def encode(state: Mapping[str, Any]) -> tuple[bytes, dict[str, Tensor]]:
 
 def to_text(values: Mapping[str, Any]) -> bytes:
     """Return the JSON document of values that `encode_values` has encoded."""
-    return json.dumps({"format": FORMAT, "state": values}, allow_nan=False).encode()
+    return json.dumps({"format": FORMAT, "state": values}, allow_nan=False, separators=(",", ":")).encode()
 
 
 def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,7 +109,7 @@ class _Encoder:
     def value(self, path: str, value: Any, depth: int) -> Any:
         cls = type(value)
         if cls in _TENSORS:  # hot path: "stop for a snapshot" in benchmarks/growth.py, as most values are tensors there
-            return {"$tensor": self._tensor(path, value, depth)}
+            return self._tensor(path, value, depth)
         if depth > MAX_DEPTH:
             raise TypeError(
                 f"{path}: {cls.__name__} lies more than {MAX_DEPTH} containers deep, or holds itself; flatten it"
@@ -126,7 +127,7 @@ class _Encoder:
         if cls in _MAPPING_TAGS:
             return {_MAPPING_TAGS[cls]: [self._pair(path, key, item, depth) for key, item in value.items()]}
         if isinstance(value, Tensor):  # of a subclass
-            return {"$tensor": self._tensor(path, value, depth)}
+            return self._tensor(path, value, depth)
         if isinstance(value, (np.ndarray, np.generic)):
             return self._numpy(path, value, depth)
         raise TypeError(_refusal(path, value))
@@ -135,17 +136,18 @@ class _Encoder:
         return [self.value(f"{path}/{i}", item, depth + 1) for i, item in enumerate(values)]
 
     def _pair(self, path: str, key: Any, item: Any, depth: int) -> list[Any]:
-        below = f"{path}/{key:x}" if type(key) is int and abs(key) >= _LARGEST_INT else f"{path}/{key}"
+        below = _path_below(path, key)
         if not isinstance(key, _KEYS):
             raise TypeError(f"{below}: a key of type {type(key).__name__} cannot be saved; make it a number, str or tuple")
         return [self.value(below, key, depth + 1), self.value(below, item, depth + 1)]
 
-    def _tensor(self, path: str, tensor: Tensor, depth: int) -> str:
+    def _tensor(self, path: str, tensor: Tensor, depth: int) -> dict[str, Any]:
         is_plain = type(tensor) in _TENSORS or is_sharded(tensor)
         if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
-        return self._keep(path, tensor.detach() if tensor.requires_grad else tensor, depth)
+        name = self._keep(path, tensor.detach() if tensor.requires_grad else tensor, depth)
+        return {"$here": 0} if name == path and not self._native_arrays else {"$tensor": name}
 
     def _numpy(self, path: str, value: Any, depth: int) -> dict[str, Any]:
         has_plain_dtype = _NUMPY_DTYPE.fullmatch(value.dtype.str) is not None
@@ -195,12 +197,14 @@ class _Decoder:
         if tag in _SEQUENCES:
             return _SEQUENCES[tag](self.value(path, _expect(content, list), depth))
         if tag in _MAPPINGS:
-            pairs = [self.value(path, _expect(pair, list, 2), depth) for pair in _expect(content, list)]
+            pairs = [self._pair(path, _expect(pair, list, 2), depth + 1) for pair in _expect(content, list)]
             if len(mapping := dict(pairs)) != len(pairs):
                 raise ValueError(f"{path}: a key occurs twice; the file is damaged")
             return _MAPPINGS[tag](mapping)
         if tag == "$tensor":
             return self._tensor(path, content)
+        if tag == "$here" and content == 0:
+            return self._tensor(path, path)
         if tag == "$array":
             return self._array(path, *_expect(content, list, 3))
         if tag == "$numpy":
@@ -213,6 +217,10 @@ class _Decoder:
             real, imaginary = (_expect(self.value(path, item, depth), float) for item in _expect(content, list, 2))
             return complex(real, imaginary)
         return _SCALAR_TAGS[tag](content)
+
+    def _pair(self, path: str, pair: list[Any], depth: int) -> tuple[Any, Any]:
+        key = self.value(path, pair[0], depth)
+        return key, self.value(_path_below(path, key), pair[1], depth)
 
     def _tensor(self, path: str, name: Any) -> Any:
         if _expect(name, str) not in self._tensors:
@@ -237,6 +245,10 @@ class _Decoder:
 
         tensor: Any = self._tensor(path, name)
         return tensor.converted(convert) if isinstance(tensor, StoredTensor) else convert(tensor)
+
+
+def _path_below(path: str, key: Any) -> str:
+    return f"{path}/{key:x}" if type(key) is int and abs(key) >= _LARGEST_INT else f"{path}/{key}"
 
 
 def _as_tensor(array: Array) -> Tensor:
@@ -307,4 +319,4 @@ _SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozen
 _MAPPINGS: dict[str, Any] = {"$dict": dict, "$ordered_dict": OrderedDict, "$counter": Counter}
 _SEQUENCE_TAGS = {cls: tag for tag, cls in _SEQUENCES.items()}
 _MAPPING_TAGS = {cls: tag for tag, cls in _MAPPINGS.items()}
-_TAGS = {*_SCALAR_TAGS, *_SEQUENCES, *_MAPPINGS, "$tensor", "$array", "$numpy", "$complex"}
+_TAGS = {*_SCALAR_TAGS, *_SEQUENCES, *_MAPPINGS, "$tensor", "$here", "$array", "$numpy", "$complex"}
