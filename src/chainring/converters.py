@@ -31,16 +31,16 @@ def concat_examples(batch: Sequence[Any] | Mapping[str, Any], device: Device = N
 
     Args:
         batch: a list of examples, all of the same structure.
-        device: where the tensors go; ``None`` leaves them where they are.
-        padding: fills arrays of different shapes up to the largest, at their ends. One number for all, or a tuple or
-            mapping with one for each item of an example.
+        device: the device of the tensors; ``None`` leaves them where they are.
+        padding: the value with which arrays of different shapes are padded at their ends to the largest shape. One number
+            for all, or a tuple or mapping with one for each item of an example.
 
     Returns:
         A tensor, or a tuple or dict of tensors.
 
     Raises:
-        ValueError: the batch is empty; or examples differ in structure, or without ``padding`` in shape.
-        TypeError: an example holds something that is not a number, such as a string.
+        ValueError: the batch is empty; or examples differ in structure or, without ``padding``, in shape.
+        TypeError: an example contains something that is not a number, such as a string.
 
     Example::
 
@@ -77,7 +77,7 @@ def _holds_array(x: Any) -> bool:
 
 
 def to_device(device: Device, x: Any) -> Any:
-    """Move every tensor in ``x`` to ``device``; tuples, lists and mappings are entered, arrays become tensors.
+    """Move every tensor in ``x`` to ``device``, also within tuples, lists and mappings; arrays become tensors.
 
     Args:
         device: ``None`` leaves tensors where they are.
@@ -110,8 +110,8 @@ def as_device(device: Device) -> torch.device | None:
 
     Args:
         device: ``None``, a negative integer (the CPU), the index of an accelerator, a string or a ``torch.device``.
-            ``"auto"`` is the accelerator (CUDA, MPS, XPU, ...) if this machine has one, else the CPU; where
-            `create_communicator` was called, the device of this rank.
+            ``"auto"`` is the accelerator (CUDA, MPS, XPU, ...) if this machine has one, otherwise the CPU; after a call
+            of `create_communicator`, it is the device of this rank.
 
     Returns:
         The device; ``None`` for ``None``.
@@ -179,7 +179,7 @@ _auto = _Auto()
 
 
 def set_device_of_rank(device: torch.device, is_one_of_several: bool) -> None:
-    """Let ``"auto"`` be this device from now on.
+    """Set the device that ``"auto"`` stands for from now on.
 
     Raises:
         RuntimeError: this is one of several ranks, and ``"auto"`` was another device before.

@@ -25,7 +25,7 @@ _TITLES = ("module", "class", "output", "parameters", "trainable", "memory")
 
 
 def accuracy(y: Tensor, t: Tensor) -> Tensor:
-    """Return the share of rows of ``y`` (batch, classes, ...) whose largest entry is at the label in ``t`` (batch, ...)."""
+    """Return the fraction of rows of ``y`` (batch, classes, ...) whose largest score is at the label ``t`` (batch, ...)."""
     return (y.argmax(1) == t).mean(dtype=torch.float32)
 
 
@@ -33,10 +33,10 @@ class Classifier(nn.Module):
     """A predictor with its loss: called with a batch, it returns the loss and reports ``loss`` and ``accuracy``.
 
     Args:
-        predictor: the model from inputs to class scores; it is the attribute ``predictor``.
+        predictor: the model that computes class scores from inputs; it becomes the attribute ``predictor``.
         lossfun: ``lossfun(scores, labels)``, by default cross entropy of logits.
         accfun: ``accfun(scores, labels)``, or ``None`` for no accuracy.
-        label_key: the argument that holds the labels: a position, or the name of a keyword.
+        label_key: the argument that contains the labels: a position, or the name of a keyword.
 
     Raises:
         TypeError: ``label_key`` is neither an integer nor a string.
@@ -96,25 +96,25 @@ class Classifier(nn.Module):
 def model_summary(model: nn.Module, batch: Any = None) -> str:
     """Return a table of the modules of a model: class, shape of the output, parameters, trainable ones and memory.
 
-    Each number is that of the module itself without its submodules, so the columns add up to the last line. A module that is
-    in several places has one line, and a parameter that several modules share counts in the first of them. Memory is that of
-    parameters and buffers. With a batch the model is called once, as an update calls it, and the shapes are those of its
-    outputs; a ``-`` is of a module that was not called, as the inner layer of ``nn.MultiheadAttention``. Where a module
-    was called several times, shapes that differ are all there.
+    Each number is that of the module itself without its submodules, so the columns add up to the last line. A module that
+    is used in several places has one line, and a parameter shared by several modules counts in the first of them. Memory
+    is that of parameters and buffers. With a batch, the model is called once, as an update calls it, to find the shapes
+    of its outputs; a ``-`` marks a module that was not called, such as the inner layer of ``nn.MultiheadAttention``. If a
+    module was called several times, all of its different shapes are listed.
 
-    It calls a copy of the model and of the batch, in the mode that the model is in, so that the model, its buffers and
-    modes, the batch and the random generators are bit for bit as they were. Meanwhile there are two models
-    in memory.
+    The call uses a copy of the model and of the batch, in the current mode of the model, so that the model, its buffers
+    and modes, the batch and the random generators do not change by a single bit. During the call there are two models in
+    memory.
 
     Args:
         model: the model. Wrappers of ``torch.compile`` and DDP are left out, and nothing is compiled.
-        batch: a tuple is arguments by position, a mapping by keyword, anything else one argument. A list with tensors, as
-            a ``DataLoader`` gives it, counts as a tuple; a list of examples, as an iterator gives it, is made a batch. It is
-            moved to the device of the model.
+        batch: a tuple is passed as positional arguments, a mapping as keyword arguments, anything else as one argument. A
+            list with tensors, as a ``DataLoader`` returns it, counts as a tuple; a list of examples, as an iterator
+            returns it, is converted to a batch. The batch is moved to the device of the model.
 
     Raises:
-        TypeError: ``model`` is not a module; or there is a batch, and the model cannot be copied.
-        ValueError: a module is lazy and has no shapes yet; or there is a batch, and the model needs all ranks.
+        TypeError: ``model`` is not a module; or ``batch`` is given and the model cannot be copied.
+        ValueError: a module is lazy and has no shapes yet; or ``batch`` is given and the model needs all ranks.
 
     Example::
 

@@ -1,1 +1,1 @@
-"""Communication among ranks, and tensors that are sharded over them."""
+"""Communication between ranks, and tensors that are sharded over them."""

@@ -1,4 +1,4 @@
-"""Communicator: the exchange among ranks, and a world of one that needs none."""
+"""Communicator: the exchange between ranks; by default for a world of one, which needs none."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from chainring.converters import Device, as_device, is_auto
 
 
 class Communicator:
-    """A world of one: this process is rank 0 of 1, and what it exchanges with the others it already has.
+    """Base class of communicators, and the communicator of a single process: rank 0 in a world of size 1.
 
-    It goes through every part of a run, so that a run of several ranks is the same run with another communicator. One of
-    your own overrides `all_reduce`, `broadcast`, `gather_object` and `barrier`; the rest is made from them.
+    Every part of a run uses it, so that a run of several ranks is the same run with another communicator. One of your own
+    overrides `all_reduce`, `broadcast`, `gather_object` and `barrier`; the other methods are based on them.
 
-    Every rank calls the same methods in the same order: each waits for the others.
+    Every rank must call the same methods in the same order: each waits for the others.
 
     Example::
 
         total = torch.tensor([1.0])
         comm.all_reduce([total], average=False)  # in place: the world size
 
-    On a mesh ``rank`` and ``size`` count the ranks that share the data, and `gather_object` returns one object of each;
-    ``world`` has all ranks.
+    On a mesh, ``rank`` and ``size`` count the ranks that share the data, and `gather_object` returns one object of each;
+    ``world`` contains all ranks.
 
     Attributes:
         rank: the rank of this process, from 0.
         size: the world size; on a mesh the number of ranks that share the data.
         local_rank: the rank of this process on its machine.
-        device: where this rank computes.
+        device: the device on which this rank computes.
     """
 
     rank: int = 0
@@ -49,7 +49,7 @@ class Communicator:
 
     @property
     def world(self) -> Communicator:
-        """The communicator of all ranks of the run, this one unless some of them share no data but compute together."""
+        """The communicator of all ranks of the run: this one, unless some compute one model together on the same data."""
         return self
 
     @property
@@ -63,10 +63,10 @@ class Communicator:
         return (self.rank,)
 
     def begin(self) -> None:
-        """Start a run: a world of one warns if there are other processes that it does not know of.
+        """Start a run; a world of one warns if other processes were started that it does not know of.
 
         Raises:
-            ValueError: some ranks have a communicator of several, and some have not.
+            ValueError: only some of the ranks have a communicator of several ranks.
         """
         started = dist.is_available() and dist.is_initialized()
         if self.world.size == 1 and started and dist.get_world_size() > 1:
@@ -122,14 +122,14 @@ class Communicator:
         return lambda: largest
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this."""
 
     def beside(self) -> Communicator:
         """Return a communicator of the same ranks for another thread, whose calls do not mix with those of this one."""
         return self
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks why a run fails, so that none waits for this one.
+        """Tell the other ranks why the run fails, so that they do not wait for this rank.
 
         Returns:
             The error that this rank must raise, which is the given one or a `RankFailed` with the traceback of the rank that
@@ -157,7 +157,7 @@ def as_communicator(comm: Any) -> Communicator:
 
 
 class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
-    """Another rank has failed, and this one stops with it; the text is that rank's traceback.
+    """Another rank has failed, so this one stops too; the text is the traceback of that rank.
 
     Example::
 

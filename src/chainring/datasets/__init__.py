@@ -1,4 +1,4 @@
-"""Datasets, and functions that make new ones from old ones."""
+"""Datasets, and functions that combine and split them."""
 
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin

@@ -1,4 +1,4 @@
-"""Batch: examples that may be held as columns, whole arrays that are gathered at once instead of stacked."""
+"""Batch: examples, possibly stored as columns: whole arrays that are gathered at once instead of stacked."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from chainring._random import Indices
 
 
 class Batch(Sequence[Any]):
-    """Examples, as a sequence. It may hold them as columns, which a converter then takes over without stacking.
+    """A sequence of examples. They may be stored as columns, which a converter uses directly without stacking.
 
     Attributes:
         columns: the batch as whole arrays (an array, or a tuple or mapping of arrays whose first dimension is the
-            example), or ``None`` if the examples are held one by one.
-        weight: the number of examples that count; 0 for a batch that only keeps a rank in step with the others.
+            example), or ``None`` if the examples are stored one by one.
+        weight: the number of examples that count; 0 for a batch that only keeps a rank synchronized with the others.
 
     Example::
 

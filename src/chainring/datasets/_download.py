@@ -1,4 +1,4 @@
-"""RemoteFiles: files from the network, downloaded once, checked, and kept below one directory."""
+"""RemoteFiles: files from the network, downloaded once, verified, and cached in one directory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TIMEOUT = 30.0  # seconds without a byte
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files that belong together: their names, their mirrors and their checksums.
+    """The files of a dataset on the network: their names, mirrors and checksums.
 
     Args:
-        name: the directory of the files, below the one where datasets are kept.
+        name: the subdirectory of the files in the cache directory.
         mirrors: base URLs, in the order in which they are tried.
         sha256: the SHA-256 of each file, in hexadecimal, by the file's name.
 
@@ -55,15 +55,15 @@ class RemoteFiles:
     def download(self) -> dict[str, Path]:
         """Download the files that are missing or damaged.
 
-        They are kept in ``$CHAINRING_DATASET_ROOT/<name>``, by default in ``~/.cache/chainring/<name>``. Of several
-        processes one downloads and the others wait. If all files are there they are only read.
+        They are kept in ``$CHAINRING_DATASET_ROOT/<name>``, by default in ``~/.cache/chainring/<name>``. If several
+        processes call this, one downloads and the others wait. Files that exist are only read.
 
         Returns:
             The path of each file, by its name.
 
         Raises:
-            OSError: no mirror gave a file; the message lists every file that is missing, where to put it and its
-                SHA-256. Or the directory cannot be written.
+            OSError: no mirror provided a file; the message lists every missing file, where to put it and its SHA-256. Or
+                the directory is not writable.
         """
         root = Path(os.environ.get(_VARIABLE) or "~/.cache/chainring").expanduser()
         directory = root / self.name

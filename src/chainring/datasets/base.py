@@ -28,10 +28,10 @@ def size_of(dataset: Dataset) -> int:
 
 
 class DatasetMixin:
-    """A dataset that defines ``__len__`` and ``get_example(i)`` and can be indexed in every way.
+    """Base class of datasets: a subclass defines ``__len__`` and ``get_example(i)``, and gets all kinds of indexing.
 
-    ``dataset[3]`` and ``dataset[-1]`` are an example; a slice, or a list or array of integers or booleans, gives a list
-    of examples.
+    ``dataset[3]`` and ``dataset[-1]`` return one example; a slice, or a list or array of integers or booleans, returns a
+    list of examples.
 
     Example::
 

@@ -39,7 +39,7 @@ def get_cifar10(
     *,
     source: RemoteFiles = CIFAR10,
 ) -> tuple[Any, Any]:
-    """Return 60,000 colour images of 32 x 32 pixels in ten classes, as 50,000 examples to train on and 10,000 to test with.
+    """Return 60,000 colour images of 32 x 32 pixels in ten classes: 50,000 training and 10,000 test examples.
 
     The file (170 MB) is downloaded once, into ``$CHAINRING_DATASET_ROOT/cifar-10``, by default into
     ``~/.cache/chainring/cifar-10``, and checked each time. It is the binary version; nothing is unpickled.
@@ -50,8 +50,8 @@ def get_cifar10(
         withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
         ndim: the dimensions of an image: 3 is (3, 32, 32), 1 is (3072,).
         scale: the value of the brightest pixel; pixels are from 0 to it.
-        dtype: of the images, a floating one; float32 by default.
-        source: the same file from elsewhere, such as ``dataclasses.replace(CIFAR10, mirrors=(...,))`` for a mirror of
+        dtype: the floating-point dtype of the images; float32 by default.
+        source: another source of the same file, such as ``dataclasses.replace(CIFAR10, mirrors=(...,))`` for a mirror of
             your own.
 
     Returns:
@@ -59,7 +59,7 @@ def get_cifar10(
 
     Raises:
         OSError: the file is missing and cannot be downloaded; the message says which file to put where.
-        TypeError: the dtype is not a floating one.
+        TypeError: the dtype is not a floating-point dtype.
         ValueError: ``ndim`` is not 1 or 3; or the file of a ``source`` of your own is not such an archive.
 
     Example::
@@ -80,9 +80,9 @@ def get_cifar100(
     *,
     source: RemoteFiles = CIFAR100,
 ) -> tuple[Any, Any]:
-    """Return as many images in a hundred classes; arguments, results and errors are those of `get_cifar10`.
+    """Return 60,000 colour images in a hundred classes; arguments, results and errors are those of `get_cifar10`.
 
-    The labels are those of the hundred classes, not of the twenty above them. The file (169 MB) is kept in
+    The labels are those of the hundred fine classes, not of the twenty superclasses. The file (169 MB) is kept in
     ``$CHAINRING_DATASET_ROOT/cifar-100``.
     """
     folder = "cifar-100-binary"

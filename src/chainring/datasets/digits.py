@@ -11,7 +11,7 @@ from chainring.datasets.tuple_dataset import TupleDataset
 
 
 def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tuple[Any, Any]:
-    """Return 1,797 handwritten digits of 8 x 8 pixels, as 1,437 examples to train on and 360 to test with.
+    """Return 1,797 handwritten digits of 8 x 8 pixels, 1,437 training and 360 test examples.
 
     The split is fixed: every fifth image is a test image, since the file is sorted by who wrote them. Source:
     Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.

@@ -1,4 +1,4 @@
-"""Image files, in folders and in ZIP archives, with and without labels, read when they are asked for."""
+"""Image files, in folders and in ZIP archives, with and without labels, read on demand."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _STORED, _DEFLATED = 0, 8  # methods of compression in a ZIP archive
 class ImageDataset(DatasetMixin):
     """Example i is image i, as an array of (channels, height, width).
 
-    Pixels are as the file has them, mostly from 0 to 255, and not scaled. A grey image has 1 channel, with alpha 2; a
-    colour image 3, with alpha 4. An orientation in the EXIF data is not applied, and a palette not looked up: such an
-    image gives the indices of its colours, as masks of classes need.
+    Pixels have the values of the file, mostly from 0 to 255, and are not scaled. A grey image has 1 channel, or 2 with
+    alpha; a colour image has 3, or 4 with alpha. The orientation in the EXIF data is not applied, and palettes are not
+    looked up: an image with a palette returns the indices of its colours, as needed for segmentation masks.
 
     Args:
         paths: paths below ``root``; or the name of a text file (UTF-8) that has one on each line, also below ``root``.
-            The text file itself need not lie there. Empty lines are skipped.
+            The text file itself may be anywhere. Empty lines are skipped.
         root: the directory that the paths start from.
         dtype: of the arrays, float32 by default; any numeric dtype of NumPy.
 
@@ -66,18 +66,18 @@ class ImageDataset(DatasetMixin):
 class ZippedImageDataset(DatasetMixin):
     """Example i is image i of a ZIP archive, in the order of its directory; images are as in `ImageDataset`.
 
-    The archive's directory is read once, and each image from the disk when it is asked for. No file stays open: the dataset
-    can be pickled, and shared by forked processes and threads. Several archives are one dataset by `ConcatenatedDataset`.
+    The archive's directory is read once, and each image is read from the disk on demand. No file stays open: the dataset
+    can be pickled, and shared by forked processes and threads. Use `ConcatenatedDataset` to combine several archives.
 
     Args:
-        zipfilename: the path of the archive. Its folders are no examples.
+        zipfilename: the path of the archive. Its folders do not count as examples.
         dtype: of the arrays, float32 by default; any numeric dtype of NumPy.
 
     Raises:
         ImportError: Pillow is not installed.
         TypeError: the dtype is not numeric.
-        ValueError: an image is encrypted or compressed otherwise than by Deflate; when it is read, it is not the one that
-            was there, or the dtype cannot hold its pixels.
+        ValueError: an image is encrypted, or compressed by another method than Deflate; when it is read, the file has
+            changed, or the dtype cannot hold its pixels.
         OSError: the archive cannot be read.
 
     Example::
@@ -146,7 +146,7 @@ class LabeledImageDataset(DatasetMixin):
 
 
 class LabeledZippedImageDataset(DatasetMixin):
-    """Example i is the pair of an image of a ZIP archive and its label, as line i of a text file names them.
+    """Example i is an image of a ZIP archive and its label, which are given by line i of a text file.
 
     Args:
         zipfilename: the path of the archive, read as by `ZippedImageDataset`.
@@ -156,8 +156,8 @@ class LabeledZippedImageDataset(DatasetMixin):
         label_dtype: of the labels, int64 by default, as ``torch.nn.functional.cross_entropy`` needs them.
 
     Raises:
-        ValueError: a line has no integer label or names what is not in the archive, or ``label_dtype`` cannot hold the
-            labels; also as for `ZippedImageDataset`.
+        ValueError: a line has no integer label or names an image that is not in the archive, or ``label_dtype`` cannot
+            hold the labels; also as for `ZippedImageDataset`.
 
     Example::
 

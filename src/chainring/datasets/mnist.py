@@ -51,7 +51,7 @@ FASHION_MNIST = RemoteFiles(
 
 
 def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = MNIST) -> tuple[Any, Any]:
-    """Return 70,000 handwritten digits of 28 x 28 pixels, as 60,000 examples to train on and 10,000 to test with.
+    """Return 70,000 handwritten digits of 28 x 28 pixels: 60,000 training and 10,000 test examples.
 
     The files (11 MB) are downloaded once, into ``$CHAINRING_DATASET_ROOT/mnist``, by default into
     ``~/.cache/chainring/mnist``, and checked each time.
@@ -62,7 +62,7 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
         withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
         ndim: the dimensions of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
         scale: the value of the brightest pixel, which is ink; pixels are from 0 to it.
-        source: four files of the same names from elsewhere, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
+        source: another source of four files of the same names, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
             a mirror of your own.
 
     Returns:
@@ -90,7 +90,7 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
 def get_fashion_mnist(
     withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = FASHION_MNIST
 ) -> tuple[Any, Any]:
-    """Return 70,000 pictures of clothes in ten classes; arguments, results and errors are those of `get_mnist`.
+    """Return 70,000 images of clothes in ten classes; arguments, results and errors are those of `get_mnist`.
 
     The files (31 MB) are kept in ``$CHAINRING_DATASET_ROOT/fashion-mnist``.
 

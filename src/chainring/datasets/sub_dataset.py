@@ -22,7 +22,8 @@ class SubDataset(DatasetMixin):
         dataset: the underlying dataset.
         start: the first position.
         finish: one past the last position.
-        order: integer indices of ``dataset``, one for each example; positions are then those of this order.
+        order: integer indices of ``dataset``, one for each example; ``start`` and ``finish`` are then positions in this
+            order.
 
     Raises:
         TypeError: ``dataset`` is not a dataset, or a position is not an integer.
@@ -96,8 +97,9 @@ def split_dataset_random(dataset: Dataset, first_size: int, seed: int | None = N
 
     Args:
         dataset: the dataset to split.
-        first_size: examples in the first of the two.
-        seed: of the order; ``None`` takes one from ``torch.initial_seed()``. No generator is drawn from.
+        first_size: the number of examples in the first of the two.
+        seed: the seed of the order; ``None`` takes one from ``torch.initial_seed()``. Global random generators are not
+            used.
 
     Raises:
         ValueError: ``first_size`` does not lie in the dataset.
@@ -106,7 +108,7 @@ def split_dataset_random(dataset: Dataset, first_size: int, seed: int | None = N
 
 
 def split_dataset_n(dataset: Dataset, n: int, order: Sequence[int] | None = None) -> list[SubDataset]:
-    """Split a dataset into ``n``, one after the other, which together hold every example; sizes differ by at most one.
+    """Split a dataset into ``n`` consecutive parts that together contain every example; sizes differ by at most one.
 
     Raises:
         ValueError: ``n`` is below 1 or above the number of examples.
@@ -119,7 +121,7 @@ def split_dataset_n(dataset: Dataset, n: int, order: Sequence[int] | None = None
 
 
 def split_dataset_n_random(dataset: Dataset, n: int, seed: int | None = None) -> list[SubDataset]:
-    """Split a dataset as `split_dataset_n` does, in a random order; ``seed`` as in `split_dataset_random`."""
+    """Split a dataset like `split_dataset_n`, in a random order; ``seed`` is as in `split_dataset_random`."""
     return split_dataset_n(dataset, n, _random_order(dataset, seed))
 
 
@@ -129,7 +131,8 @@ def get_cross_validation_datasets(
     """Return the training set and the test set of each fold; every example is in one test set.
 
     The sizes of the test sets differ by at most one. As in Chainer, the test set of the first fold is the end of the
-    order and that of the last its start; the training set continues after the test set and round from the end to the start.
+    order and that of the last fold its start; a training set starts after the test set and wraps around from the end to
+    the start.
 
     Args:
         dataset: the dataset to split.

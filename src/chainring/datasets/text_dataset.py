@@ -1,4 +1,4 @@
-"""TextDataset: the lines of text files, read when they are asked for."""
+"""TextDataset: the lines of text files, read on demand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chainring.datasets.base import DatasetMixin
 
 
 class TextDataset(DatasetMixin):
-    r"""Example i is line i of a text file, without its line end; of several files, the tuple of their lines i.
+    r"""Example i is line i of a text file, without its line end; with several files, the tuple of their lines i.
 
-    The constructor finds where lines start (8 bytes a line are kept), and an example is read from the disk when it is
-    asked for, so a file may be larger than the memory. No file stays open: the dataset can be pickled, and shared by
-    forked processes and threads. Files must not change meanwhile.
+    The constructor finds where lines start (8 bytes per line are kept), and each example is read from the disk on demand,
+    so a file may be larger than the memory. No file stays open: the dataset can be pickled, and shared by forked
+    processes and threads. The files must not change while the dataset is in use.
 
     Lines end with ``"\n"`` or ``"\r\n"``. Empty lines are examples too; ``filter_func=str.strip`` leaves them out.
 

@@ -9,7 +9,7 @@ from chainring.datasets.base import Dataset, DatasetMixin, require_datasets
 
 
 class TransformDataset(DatasetMixin):
-    """Example i is ``transform(dataset[i])``, computed when it is asked for.
+    """Example i is ``transform(dataset[i])``, computed on demand.
 
     Args:
         dataset: the underlying dataset.

@@ -1,4 +1,4 @@
-"""Iterators: batches of examples, in an order that follows from the seed, or from a loader."""
+"""Iterators: batches of examples, in an order that is determined by the seed, or by a loader."""
 
 from typing import TYPE_CHECKING
 

@@ -24,18 +24,18 @@ class Iterator(Stateful):
     """The base class of iterators over batches. Its attributes describe the batch most recently returned.
 
     Attributes:
-        batch_size: examples in a batch, over all ranks.
+        batch_size: the number of examples in a batch, over all ranks.
         repeat: True if it continues with the next epoch; otherwise it ends after one.
-        epoch: epochs completed.
+        epoch: the number of completed epochs.
         is_new_epoch: True if the last batch reached the end of an epoch.
-        epoch_detail: epochs completed, with the fraction of the current one.
+        epoch_detail: the number of epochs, including the fraction of the current one.
         previous_epoch_detail: ``epoch_detail`` before the last batch; ``None`` before the first.
         progress: ``(epoch, position, size)``, the exact form of ``epoch_detail`` = epoch + position / size; ``size`` is
             ``None`` if the length of an epoch is unknown.
         counts_epochs: False if it has no epochs, so that triggers in epochs are refused.
-        step: the positions that a batch advances.
-        name: its name in its updater.
-        comm: the communicator of the ranks that share its batches; ``None`` as long as there is one rank.
+        step: the number of positions by which a batch advances.
+        name: the name of the iterator in its updater.
+        comm: the communicator of the ranks that share its batches; ``None`` while there is only one rank.
         virtual_ranks: the number of virtual ranks of which a rank serves a block, see `use_virtual_ranks`; or ``None``.
         serves_virtual_ranks: True in a class whose ``__next__`` returns what `take_share` does. A class that defines another
             ``__next__`` says it again, for otherwise several ranks that have virtual ranks refuse it.
@@ -79,7 +79,7 @@ class Iterator(Stateful):
         """Return the next batch.
 
         Raises:
-            StopIteration: the data has ended.
+            StopIteration: the data have run out.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __next__")
 
@@ -88,17 +88,17 @@ class Iterator(Stateful):
         return self.__next__()
 
     def reset(self) -> None:
-        """Begin the next unused epoch's order, and count epochs from 0 again."""
+        """Start again with the order of the next unused epoch, and count epochs from 0."""
         raise NotImplementedError(f"{type(self).__name__} must define reset()")
 
     def rewind(self) -> None:
-        """Begin the same order again from its start, as an Evaluator does before each evaluation."""
+        """Start the same order again from its beginning, as an Evaluator does before each evaluation."""
         self.reset()
 
     def share(self, rank: int, size: int) -> None:
-        """Serve rank ``rank`` of ``size``: from now on return ``batch[rank::size]`` of each batch.
+        """Return only the share of one rank from now on: ``batch[rank::size]`` of each batch.
 
-        With `use_virtual_ranks` it is the rows of the rank's block of virtual ranks, in the order of the batch.
+        With `use_virtual_ranks`, the share is the rows of the rank's block of virtual ranks, in the order of the batch.
 
         Raises:
             ValueError: the rank is not one of the world's, or a repeated batch has fewer examples than there are ranks.
@@ -218,7 +218,7 @@ class Iterator(Stateful):
         return torch.initial_seed() if self.initial_seed is None else self.initial_seed
 
     def finalize(self) -> None:
-        """Release what the iterator holds, such as worker processes. Calling it again does nothing."""
+        """Release resources, such as worker processes. Calling it again does nothing."""
 
     def __enter__(self) -> Self:
         return self

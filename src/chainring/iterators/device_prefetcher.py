@@ -1,4 +1,4 @@
-"""DevicePrefetcher: the next batch is copied to the device while the model works on this one."""
+"""DevicePrefetcher: copies the next batch to the device while the model works on the current one."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from chainring.serializers.base import AbstractSerializer, Serializer, serialize
 
 
 class DevicePrefetcher(Iterator):
-    """Returns the batches of another iterator, converted, on the device, with the next one already being copied.
+    """Returns the batches of another iterator on the device, while the next one is already being copied.
 
-    On CUDA a batch is copied into pinned memory and from there to the device on a separate stream, beside the kernels
-    of the step for the batch before it; the stream that is current in ``next`` waits for it, the host does not. On other
-    devices, the host among them, a batch is only made ahead. Wrap what an updater or an Evaluator is given, and
-    leave their converter as it is: ``StandardUpdater(DevicePrefetcher(iterator, device), ..., device=device)``.
+    On CUDA a batch is copied into pinned memory and from there to the device on a separate stream, in parallel with the
+    kernels of the step for the previous batch; the stream that is current in ``next`` waits for it, the host does not. On
+    other devices, including the CPU, a batch is only prepared ahead of time. Wrap the iterator of an updater or an
+    Evaluator, and leave their converter as it is: ``StandardUpdater(DevicePrefetcher(iterator, device), ...,
+    device=device)``.
 
-    The batches are the same as without it, and so are counters, state and errors: they are those of the batch last
-    returned, whatever was fetched ahead. A run may be resumed with it or without. There are two conditions. A batch that
-    the iterator has returned must not be written into again, as by a loader that fills the same array each time. And
-    whatever draws random numbers must have a separate stream, as examples have unless ``example_rng=False``: a converter
-    that draws from a global generator would do so one batch early.
+    The batches are the same as without it. Counters, state and errors are also the same: those of the batch last
+    returned, whatever was prefetched. A run may be resumed with or without it. There are two conditions. A batch that the
+    iterator has returned must not be overwritten, as by a loader that fills the same array each time. And random numbers
+    must come from a separate stream, as they do for examples unless ``example_rng=False``: a converter that draws from a
+    global generator would do so one batch early.
 
     Args:
-        iterator: gives the batches; a ``DataLoader`` or another iterable of batches is wrapped.
-        device: a negative integer or ``"cpu"`` is the host, ``"auto"`` the accelerator if there is one; ``None`` leaves
+        iterator: the iterator that returns batches; a ``DataLoader`` or another iterable of batches is wrapped.
+        device: a negative integer or ``"cpu"`` is the CPU, ``"auto"`` the accelerator if there is one; ``None`` leaves
             batches where they are.
-        converter: ``converter(batch, None)`` makes tensors of a batch, on the host. They are the columns of the batch
-            that is returned, which `concat_examples` passes on.
+        converter: ``converter(batch, None)`` turns a batch into tensors on the CPU. They become the columns of the
+            returned batch, which `concat_examples` passes through.
 
     Raises:
         TypeError: ``iterator`` is not an iterator with a state, or the converter cannot be called.
@@ -223,7 +224,7 @@ class DevicePrefetcher(Iterator):
         return self._returned
 
     def return_to(self, mark: Any) -> None:
-        """Go back to a position that `mark` returned: the batches since then will be returned again."""
+        """Return to a position of `mark`: the batches since then will be returned again."""
         self._ready.extendleft(reversed(self._since_mark or []))
         self._since_mark = []
         self._set_state(mark)

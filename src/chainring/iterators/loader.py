@@ -1,4 +1,4 @@
-"""LoaderIterator: batches of a torch DataLoader, or of anything else that makes batches itself."""
+"""LoaderIterator: batches of a torch DataLoader, or of anything else that returns batches."""
 
 from __future__ import annotations
 
@@ -33,43 +33,45 @@ _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its a
 
 
 class LoaderIterator(Iterator):
-    """Takes batches as they come from a loader: a ``DataLoader``, a list of batches, a generator, or a function.
+    """Wraps a source of batches, and counts epochs: a ``DataLoader``, a list of batches, a generator, or a function.
 
-    A list (which ``default_collate`` makes) counts as a tuple; nothing else is changed and nothing concatenated again.
-    The number of examples in a batch is the first dimension that all of its arrays have; where they differ, the model
-    returns a ``"weight"`` beside ``"loss"``, or the loader makes a `Batch`. The random numbers that the loader draws
-    in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of the
-    seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch.
+    Batches are returned as they are, without being concatenated again; only a list (which ``default_collate`` returns)
+    becomes a tuple. The number of examples in a batch is the first dimension of its arrays; if these differ, let the
+    model return a ``"weight"`` beside ``"loss"``, or the loader return a `Batch`. The random numbers that the loader
+    draws in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of
+    the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch.
 
-    A run resumes in the middle of an epoch through the loader's own ``state_dict`` if it has one and that holds all;
-    otherwise its batches are fetched again and skipped, with a warning that gives their number. It does not hold all with
-    a shuffle buffer of a Hugging Face stream, or worker processes in which data sets or ``collate_fn`` may draw. What
-    cannot be resumed bit for bit at all is warned about here: ``in_order=False``, a stream shuffled without a seed.
+    A run resumes in the middle of an epoch through the loader's own ``state_dict`` if there is one and it is complete;
+    otherwise the batches are fetched again and skipped, with a warning that gives their number. It is incomplete with a
+    shuffle buffer of a Hugging Face stream, or with worker processes in which datasets or ``collate_fn`` may draw random
+    numbers. The constructor warns of loaders that cannot be resumed bit for bit at all: with ``in_order=False``, or a
+    stream shuffled without a seed.
 
-    Worker processes begin with a pass and end with it, also those of ``persistent_workers=True``: their generators then
-    follow from the seed and the pass. None is left when a run has ended.
+    Worker processes start and end with each pass, also those of ``persistent_workers=True``, so that their generators are
+    determined by the seed and the pass. None is left when a run has ended.
 
     An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
     ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
-    counts as endless: a pass that has given ``epoch_length`` batches is left, and the next epoch begins another one, which
-    must not give the same data again (``set_epoch`` is called, and what it draws is seeded again). A resumed run then
-    fetches one epoch again at most. Leave ``epoch_length`` out where passes end by themselves.
+    counts as endless: a pass is stopped after ``epoch_length`` batches, and the next epoch starts another pass, which
+    must not return the same data again (``set_epoch`` is called, and its random numbers are seeded differently). A
+    resumed run then fetches at most one epoch again. Leave ``epoch_length`` out if passes end by themselves.
 
     Args:
         loader: an iterable of batches, iterated again for every pass, or a function that returns one. An iterator (such
-            as a generator) gives one pass, and the data end with it.
-        epoch_length: batches in an epoch; by default ``len(loader)``, or one pass.
-        per_rank: True if the loader gives each rank its own share already, as a stream does that was cut by
-            ``split_dataset_by_node``, or a loader with a ``DistributedSampler``. Each rank then takes whole batches, and a
-            mean is over the rows of all. A rank whose pass ends early repeats its last batch with weight 0 until all have
-            ended, so that every example is seen. Otherwise all ranks must be given the same batches, of which each takes
-            its rows; a loader that is visibly cut by rank, or gives the ranks other batches, is then refused.
-        repeat: whether to begin another pass after one. Otherwise the loader's own generators are restored after each
-            pass, so that an evaluation changes nothing and sees the same each time.
+            as a generator) provides one pass, after which the data have run out.
+        epoch_length: the number of batches in an epoch; by default ``len(loader)``, or one pass.
+        per_rank: True if the loader already returns the share of each rank, like a stream that was split by
+            ``split_dataset_by_node``, or a loader with a ``DistributedSampler``. Each rank then uses whole batches, and a
+            mean is over the rows of all ranks. A rank whose pass ends early repeats its last batch with weight 0 until
+            all have ended, so that every example is seen. Otherwise the loader must return the same batches on all ranks,
+            and each rank takes its rows of them; a loader that is visibly split by rank, or returns different batches on
+            the ranks, is then refused.
+        repeat: True to start another pass after one. Otherwise the loader's own generators are restored after each pass,
+            so that an evaluation changes nothing and sees the same each time.
 
     Raises:
-        TypeError: the loader gives no batches.
-        ValueError: ``epoch_length`` is below 1, or an empty loader is to be repeated.
+        TypeError: the loader does not return batches.
+        ValueError: ``epoch_length`` is below 1, or the loader is empty and ``repeat`` is true.
 
     Example::
 
@@ -128,7 +130,7 @@ class LoaderIterator(Iterator):
 
     @property
     def refetches(self) -> bool:
-        """True if a run that is resumed in the middle of a pass fetches its batches again."""
+        """True if a run resumed in the middle of a pass fetches the batches of that pass again."""
         return not self._uses_state
 
     @property
@@ -399,7 +401,7 @@ class LoaderIterator(Iterator):
         return counts, self._returned
 
     def return_to(self, mark: Any) -> None:
-        """Go back to a position that `mark` returned: the batches since then will be returned again."""
+        """Return to a position of `mark`: the batches since then will be returned again."""
         self._pending = (self._since_mark or []) + self._pending
         self._since_mark = []
         counts, self._returned = mark
@@ -610,10 +612,10 @@ class _RankPosition(NamedTuple):
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
-    """Return an iterator as it is, and anything else that gives batches in a `LoaderIterator`.
+    """Return an iterator as it is, and any other source of batches wrapped in a `LoaderIterator`.
 
     Raises:
-        TypeError: the source is a dataset, which gives examples and not batches, or cannot be iterated.
+        TypeError: the source is a dataset, which returns examples and not batches, or is not iterable.
     """
     if isinstance(source, type) and hasattr(source, "__next__"):
         rule = f"an iterator of batches is needed, got the class {source.__name__}"

@@ -1,4 +1,4 @@
-"""MultiprocessIterator: a dataset by index, in worker processes."""
+"""MultiprocessIterator: batches of a dataset, loaded in worker processes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from chainring.iterators.serial import IndexedIterator, OrderSampler, Segment, r
 
 
 class MultiprocessIterator(IndexedIterator):
-    """Returns the batches that `SerialIterator` returns, made ahead of time in worker processes.
+    """Returns the same batches as `SerialIterator`, loaded ahead of time in worker processes.
 
-    The batches are the same for any number of workers, and so is the state, which is that of the batch last returned,
-    whatever has been fetched ahead: one may load the other's. A worker makes a whole batch, collates it by
-    ``converter`` and sends it through shared memory; examples that cannot be collated (of unequal shapes, or not of
-    numbers) are sent one by one, and so are all where the updater or Evaluator has another converter than
-    `concat_examples`, which gets them as the dataset gives them. A dataset that holds whole arrays is gathered in this
-    process and starts no worker: a gather takes microseconds, which is less than sending it.
+    The batches are the same for any number of workers. So is the state, which is that of the batch last returned,
+    whatever was prefetched; each of the two iterators can load the other's state. A worker loads a whole batch, collates
+    it with ``converter`` and sends it through shared memory. Examples that cannot be collated (with different shapes, or
+    without numbers) are sent one by one. So are all examples if the updater or Evaluator has another converter than
+    `concat_examples`, which then gets them as the dataset returns them. If a dataset consists of whole arrays, batches
+    are gathered in this process and no worker is started: a gather takes microseconds, less than sending it.
 
-    Workers start with the first batch. They ignore SIGINT and SIGTERM, which the trainer acts on, and end with this
-    process in whatever way it ends. An exception of the dataset is raised here when the turn of its batch comes, with
-    the worker's traceback and the example's index; after any error the next call tries that batch again.
+    Workers start with the first batch. They ignore SIGINT and SIGTERM, which the trainer handles, and end with this
+    process, however it ends. An exception of the dataset is raised in this process when its batch is due, with the
+    worker's traceback and the example's index; after any error, the next call tries that batch again.
 
     Args:
         dataset, batch_size, repeat, shuffle, seed, order_sampler: as for `SerialIterator`.
         n_processes: the number of workers; by default the number of CPUs that this process may use.
-        n_prefetch: batches that each worker keeps ready beyond the one that it is making.
+        n_prefetch: the number of batches that each worker keeps ready in addition to the one that it is loading.
         example_rng: True to seed the generators for each example. ``False`` gives each worker its own stream.
-        dataset_timeout: seconds that an example may take (and a worker to start).
+        dataset_timeout: the seconds that an example may take to load (and a worker to start).
         converter: ``converter(examples, None)`` runs in the worker and returns the batch's columns, which
-            `concat_examples` passes on; if it is your own, a converter of the updater's own sees their rows as the
-            examples. ``None`` sends the examples as the dataset gives them.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``. ``None`` is fork on Linux: it starts in milliseconds
-            and needs neither a dataset that can be pickled nor a main module that can be imported again. A library that
-            hangs in forked processes (OpenCV's threads, say) needs one of the others. On other systems it is spawn, since
-            the system's own libraries may not survive a fork there.
+            `concat_examples` passes through; if it is your own, another converter of the updater gets their rows as the
+            examples. ``None`` sends the examples as the dataset returns them.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``. ``None`` is fork on Linux: it starts in milliseconds,
+            and needs neither a dataset that can be pickled nor a main module that can be imported. A library that hangs
+            in forked processes (such as OpenCV with threads) needs one of the others. On other systems it is spawn,
+            because system libraries may not survive a fork there.
 
     Raises:
-        TypeError: the dataset, the seed, the sampler or the converter is of another type.
-        ValueError: a number is out of range, or an empty dataset is to be repeated.
+        TypeError: the dataset, the seed, the sampler or the converter has the wrong type.
+        ValueError: a number is out of range, or the dataset is empty and ``repeat`` is true.
 
     Example::
 

@@ -13,18 +13,19 @@ from chainring.iterators.serial import require_integer
 
 
 class BucketOrderSampler:
-    """An order sampler whose batches have examples of similar length, so that little of a padded batch is padding.
+    """Order sampler that puts examples of similar length into a batch, to reduce padding.
 
     Each epoch is shuffled and cut into pools of ``pool`` batches; a pool is sorted by length and cut into batches, and the
     batches come in random order. Every batch is full, as `SerialIterator` makes them with ``repeat=True``, and an epoch
     is a whole number of batches, so that the batches of the next epoch are not shifted.
 
     Args:
-        lengths: of each example, in tokens or whatever is padded; an array, a tensor or a list.
-        batch_size: that of the iterator.
-        pool: batches that are sorted together. A larger pool needs less padding, a smaller one shuffles more.
-        drop_last: for the examples that do not fill a batch. ``False`` fills it with examples of that
-            epoch, which come a second time; ``True`` leaves them out, other ones in every epoch.
+        lengths: the length of each example, in tokens or in any unit that is padded; an array, a tensor or a list.
+        batch_size: the batch size of the iterator.
+        pool: the number of batches that are sorted together. A larger pool needs less padding, a smaller one shuffles
+            better.
+        drop_last: what to do with examples that do not fill a batch. ``False`` fills it with examples of the same epoch,
+            which then occur twice; ``True`` leaves them out, different ones in every epoch.
 
     Raises:
         ValueError: the lengths are not such numbers, ``batch_size`` or ``pool`` is below 1, or with ``drop_last`` there is
@@ -60,15 +61,15 @@ class BucketOrderSampler:
 
 
 class WeightedOrderSampler:
-    """An order sampler that draws examples with probabilities in proportion to their weights.
+    """Order sampler that draws examples with probabilities proportional to their weights, for example to balance classes.
 
     An epoch is ``num_samples`` draws. To balance classes, an example's weight is 1 / (the number of examples of its class).
 
     Args:
-        weights: one for each example, finite and not negative; an example of weight 0 never comes.
-        num_samples: indices in an epoch, by default as many as there are examples.
-        replacement: True if each draw is from all examples. Otherwise no example comes twice in an epoch, and each draw is
-            from those that are left (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
+        weights: one for each example, finite and not negative; an example of weight 0 is never drawn.
+        num_samples: the number of indices in an epoch, by default the number of examples.
+        replacement: True to draw from all examples each time. Otherwise no example is drawn twice in an epoch, and each
+            draw is from those that are left (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
 
     Raises:
         ValueError: the weights are not such numbers or all 0; or ``num_samples`` is below 1, or without replacement above
@@ -131,15 +132,16 @@ def _check_size(name: str, values: NDArray[np.generic], size: int) -> None:
 
 
 class NoRepeatOrderSampler:
-    """An order sampler that shuffles, and never gives an example twice within ``batch_size`` successive indices.
+    """Order sampler that shuffles, and never repeats an example within ``batch_size`` successive indices.
 
-    With plain shuffling, the batch that crosses the end of an epoch may have an example both as one of the last of the old
-    epoch and as one of the first of the new one. A loss that compares the examples of a batch with each other (such as a
-    contrastive one) takes it for its own negative. Here every epoch has every example once, and those that came last in
-    the epoch before come a little later. It holds across epochs wherever batches begin, as long as the seed is the same.
+    With plain shuffling, the batch that crosses the end of an epoch may have an example both as one of the last of the
+    old epoch and as one of the first of the new one. A loss that compares the examples of a batch with each other (such
+    as a contrastive loss) then uses an example as its own negative. With this sampler, every epoch has every example
+    once, and the last examples of the previous epoch are moved back a little. This holds across epochs wherever batches
+    start, if the seed stays the same.
 
     Args:
-        batch_size: that of the iterator, or more.
+        batch_size: the batch size of the iterator, or more.
 
     Raises:
         ValueError: ``batch_size`` is below 1, or (with the first epoch) above the number of examples.

@@ -1,4 +1,4 @@
-"""Several devices and several ranks."""
+"""Training on several devices and several ranks."""
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.process_group import create_communicator

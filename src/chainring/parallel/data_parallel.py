@@ -1,4 +1,4 @@
-"""DataParallel: one module, one process, several devices."""
+"""DataParallel: runs one module on several devices of one process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional arguments and keywo
 
 
 class DataParallel(nn.Module):
-    """Runs a module on several devices, each with a chunk of the rows; returns the same as the module for all rows.
+    """Runs a module on several devices, each with a chunk of the rows, and returns the module's output for all rows.
 
-    Inputs are divided as by `scatter` and outputs joined as by `gather`, except for floating-point scalars, such as a
-    loss: they are the mean over the chunks, weighted by their rows. If the module returns a mapping with ``"loss"`` and
-    ``"weight"``, as updaters take it, that is the weight, and the weights add up. Reported values are averaged in the same
-    way. Without a tensor to divide, and of no rows, the module runs once.
+    Inputs are divided like by `scatter` and outputs joined like by `gather`, except for floating-point scalars, such as a
+    loss, which are averaged over the chunks, weighted by their rows. If the module returns a mapping with ``"loss"`` and
+    ``"weight"``, as updaters accept it, this weight is used, and the weights are summed. Reported values are averaged in
+    the same way. If there is no tensor to divide, or there are no rows, the module runs once.
 
     Names, state and parameters are those of the module, into which the gradients of all devices are summed. An attribute
-    that this object lacks is looked up there; to set one, write ``parallel.module.name = value``. Buffers that the forward
-    changes, such as the statistics of a BatchNorm, are those of the first chunk.
+    that this object lacks is looked up on the module; to set one, write ``parallel.module.name = value``. Buffers that
+    the forward pass changes, such as the statistics of BatchNorm, are those of the first chunk.
 
     Args:
-        module: is moved to the first device, and must stay there.
-        devices: may repeat, and may be the host.
-        output_device: where outputs go; ``None`` is the first device.
+        module: the module, which is moved to the first device and must stay there.
+        devices: the devices; they may repeat, and may be the CPU.
+        output_device: the device of the outputs; ``None`` is the first device.
         dim: the dimension of the rows, in inputs and outputs.
 
     Raises:
@@ -65,7 +65,7 @@ class DataParallel(nn.Module):
         """Return the module's output for all rows, on ``output_device``.
 
         Raises:
-            ValueError: arguments disagree in their number of rows.
+            ValueError: the arguments have different numbers of rows.
             RuntimeError: the module is no longer on the first device.
         """
         first = self.devices[0]
@@ -154,7 +154,7 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Put back a state of the module."""
+        """Load a state of the module."""
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

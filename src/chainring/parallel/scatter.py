@@ -21,17 +21,17 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
     back to ``inputs``.
 
     Args:
-        inputs: holds the tensors to divide. A tensor without dimensions goes to each chunk, on its device; ``None`` and
-            any other object goes to each as it is. With no tensor to divide, each device gets all of it.
-        devices: may repeat.
+        inputs: the tensors to divide. A 0-dimensional tensor is copied to each chunk, on its device; ``None`` and any
+            other object is passed to each as it is. If there is no tensor to divide, each device gets all of it.
+        devices: the devices, which may repeat.
         dim: the dimension of the rows.
 
     Returns:
-        ``min(len(devices), rows)`` chunks, for the first of the devices; of no rows one chunk, without rows, so that a
-        model still runs.
+        ``min(len(devices), rows)`` chunks, for the first of the devices; if there are no rows, one chunk without rows, so
+        that a model still runs.
 
     Raises:
-        ValueError: tensors disagree in their number of rows, or one lacks the dimension.
+        ValueError: the tensors have different numbers of rows, or one lacks the dimension.
         TypeError: ``devices`` is not a sequence of devices, or a packed sequence is among the inputs.
 
     Example::
@@ -44,12 +44,13 @@ def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
     """Join the chunks that `scatter` made, or the outputs for them. Gradients flow back to each.
 
-    Tensors are concatenated; those without dimensions, such as losses, are stacked into one of ``len(outputs)`` entries.
-    Any other value that is equal in all chunks is kept once; otherwise there is a list with that of each chunk.
+    Tensors are concatenated; 0-dimensional tensors, such as losses, are stacked into one with ``len(outputs)`` entries.
+    Any other value that is equal in all chunks is returned once; otherwise a list with the value of each chunk is
+    returned.
 
     Args:
         outputs: one for each chunk, all of the same structure.
-        device: where the tensors go; ``None`` is where those of the first chunk are.
+        device: the device of the tensors; ``None`` is that of the first chunk.
         dim: the dimension of the rows.
 
     Returns:

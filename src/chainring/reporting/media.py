@@ -19,28 +19,28 @@ _CHANNELS = ((3,), (1, 4))
 def report_image(key: str, image: Any) -> None:
     """Report an image, to be kept with the next row of the log; without a current reporter, do nothing.
 
-    The last image of a key in an interval is kept. Inside an `Evaluator` its name is put before the key, as before those of
-    values. Of several ranks the image of rank 0 is kept.
+    The last image of a key in an interval is kept. Inside an `Evaluator`, its name is added before the key, as for
+    values. With several ranks, the image of rank 0 is kept.
 
     Example::
 
         report_image("sample", generator(noise)[0].clamp(0, 1))
 
     Args:
-        key: its name in the log, the page of the run and dashboards.
+        key: the name of the image in the log, the report page and dashboards.
         image: a tensor or an array, H x W, H x W x C or C x H x W with 1, 3 or 4 channels, or an image of Pillow; of
-            unsigned bytes, or of floats from 0 to 1. Where both orders fit its shape, that with 3 channels is taken, and
-            if both have, a tensor is C x H x W and an array H x W x C.
+            unsigned bytes, or of floats from 0 to 1. If the shape fits both orders, the one with 3 channels is used; if
+            both have 3, a tensor is C x H x W and an array H x W x C.
 
     Raises:
-        TypeError: the key is not a string, or the image is of another dtype or another thing.
+        TypeError: the key is not a string, or the image has another type or dtype.
         ValueError: the image has another shape, or a float that is not from 0 to 1.
     """
     _report(key, image, to_image)
 
 
 def report_text(key: str, text: str) -> None:
-    """Report a text, such as a translation or a sample of a language model, as by `report_image`.
+    """Report a text, such as a translation or a sample of a language model; see `report_image`.
 
     Example::
 
@@ -53,17 +53,17 @@ def report_text(key: str, text: str) -> None:
 
 
 def report_histogram(key: str, values: Any) -> None:
-    """Report how values are distributed, as by `report_image`: at once the finite ones are counted in 64 bins.
+    """Report a histogram of values, counted at once in 64 bins of equal width; see `report_image`.
 
-    They are counted where they are, so a tensor on an accelerator is not copied to the host. NaN and infinities are counted
-    apart.
+    Values are counted on their device, so a tensor on an accelerator is not copied to the host. NaN and infinities are
+    counted separately.
 
     Example::
 
         report_histogram("weights", model.l1.weight)
 
     Args:
-        key: its name in the log, the page of the run and dashboards.
+        key: the name of the histogram in the log, the report page and dashboards.
         values: a tensor, an array or nested lists of real numbers, of any shape.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The reporter: names reported values and collects them into one observation an iteration."""
+"""The reporter: names reported values and collects them into one observation per iteration."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ current = _Current()
 
 
 class Reporter:
-    """Adds reported values to the current observation, each key after the name of the object that reports it.
+    """Adds reported values to the current observation, with the name of the reporting object as prefix of each key.
 
-    The trainer owns one; `report` reaches it from inside a model. Observers are held weakly: one that is gone takes its
-    name along, and no later object can inherit it.
+    Each trainer has one; `report` uses it from inside a model. Observers are held by weak references: the name of a
+    deleted observer is deleted too, and no later object can inherit it.
 
     Example::
 
@@ -46,7 +46,7 @@ class Reporter:
 
     Attributes:
         observation: the values reported so far.
-        watchers: called with the full name and the value of each report, the value as it was given, with its graph.
+        watchers: called with the full key and the value of each report; the value is the original one, with its graph.
         media_watchers: called with the key and the content of each `report_image`, `report_text` and `report_histogram`.
     """
 
@@ -57,7 +57,7 @@ class Reporter:
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
 
     def add_observer(self, name: str, observer: Any) -> None:
-        """Name an object: the keys that it reports from now on become ``<name>/<key>``."""
+        """Register an object under a name: the keys that it reports from now on become ``<name>/<key>``."""
         key = id(observer)
         try:
             reference: Any = weakref.ref(observer, lambda _: self._names.pop(key, None))
@@ -66,9 +66,9 @@ class Reporter:
         self._names[key] = (reference, name)
 
     def add_observers(self, prefix: str, observers: Iterable[tuple[str, Any]]) -> None:
-        """Name each of ``(path, observer)`` as ``<prefix>/<path>``, dots as slashes; an empty path is the prefix itself.
+        """Register each ``(path, observer)`` as ``<prefix>/<path>``, dots as slashes; an empty path is the prefix itself.
 
-        ``add_observers("main", model.named_modules())`` names every submodule of a model.
+        ``add_observers("main", model.named_modules())`` registers every submodule of a model.
         """
         for path, observer in observers:
             self.add_observer(f"{prefix}/{path.replace('.', '/')}" if path else prefix, observer)
@@ -76,8 +76,8 @@ class Reporter:
     def report(self, values: Mapping[str, Any], observer: Any = None) -> None:
         """Add values to the current observation, under the observer's name if one is given.
 
-        A scalar tensor is detached and copied on its device: a later change in place does not alter what was reported,
-        and no graph is kept alive.
+        A scalar tensor is detached and copied on its device: later in-place changes do not affect the reported value, and
+        no graph is kept alive.
 
         Raises:
             KeyError: the observer is not registered.
@@ -176,7 +176,7 @@ def _snapshot(value: Any) -> Any:
 def report(values: Mapping[str, Any], observer: Any = None) -> None:
     """Report values from anywhere inside an iteration; without a current reporter, do nothing.
 
-    So a model that reports also runs outside a trainer.
+    So a model that reports values also works outside of a trainer.
 
     Example::
 
@@ -184,7 +184,8 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
 
     Args:
         values: a mapping from key to value: numbers, scalar tensors, or anything that an extension understands.
-        observer: the object that reports; its registered name is put before the keys.
+        observer: the object that reports, such as ``self`` in a model; its registered name becomes the prefix of the
+            keys.
 
     Raises:
         KeyError: the observer is not registered with the current reporter.
@@ -197,7 +198,7 @@ def report(values: Mapping[str, Any], observer: Any = None) -> None:
 
 @contextmanager
 def report_scope(observation: dict[str, Any]) -> Iterator[None]:
-    """Let the current reporter write into ``observation`` until the end of the context.
+    """Make the current reporter write into ``observation`` until the end of the context.
 
     Raises:
         RuntimeError: there is no current reporter.

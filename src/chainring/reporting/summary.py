@@ -1,10 +1,10 @@
 """Means of reported values, over intervals, micro-batches and ranks.
 
 A mean is the correctly rounded sum (`math.fsum`) of the products value x weight in float64 over the summed weight. So it
-does not depend on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in chunks,
-because a thousand live scalars slow every iteration. They are read, which waits for the device, when a mean is asked for or
-the state is saved; a long interval is also read every few thousand values, into sums without rounding, so that neither
-memory nor a snapshot grows with it.
+does not depend on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in
+chunks, because a thousand live scalars slow every iteration. They are read, which synchronizes with the device, when a
+mean is computed or the state is saved; a long interval is also read every few thousand values, into sums without
+rounding, so that neither memory nor a snapshot grows with it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MeanSummary(Stateful):
         self._moments: Moments | None = None  # of what has been folded
 
     def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
-        """Add one number that counts ``weight`` times. Both may be tensors without dimensions, which are not read.
+        """Add one number with a weight. Both may be 0-dimensional tensors, which are not read from their device.
 
         Raises:
             TypeError: ``value`` is not a single number.
@@ -177,7 +177,7 @@ class Summary(MeanSummary):
 
 
 class DictMeans(Stateful):
-    """The mean of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+    """Computes the mean of every key over observations; an observation without a key does not count for its mean.
 
     Example::
 
@@ -196,12 +196,12 @@ class DictMeans(Stateful):
         self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
-        """Add an observation that counts ``weight`` times; a value given as ``(value, weight)`` has its own weight.
+        """Add an observation with a weight; a value given as ``(value, weight)`` has its own weight.
 
-        An object with ``compute()`` and ``reset()``, such as a metric of torchmetrics, is computed when the mean is asked
-        for, and then reset; of a mapping, such as a ``MetricCollection`` computes, each number is ``key/its name``. Other
-        values that are not single numbers, such as strings and arrays, are ignored. Tensors must not change afterwards in
-        place, which holds for what was reported.
+        An object with ``compute()`` and ``reset()``, such as a torchmetrics metric, is computed when the mean is
+        computed, and then reset; if it returns a mapping, as a ``MetricCollection`` does, each number is ``key/its
+        name``. Other values that are not single numbers, such as strings and arrays, are ignored. Tensors must not be
+        changed in place afterwards; reported values, which are copies, are not.
 
         Raises:
             ValueError: a weight is not a single number.
@@ -306,7 +306,7 @@ class DictMeans(Stateful):
         """Return the summary of what has been added to either.
 
         Raises:
-            ValueError: one of them holds a metric, which is computed and reset once.
+            ValueError: one of them contains a metric, which can be computed and reset only once.
         """
         if type(other) is not type(self):
             return NotImplemented
@@ -349,7 +349,7 @@ class DictMeans(Stateful):
 
 
 class DictSummary(DictMeans):
-    """The statistics of every key of a sequence of observations; a key that an observation lacks does not count as zero.
+    """Computes mean and standard deviation of every key over observations; one without a key does not count for it.
 
     Example::
 
@@ -467,13 +467,13 @@ def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence
 
 
 def is_metric(value: Any) -> bool:
-    """Return True for an object with ``compute()`` and ``reset()``, such as a metric of torchmetrics."""
+    """Return True for an object with ``compute()`` and ``reset()``, such as a torchmetrics metric."""
     return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
 
 
 @contextmanager
 def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
-    """Replace every metric that is an attribute of a submodule by a copy that starts again, until the end of the context.
+    """Replace every metric that is an attribute of a submodule by a reset copy, until the end of the context.
 
     A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
     to that interval and then end it.

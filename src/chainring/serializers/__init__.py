@@ -1,4 +1,4 @@
-"""State: declared once by an object, saved to memory, npz files and snapshots, and loaded from them."""
+"""Saving and loading state: declared once by an object, and stored in memory, npz files and snapshots (checkpoints)."""
 
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers._store import CorruptError

@@ -70,11 +70,11 @@ WriteResult = Written | str
 
 
 def save(path: str | os.PathLike[str], obj: Any) -> None:
-    """Save the state of an object; what is there under that name is complete at every moment.
+    """Save the state of an object as a file or a directory, which is complete or absent at every moment.
 
-    A model of which each rank holds a part is saved whole; every rank calls this, the first writes, to which the others
-    send one tensor after the other, and all return when it is complete. Of a model that becomes a directory, the first rank
-    of the process group writes it.
+    A model that is sharded over ranks is saved whole: every rank calls this function, the first rank writes, the others
+    send it one tensor after the other, and all return when it is complete. If the model becomes a directory, the first
+    rank of the process group writes it.
 
     Example::
 
@@ -82,16 +82,16 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         serializers.load("mlp.model", model)
 
     Args:
-        path: of a module the file, in the safetensors format, which replaces one that is there; of a module that has state
-            of its own, in a ``serialize`` of any of its submodules, and of anything else a directory that is not there yet.
-            Or an address in an object store, such as ``"s3://bucket/mlp.model"``.
+        path: for a module, a file in the safetensors format, which replaces an existing one; for a module with its own
+            state, in a ``serialize`` of any of its submodules, and for anything else, a directory that must not exist
+            yet. It can also be an address in an object store, such as ``"s3://bucket/mlp.model"``.
         obj: a module, or anything with ``serialize`` or PyTorch's ``state_dict`` and ``load_state_dict``.
 
     Raises:
-        TypeError: the object has no state, or a value in it cannot be restored; the error names the value's path.
-        ValueError: two values have one path; or the ranks save different models, or give different paths.
-        FileExistsError: the directory is there already.
-        OSError: it cannot be written.
+        TypeError: the object has no state, or contains a value that could not be restored; the error names its path.
+        ValueError: two values have the same path; or the ranks save different models, or pass different paths.
+        FileExistsError: the directory already exists.
+        OSError: the file or directory cannot be written.
     """
     if not is_url(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -124,29 +124,29 @@ def _rank() -> int:
 
 
 def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
-    """Load saved state into an object, after every byte has been verified.
+    """Load a checkpoint into an object, after every byte has been verified.
 
-    Checkpoints of other libraries are read too: into a model its parameters and buffers, into a trainer also optimizer,
-    scheduler and counts, as far as they are there. What was taken, and what was not, is printed.
+    Checkpoints of other libraries can be loaded too: into a model its parameters and buffers, into a trainer also the
+    states of optimizers and schedulers and the counts, if the checkpoint has them. A summary of what was loaded, and what
+    was not, is printed.
 
-    Ranks that train together load a trainer together. From an object store they also do so a model of which each holds a
-    part.
+    Ranks that train together load a trainer together, and so they do a sharded model from an object store.
 
     Args:
-        path: what `save` or a snapshot wrote; or a checkpoint of Lightning; a directory of Hugging Face's ``Trainer``, of
-            ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a snapshot of
-            pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with a state dict or several. Or the address
-            of a snapshot or a file in an object store.
-        obj: the object; its shapes must fit.
-        path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; a module without one gets the only
+        path: a file or directory of `save` or of a snapshot; or a checkpoint of Lightning; a directory of Hugging Face's
+            ``Trainer``, of ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a
+            snapshot of pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with one or several state
+            dicts. It can also be the address of a snapshot or a file in an object store.
+        obj: the object to load into; its shapes must match.
+        path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; by default, a module gets the only
             model of the snapshot, or the main one.
-        strict: whether a missing or unexpected entry is an error; otherwise what is missing stays as it is.
+        strict: True if a missing or unexpected entry is an error; otherwise missing entries stay as they are.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        CorruptError: a file is not what was written.
-        ValueError, TypeError: a model was given where a trainer is wanted, or the snapshot has no such part.
-        KeyError, RuntimeError: entries are missing, unexpected, or of another shape.
+        FileNotFoundError: there is nothing at ``path``.
+        CorruptError: a file is damaged.
+        ValueError, TypeError: a checkpoint of a model is loaded into a trainer, or the snapshot has no such part.
+        KeyError, RuntimeError: entries are missing, unexpected, or have another shape.
         RankFailed: another rank of the trainer's ``comm`` could not load it.
     """
     snapshot = find_snapshot(path)

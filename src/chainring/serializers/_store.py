@@ -56,7 +56,7 @@ _FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
 
 
 class CorruptError(ValueError):
-    """A snapshot is not as it was written: a file is missing, longer, shorter, or has other bytes.
+    """A snapshot is damaged: a file is missing, has another size, or other bytes than were written.
 
     Example::
 
@@ -68,7 +68,7 @@ class CorruptError(ValueError):
 
 
 class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
-    """A newer version of Chainring wrote the snapshot, and this one cannot tell whether it is sound."""
+    """A newer version of Chainring wrote the snapshot, and this version cannot tell whether it is damaged."""
 
 
 @dataclass(frozen=True, slots=True)

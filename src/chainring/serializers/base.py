@@ -28,12 +28,12 @@ from chainring._naming import has_buffers, name_cleaner, submodules
 
 
 class AbstractSerializer:
-    """The destination or source of state. ``serializer[key]`` is a child, ``serializer(key, value)`` is one value.
+    """Saves or loads state: ``serializer(key, value)`` is one value, ``serializer[key]`` a serializer of nested state.
 
-    While saving, a serializer hands back the value that it was given; while loading, the value that was saved. So the
-    line reads the same both ways and the two directions cannot drift apart. A tensor or array of the saved shape and dtype
-    is filled with the saved numbers and handed back itself, so that Chainer's form without an assignment works. A number or
-    string comes back in the type of the one given, if that can hold it exactly.
+    While saving, a serializer returns the value that it was given; while loading, the value that was saved. So one line
+    serves both directions, and they cannot diverge. A tensor or array of the saved shape and dtype is filled in place
+    with the saved numbers and returned itself, so that Chainer's form without an assignment works. A number or string is
+    returned in the type of the given value, if that type can represent it exactly.
 
     Example::
 
@@ -43,11 +43,12 @@ class AbstractSerializer:
             serializer.visit("iterator", self.iterator)
 
     Attributes:
-        directory: the directory in which the snapshot lies; ``None`` where state stays in memory. What is appended to a
-            file beside the snapshot, such as the rows of a log, need not be written again into each snapshot: a reference
-            to the file will do.
-        comm: the communicator of the ranks that save or load together, each in the same order. What each rank has for itself
-            is gathered while saving, and is given to rank 0 while loading. State that stays in memory is the rank's own.
+        directory: the directory that contains the snapshot; ``None`` if the state stays in memory. Data that is appended
+            to a file beside the snapshot, such as the rows of a log, need not be written again into each snapshot: a
+            reference to the file is enough.
+        comm: the communicator of the ranks that save or load together, each in the same order. State that differs between
+            ranks is gathered while saving, and given to rank 0 while loading. State that stays in memory belongs to its
+            rank.
     """
 
     directory: Path | None = None
@@ -60,20 +61,20 @@ class AbstractSerializer:
     def __call__(self, key: str, value: Any) -> Any:
         """Save ``value`` under ``key`` and return it, or return what was saved there.
 
-        A value is a number, a string, bytes, ``None``, a tensor, an array, or a list, tuple or dict of such.
+        A value is a number, a string, bytes, ``None``, a tensor, an array, or a list, tuple or dict of these.
         """
         raise NotImplementedError
 
     def visit(self, key: str, obj: Any) -> None:
-        """Save or load a whole object under ``key``: by its ``serialize``, or its ``state_dict``/``load_state_dict``.
+        """Save or load a whole object under ``key``: with its ``serialize``, or its ``state_dict``/``load_state_dict``.
 
-        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is not meant.
-        The entries of a module's ``state_dict`` become one key each, with slashes for dots, so that a submodule can be
-        found by its path. Beside them, each submodule that has a ``serialize`` saves state of its own under its path; what
-        it saves must not depend on the rank.
+        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is ignored. The
+        entries of a module's ``state_dict`` become one key each, with slashes instead of dots, so that a submodule can be
+        found by its path. In addition, each submodule with a ``serialize`` method saves its own state under its path;
+        this state must not depend on the rank.
 
         Raises:
-            TypeError: the object has neither.
+            TypeError: the object has neither of them.
             ValueError: while saving, a key is saved twice.
         """
         if is_module(obj):
@@ -113,7 +114,7 @@ class AbstractSerializer:
 
 
 class Serializer(AbstractSerializer):
-    """The direction of saving. ``isinstance(serializer, Serializer)`` is how an object asks which way it goes.
+    """A serializer that saves. ``isinstance(serializer, Serializer)`` tells an object that its state is being saved.
 
     Example::
 
@@ -124,7 +125,7 @@ class Serializer(AbstractSerializer):
     """
 
     def refer(self, path: Path) -> None:
-        """Note that the state refers to this file: it is made to last before the snapshot is published."""
+        """Register a file to which the state refers: it is flushed to the disk before the snapshot is published."""
 
     def _visit_module(self, module: Any) -> None:
         is_part, parts = self._is_part(module), self._own_states(module)
@@ -142,7 +143,7 @@ class Serializer(AbstractSerializer):
 
 
 class Deserializer(AbstractSerializer):
-    """The direction of loading. With ``strict`` a key that was not saved is an error, else the value at hand is kept.
+    """A serializer that loads. With ``strict`` a key that was not saved is an error; otherwise the current value is kept.
 
     Example::
 
@@ -152,9 +153,11 @@ class Deserializer(AbstractSerializer):
             self.momentum = serializer("momentum", self.momentum)
 
     Attributes:
-        strict: whether a key that was not saved is an error.
-        place: where the run lies that has saved the state, an absolute path or an address; ``None`` if it comes from memory.
-        gives_way: True for a beginning brought from elsewhere: a run that has snapshots of its own continues from those.
+        strict: True if a key that was not saved is an error.
+        place: the location of the run that saved the state, an absolute path or an address; ``None`` if it comes from
+            memory.
+        gives_way: True for a starting point from elsewhere: a run that has its own snapshots continues from those
+            instead.
     """
 
     strict: bool = True
@@ -165,7 +168,7 @@ class Deserializer(AbstractSerializer):
         raise NotImplementedError
 
     def paths(self) -> Iterator[str]:
-        """Return every key saved below here, as paths relative to here."""
+        """Return all keys saved below this serializer, as paths relative to it."""
         raise NotImplementedError
 
     def _was_asked(self, key: str) -> bool:
@@ -506,9 +509,9 @@ class _ByPath(AbstractSerializer):
 
 
 class DictionarySerializer(_ByPath, Serializer):
-    """Saves into ``target``, a dictionary from path to value.
+    """Saves state into ``target``, a dictionary from path to value.
 
-    Tensors, arrays and containers are copied, so that what was saved does not follow the training that continues.
+    Tensors, arrays and containers are copied, so that later training does not change the saved state.
 
     Raises:
         ValueError: a key is saved twice.
@@ -680,10 +683,10 @@ def _replace_stored(value: Any, function: Callable[[StoredTensor, tuple[Any, ...
 
 
 class DictionaryDeserializer(_ByPath, Deserializer):
-    """Loads from ``source``, a dictionary that a `DictionarySerializer` has filled; its values are copied.
+    """Loads state from ``source``, a dictionary that a `DictionarySerializer` has filled; its values are copied.
 
     Raises:
-        KeyError: with ``strict``, a key is asked for that ``source`` lacks.
+        KeyError: with ``strict``, a requested key is missing in ``source``.
 
     Example::
 
@@ -983,7 +986,7 @@ def _view_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class Stateful:
-    """The base that derives PyTorch's pair of methods from ``serialize``, which does nothing until it is overridden."""
+    """Base class that derives ``state_dict`` and ``load_state_dict`` from ``serialize``, which does nothing by default."""
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Declare the state that changes while training; settings are never state."""

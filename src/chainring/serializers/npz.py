@@ -64,7 +64,7 @@ _DAMAGED = (
 def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bool = True) -> None:
     """Save a model or any object that has state as one npz file, which is complete or absent.
 
-    It is written by one rename after a flush, so a file that is there already is replaced whole or stays.
+    The file is flushed and then renamed, so an existing file is either replaced completely or stays as it is.
 
     Example::
 
@@ -72,12 +72,13 @@ def save_npz(file: str | os.PathLike[str] | IO[bytes], obj: Any, compression: bo
         load_npz("mlp.npz", model)
 
     Args:
-        file: a path, taken as it is (no ``.npz`` is appended), or a file open for binary writing, which is written in place.
-        obj: what has ``serialize``, or ``state_dict`` and ``load_state_dict``.
-        compression: whether the arrays are deflated; without it the file is larger and written many times faster.
+        file: a path, used as it is (no ``.npz`` is appended), or a file open for binary writing, which is written in
+            place.
+        obj: an object with ``serialize``, or ``state_dict`` and ``load_state_dict``.
+        compression: True to compress the arrays; without compression the file is larger and written many times faster.
 
     Raises:
-        TypeError: ``obj`` has no state, or a value in it could not be restored; its path is named.
+        TypeError: ``obj`` has no state, or contains a value that could not be restored; the error names its path.
         ValueError: ``file`` is a folder or a device.
         FileNotFoundError: its folder does not exist.
     """
@@ -107,26 +108,26 @@ def load_npz(
     *,
     ignore_names: IgnoreNames = None,
 ) -> None:
-    """Load what `save_npz` or Chainer saved into an object of the same kind. Nothing is ever unpickled.
+    """Load an npz file of `save_npz` or Chainer into an object of the same kind. Nothing is ever unpickled.
 
-    What Chainer saved comes back in the type that the object declares by the value that it gives: a number, a bool, a
-    string, a list, an array, which is filled, or a tensor. Where it gives ``None``, a tensor comes back.
+    A value that Chainer saved is returned in the type of the value that the object passes: a number, a bool, a string, a
+    list, an array, which is filled, or a tensor. If the object passes ``None``, it gets a tensor.
 
     Args:
         file: a path, or a file open for binary reading that can seek.
-        obj: what to load into.
-        path: the part of the file that belongs to ``obj``, as in ``"updater/model:main/predictor/"``.
-        strict: whether a missing or unexpected entry is an error; else what is missing stays as it is.
-        ignore_names: the entries that stay as they are, whether the file has them or not: a name, a function that is given
-            each name and returns true for those, or a list of such. A name is the whole one in the file, ``path`` included.
+        obj: the object to load into.
+        path: the part of the file that belongs to ``obj``, such as ``"updater/model:main/predictor/"``.
+        strict: True if a missing or unexpected entry is an error; otherwise missing entries stay as they are.
+        ignore_names: the entries that stay as they are, whether or not the file has them: a name, a function that returns
+            true for such a name, or a list of these. A name is the full one in the file, including ``path``.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it is not an npz file, or damaged, or a snapshot, which `chainring.serializers.load` loads; or it has
             nothing under ``path``; or an array in it is pickled, or has another shape than that of the object; or
-            ``ignore_names`` is something else.
+            ``ignore_names`` has another form.
         KeyError: with ``strict``, an entry is missing. A module raises PyTorch's ``RuntimeError``.
-        TypeError: the object declares a type that does not hold what Chainer saved.
+        TypeError: the object passes a value of a type that cannot hold the value that Chainer saved.
     """
     ignored = _as_predicate(ignore_names)
     obj, start = unwrap(obj), path.strip("/")

@@ -1,4 +1,4 @@
-"""Tests of your own triggers, extensions, iterators and updaters, and of a whole program that must resume after a kill."""
+"""Checks for your own triggers, extensions, iterators and updaters, and for a whole program that must resume exactly."""
 
 from chainring.testing._replaying import NoReplay
 from chainring.testing.check_extension import check_extension

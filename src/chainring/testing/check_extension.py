@@ -25,21 +25,21 @@ def check_extension(
 ) -> None:
     """Check that an extension can be registered, resumed and finalized.
 
-    A run that is saved after any iteration and continued with everything created again must be the uninterrupted one: the
-    calls of the extension, the reported values, the extension's state and ``result``, models, optimizers and random
-    generators after each iteration. A failure of the training, before the extension was initialized or after it was
-    called, must come out unchanged; ``finalize`` may be called again. An iteration takes one second on a `ManualClock`.
+    A run that is saved after any iteration, and resumed with all objects created again, must equal the uninterrupted run:
+    in the calls of the extension, the reported values, the extension's state and ``result``, models, optimizers and
+    random generators after each iteration. An error of the training, before the extension was initialized or after it was
+    called, must be raised unchanged; ``finalize`` may be called again. An iteration takes one second on a `ManualClock`.
 
     Args:
-        make: makes the extension; a function that needs an argument is given the updater.
+        make: a function that creates the extension; if it needs an argument, it gets the updater.
         iterations: the length of the runs.
-        updater: makes the updater; by default a `FakeUpdater` of 3 iterations an epoch, which reports an uneven
-            ``main/loss`` and ``main/accuracy``.
+        updater: a function that creates the updater; by default a `FakeUpdater` with 3 iterations per epoch, which
+            reports varying values of ``main/loss`` and ``main/accuracy``.
         trigger: the trigger that calls it; by default the extension's own.
-        result: returns a value of the extension that is compared besides, such as its rows.
+        result: a function that returns another value of the extension to compare, such as its rows.
 
     Raises:
-        AssertionError: a rule does not hold, or the extension is never called, so that nothing is shown.
+        AssertionError: a rule is violated, or the extension is never called, so that nothing is tested.
     """
     calls: list[int] = []
     never_called = False

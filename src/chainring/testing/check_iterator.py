@@ -29,20 +29,20 @@ Record = dict[str, str]  # the examples of a batch and the counters of its itera
 
 
 def check_iterator(make: Callable[[], Any], *, batches: int = 50) -> None:
-    """Check that an iterator can be resumed anywhere, and counts epochs.
+    """Check that an iterator can be resumed at any position, and counts epochs correctly.
 
-    Over two epochs, or one where it does not repeat: a new iterator that loads the state of any position continues with the
-    same batches, whatever the seed is by then; saving changes nothing; epochs are counted as `Iterator` says; global random
-    generators are neither disturbed nor used. At its end it raises `StopIteration` until ``reset``; ``finalize`` may be
-    called at any time. With a ``share``, rank r of n gets ``batch[r::n]``, and where it serves virtual ranks the rows of its
-    block of them; with a ``mark`` and ``return_to``, batches come again.
+    Over two epochs, or one if it does not repeat: a new iterator that loads the state of any position continues with the
+    same batches, whatever its seed; saving changes nothing; epochs are counted as documented in `Iterator`; global random
+    generators are neither changed nor used. At its end it raises `StopIteration` until ``reset``; ``finalize`` may be
+    called at any time. If it has ``share``, rank r of n gets ``batch[r::n]`` or, if it serves virtual ranks, the rows of
+    its block of them; if it has ``mark`` and ``return_to``, batches are returned again.
 
     Args:
-        make: makes the iterator, over few examples. torch's seed is the same at each call.
-        batches: the largest number that is taken.
+        make: a function that creates the iterator, over few examples. PyTorch's seed is the same at each call.
+        batches: the largest number of batches to fetch.
 
     Raises:
-        AssertionError: a rule does not hold.
+        AssertionError: a rule is violated.
         TypeError: ``make`` is not a function.
     """
     trial = _Trial(make, batches)

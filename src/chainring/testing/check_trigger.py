@@ -32,23 +32,23 @@ def fired(
 ) -> list[int]:
     """Return the iterations at which a trigger fires in a run.
 
-    The run is a trainer's, with a `FakeUpdater` and a `ManualClock`; the files that it writes are removed.
+    The run uses a trainer with a `FakeUpdater` and a `ManualClock`; its files are removed.
 
     Example::
 
         assert fired((2, "epoch"), iterations=12, epoch_length=3) == [6, 12]
 
     Args:
-        trigger: whatever `get_trigger` accepts, or a function without arguments, or a class, that makes such.
+        trigger: anything that `get_trigger` accepts, or a class or function without arguments that creates it.
         iterations: the length of the run.
-        epoch_length: iterations in an epoch.
+        epoch_length: the number of iterations in an epoch.
         values: the values that each iteration reports, see `FakeUpdater`.
         seconds: the duration of an iteration.
-        resumed_after: iterations after which the run is saved, and continued by a new trainer with a new trigger that
-            loads the saved state; 0 is before the first.
+        resumed_after: the iterations after which the run is saved, and resumed by a new trainer with a new trigger; 0 is
+            before the first.
 
     Raises:
-        TypeError: the trigger is of another form, or is resumed and cannot be created again.
+        TypeError: the trigger has another form, or is to be resumed and cannot be created again.
         ValueError: an argument is out of range.
         AssertionError: the state of the trigger cannot be saved and loaded.
     """
@@ -71,20 +71,20 @@ def check_trigger(
 ) -> None:
     """Check that a trigger can be shared, saved and resumed.
 
-    In runs with a `FakeUpdater` it must fire at the same iterations with one extension or two, whenever the run is saved
-    and continued, and each time that it is created again.
+    In runs with a `FakeUpdater`, it must fire at the same iterations with one extension or two, at whatever iteration the
+    run is saved and resumed, and each time it is created again.
 
     Args:
-        make: a class, or a function without arguments, that makes the trigger; or ``(period, unit)``.
+        make: a class, or a function without arguments, that creates the trigger; or ``(period, unit)``.
         iterations: the length of the runs.
-        epoch_length: iterations in an epoch.
-        values: the values that each iteration reports, see `FakeUpdater`; by default an uneven ``main/loss`` and
+        epoch_length: the number of iterations in an epoch.
+        values: the values that each iteration reports, see `FakeUpdater`; by default varying values of ``main/loss`` and
             ``main/accuracy``.
         seconds: the duration of an iteration on a `ManualClock`.
 
     Raises:
-        AssertionError: a rule does not hold, or the trigger never fires, so that nothing is shown.
-        TypeError: ``make`` does not make a trigger, or always the same object.
+        AssertionError: a rule is violated, or the trigger never fires, so that nothing is tested.
+        TypeError: ``make`` does not create a trigger, or returns the same object each time.
     """
     factory = _trigger_factory(make, is_resumed=True)
     settings = (iterations, epoch_length, values, seconds)

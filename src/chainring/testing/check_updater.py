@@ -16,20 +16,20 @@ _FINALIZE = "Let finalize() do nothing when it is called again, and end what it 
 
 
 def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
-    """Check that an updater counts, can be resumed, and is finalized.
+    """Check that an updater counts correctly, can be resumed, and can be finalized.
 
-    Each update adds one to ``iteration``, and the epochs agree with one another. A run that is saved after any iteration
-    and continued with everything created again must be the uninterrupted one: reported values, iterators, models,
-    optimizers, the updater's state and random generators after each iteration. ``finalize`` may be called again, and changes
-    no error.
+    Each update must add one to ``iteration``, and the epoch attributes must be consistent. A run that is saved after any
+    iteration, and resumed with all objects created again, must equal the uninterrupted run: in reported values,
+    iterators, models, optimizers, the updater's state and random generators after each iteration. ``finalize`` may be
+    called again, and must not replace an error.
 
     Args:
-        make: makes the updater, with all that belongs to it: data, model, optimizer. The random generators begin where they
-            were at first, so that models are alike.
-        iterations: the length of the runs; more than an epoch shows more. The data last for at least as long.
+        make: a function that creates the updater with its data, model and optimizer. The random generators are in the
+            same state at each call, so that the models are equal.
+        iterations: the length of the runs; more than an epoch tests more. The data must last at least as long.
 
     Raises:
-        AssertionError: a rule does not hold.
+        AssertionError: a rule is violated.
     """
 
     def build(out: str) -> tuple[Trainer, Any]:

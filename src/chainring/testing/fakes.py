@@ -1,4 +1,4 @@
-"""Fakes for tests: a clock that is moved by hand, and an updater without a model, data or a device."""
+"""Fakes for tests: a clock that is advanced by hand, and an updater without a model, data or a device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Values = Mapping[str, Sequence[Any]] | Callable[[int], Mapping[str, Any]]
 
 
 class ManualClock:
-    """A clock that replaces the monotonic one inside ``with``, and moves only by ``advance(seconds)``.
+    """A clock that replaces the monotonic clock inside ``with``, and only changes by ``advance(seconds)``.
 
-    It takes the place of ``time.monotonic`` and ``time.perf_counter``, by which Chainring measures time: in `TimeTrigger`,
-    a stop trigger in seconds, ``elapsed_time``, `ProgressBar`, `Throughput`, `Profiler`. All code of this process that
-    reads them as ``time.monotonic()`` sees it too, one's own included; code that has imported the function itself keeps
-    the real one, and so do other processes. A timeout measured on it never passes by itself, so start no worker processes
-    inside. Sleeping takes its time and does not move it.
+    It replaces ``time.monotonic`` and ``time.perf_counter``, with which Chainring measures time in `TimeTrigger`, a stop
+    trigger in seconds, ``elapsed_time``, `ProgressBar`, `Throughput` and `Profiler`. All other code of this process that
+    calls ``time.monotonic()``, including your own, uses it too; code that has imported the function itself, and other
+    processes, use the real clock. A timeout measured on it never expires by itself, so start no worker processes inside.
+    Sleeping takes real time and does not advance it.
 
     Example::
 
@@ -31,10 +31,10 @@ class ManualClock:
             trainer.run()
 
     Args:
-        now: its time at first, in seconds.
+        now: the initial time, in seconds.
 
     Attributes:
-        now: its time, in seconds.
+        now: the current time, in seconds.
     """
 
     def __init__(self, now: float = 0.0) -> None:
@@ -42,10 +42,10 @@ class ManualClock:
         self._replaced: list[tuple[Callable[[], float], Callable[[], float]]] = []
 
     def advance(self, seconds: float) -> None:
-        """Let this many seconds pass.
+        """Advance the clock by a number of seconds.
 
         Raises:
-            ValueError: they are below 0.
+            ValueError: ``seconds`` is below 0.
         """
         if not seconds >= 0:
             raise ValueError(f"a monotonic clock goes forward only; got {seconds!r} seconds, give 0 or more")
@@ -71,13 +71,13 @@ class FakeUpdater(Updater):
         trainer = Trainer(updater, (2, "epoch"))
 
     Args:
-        epoch_length: iterations in an epoch, above 0; it need not be a whole number.
-        values: the values that each update reports. A mapping has for each key a sequence of its values in iterations 1,
-            2, ...; ``None``, and all iterations beyond its end, report nothing. A function is called with the iteration,
-            from 1, and returns a mapping.
+        epoch_length: the number of iterations in an epoch, above 0; it may be a fraction.
+        values: the values that each update reports. A mapping has for each key a sequence of values for iterations 1, 2,
+            ...; for ``None``, and beyond the end of the sequence, nothing is reported. A function is called with the
+            iteration, from 1, and returns a mapping.
 
     Raises:
-        TypeError: ``values`` is neither, or a key has no sequence.
+        TypeError: ``values`` is neither a mapping nor a function, or a key has no sequence.
         ValueError: ``epoch_length`` is not above 0.
     """
 

@@ -1,4 +1,4 @@
-"""replay: a trainer as it was at an iteration of an earlier run."""
+"""replay: restores a trainer as it was at any iteration of an earlier run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from chainring.training.trainer import Trainer
 
 
 class ReplayDiffers(AssertionError):  # noqa: N818 - it is read as a finding
-    """The replay has gone another way than the run; the text says where and in what.
+    """The replay differs from the recorded run; the text names the iteration and what differs.
 
     Example::
 
@@ -34,17 +34,17 @@ class ReplayDiffers(AssertionError):  # noqa: N818 - it is read as a finding
 
 
 def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iteration: int) -> Trainer:
-    """Return the trainer as it was after an iteration of an earlier run, to the last bit.
+    """Return the trainer as it was after an iteration of an earlier run, bit for bit.
 
-    The trainer is a new one. It starts with the nearest snapshot of the run at or before that iteration, or at the beginning
-    if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed, or
-    still be running: it is only read, and the trainer's ``out`` is a directory of its own, which is removed with it. Rows
-    go to no service, such as Weights & Biases. Where a `Recorder` has taken down the run, each iteration is
-    compared with it.
+    It is a new trainer, which starts from the last snapshot of the run at or before that iteration, or from the beginning
+    if there is none, and repeats the iterations from there, with its own extensions. The run may have ended, been killed,
+    or still be running: it is only read, and the trainer's ``out`` is a separate directory, which is removed with it. No
+    rows are sent to services, such as Weights & Biases. If a `Recorder` has recorded the run, each iteration is compared
+    with the record.
 
-    The trainer has run, so that its gradients and its observation are those of the iteration, and Python's, NumPy's and
-    torch's generators stand where they stood: ``trainer.updater.update()`` is the next update. To train on, load
-    ``trainer.state_dict()`` into a new trainer.
+    The returned trainer has run: its gradients and its observation are those of the iteration, and Python's, NumPy's and
+    torch's generators are in the same states, so ``trainer.updater.update()`` computes the next update. To continue
+    training, load ``trainer.state_dict()`` into a new trainer.
 
     Example::
 
@@ -52,15 +52,15 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         trainer.updater.get_model("main").predictor.l1.weight.grad.abs().max()
 
     Args:
-        make_trainer: a function that returns a trainer that has not run, made as in the run. It is called with the ``out``
-            that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
+        make_trainer: a function that returns a trainer that has not run, created as in the run. It is called with the
+            ``out`` to use, or without arguments if it has no such parameter; the trainer's ``out`` is set in any case.
         out: the directory of the run, or its address in an object store.
         iteration: the iteration; 0 is the state before the first.
 
     Raises:
-        ReplayDiffers: a recorded iteration is another one in the replay.
-        NoReplay: the run, or what the function makes, does not come to that iteration; or the run was one of several ranks
-            that computes other bits than one process.
+        ReplayDiffers: the replay differs from a recorded iteration.
+        NoReplay: the run, or the new trainer, does not reach that iteration; or the run had several ranks and computed
+            other bits than one process does.
         FileNotFoundError: there is no such run.
         TypeError: the function does not return a trainer, or the iteration is not an integer.
         ValueError: the iteration is negative.

@@ -1,4 +1,4 @@
-"""verify_resume: compares your own program, killed and resumed, with its uninterrupted run."""
+"""verify_resume: kills and resumes your own program, and compares it with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MARGIN = 10  # iterations, by which another run may exceed one that ended by it
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
-    """The resumed run is not the uninterrupted one; the text names the first difference and its possible causes.
+    """The resumed run differs from the uninterrupted one; the text names the first difference and its possible causes.
 
     Example::
 
@@ -48,7 +48,7 @@ class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
 
 
 class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
-    """The program could not be compared; the text says why, with the traceback where it has failed.
+    """The program could not be compared; the text says why, with the traceback if it has failed.
 
     Example::
 
@@ -58,7 +58,7 @@ class NotTried(RuntimeError):  # noqa: N818 - it is read as a finding
 
 
 class Inconclusive(NotTried):
-    """Two uninterrupted runs differ already, or a process hung; the text names the line to add, or where it hung.
+    """Two uninterrupted runs already differ, or a process hung; the text names the line to add, or where it hung.
 
     Example::
 
@@ -76,18 +76,18 @@ def verify_resume(
     directory: str | os.PathLike[str] | None = None,
     start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> str:
-    """Kill a training, resume it, and compare it bit for bit with one that was not interrupted.
+    """Kill a training run, resume it, and compare it bit for bit with an uninterrupted run.
 
-    Fresh processes each make the trainer again. Two run without an interruption, and must be the same; one is saved and
-    killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations after a
-    snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported values, the
-    models and the optimizers are compared, and at the end every tensor and value of the state, every row of the logs, and
-    the files that the run has written beside them. The trainer's own extensions and its stop trigger stay, in an ``out``
-    of its own. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called: otherwise in a
-    resumed process than in the others, as is a program that seeds nothing.
+    Each run creates the trainer again in a new process. Two runs are not interrupted, and must be equal; another is saved
+    and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations
+    after a snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported
+    values, the models and the optimizers are compared, and at the end every tensor and value of the state, every row of
+    the logs, and the files that the run has written beside them. The trainer keeps its own extensions and stop trigger,
+    and gets a separate ``out``. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called:
+    differently in a resumed process, as in a program that does not seed them.
 
     Times are not compared: ``elapsed_time``, speeds, the state of a `TimeTrigger`, and values that two uninterrupted runs
-    write differently while all else is the same; the report names those.
+    write differently although everything else is equal; the report names those.
 
     Example::
 
@@ -95,21 +95,23 @@ def verify_resume(
 
     Args:
         make_trainer: a function at the top level of a module, which returns a trainer that has not run. It is called with
-            the ``out`` that it is to use, or without, if it has no such parameter; the trainer's ``out`` is set in any case.
-        iterations: of the uninterrupted run; by default 40, or some more than two epochs, as far as ten seconds go.
-        kill_after: iterations until a kill, or several such numbers, in place of those four.
-        timeout: seconds for each process.
-        directory: for the files of all runs, new or empty; by default they are removed.
-        start_method: of the processes, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of the server
-            and start sooner; the order of sets is then the same in all.
+            the ``out`` to use, or without arguments if it has no such parameter; the trainer's ``out`` is set in any
+            case.
+        iterations: the length of the uninterrupted run; by default 40, or somewhat more than two epochs, limited to ten
+            seconds.
+        kill_after: the iteration after which to kill the run, or several, instead of those four points.
+        timeout: the time limit of each process, in seconds.
+        directory: a new or empty directory for the files of all runs; by default they are removed.
+        start_method: how processes are started, see ``multiprocessing``. Under ``"forkserver"`` they share the imports of
+            the server and start sooner; the order of sets is then the same in all.
 
     Returns:
-        The report, with the kills, the number of values compared, the keys left out, and what the run changes and no state
-        holds.
+        The report, with the kills, the number of values compared, the keys left out, and changes that are not part of any
+        state.
 
     Raises:
         ResumeDiffers: the runs differ.
-        Inconclusive: two uninterrupted runs differ already, or a process did not end in time.
+        Inconclusive: two uninterrupted runs already differ, or a process did not end in time.
         NotTried: the program fails, or ends before it could be killed.
         TypeError: ``make_trainer`` cannot be called in another process.
         ValueError: there is nothing to resume with these numbers.
@@ -154,7 +156,7 @@ def verify_script(
     timeout: float = _TIMEOUT,
     directory: str | os.PathLike[str] | None = None,
 ) -> Verdict:
-    """Verify a script that runs one trainer as `verify_resume` does a function; the rest of it is not executed.
+    """Verify a script that runs one trainer, like `verify_resume`; the rest of the script is not executed.
 
     Raises:
         FileNotFoundError: there is no such script.

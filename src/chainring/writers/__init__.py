@@ -1,4 +1,4 @@
-"""Writers: the places that log rows go to besides the log."""
+"""Writers: send the rows of a log to files and services such as TensorBoard, W&B and MLflow."""
 
 from chainring._media import Histogram, Image, Text
 from chainring.writers.base import Record, Run, Writer

@@ -1,4 +1,4 @@
-"""Writers: an interface of two methods for the places that log rows go to, and the records that they are given."""
+"""The interface of writers, which receive the rows of a log, and the records that they receive."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Record:
         record.values["main/loss"]
 
     Attributes:
-        epoch: epochs completed.
-        iteration: updates completed.
-        elapsed_time: seconds of training, those before a resume included.
+        epoch: the number of completed epochs.
+        iteration: the number of completed updates.
+        elapsed_time: the seconds of training, including those before a resume.
         values: the means of the interval by key.
         media: the images, texts and histograms of the interval by key.
     """
@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The run whose rows a writer is about to be given.
+    """The run whose rows a writer will receive.
 
     Example::
 
@@ -49,9 +49,9 @@ class Run:
     Attributes:
         out: the directory of the run. A relative file name is resolved there.
         config: the settings of the run.
-        iteration: updates completed. Rows of later iterations that are there already belong to updates that this run does
-            not continue.
-        records: the rows so far, where the run continues an earlier one.
+        iteration: the number of completed updates. Existing rows of later iterations belong to updates that this run does
+            not continue from.
+        records: the rows so far, if the run continues an earlier one.
     """
 
     out: Path = Path()
@@ -61,7 +61,7 @@ class Run:
 
 
 class Writer:
-    """Takes the rows of a `LogReport`, one by one. Write `write`; everything else is optional.
+    """Base class of writers, which receive the rows of a `LogReport` one by one. Define `write`; all else is optional.
 
     Example::
 
@@ -78,7 +78,7 @@ class Writer:
     writes: Sequence[str] = ()
 
     def begin(self, run: Run) -> None:
-        """Prepare for the first row; called again after `close` if the same run goes back to a snapshot."""
+        """Prepare for the first row; called again after `close` if the same run returns to a snapshot."""
 
     def write(self, record: Record) -> None:
         """Write one row.
@@ -89,7 +89,7 @@ class Writer:
         raise NotImplementedError(f"{type(self).__name__} must define write(record)")
 
     def close(self) -> None:
-        """Release what is open; called once, when the run ends."""
+        """Close files and connections; called once, when the run ends."""
 
 
 def counters_of(record: Record) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""CometWriter: the rows of a log as an experiment of Comet."""
+"""CometWriter: logs to Comet, as an experiment."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ROWS_ONLY = dict.fromkeys(
 
 
 class CometWriter(Writer):
-    """Sends each row to Comet: every number of it as a metric, at the step of its iteration.
+    """Sends each row to Comet: every number as a metric, with the iteration as the step.
 
-    Comet cannot take a metric back, so each start of the run is an experiment of its own, with all rows so far: in the
-    newest one each row is there once, also after a kill. Its key is in ``out/comet_run.json``. The config becomes the
-    parameters. An image is an image, a text a text, a histogram a JSON file.
+    Comet cannot delete a metric, so each start of the run is a separate experiment with all rows so far: the newest one
+    contains each row once, also after a kill. Its key is in ``out/comet_run.json``. The config becomes the parameters.
+    Images and texts are sent as such, histograms as JSON files.
 
     ``CometWriter(online=False)`` needs neither a key nor a network: the experiment is an archive in ``out/comet``, which
-    ``comet upload`` sends later. It is complete when the run ends, and those of earlier starts, whose rows it has, are then
-    removed. An experiment that the script has begun is ended. What Comet would log by itself of metrics, parameters, output
-    and graphs is off, unless it is asked for.
+    ``comet upload`` sends later. It is complete when the run ends; the archives of earlier starts, whose rows it
+    contains, are then removed. An experiment that the script has started is ended. Comet's automatic logging of metrics,
+    parameters, output and graphs is off, unless the settings turn it on.
 
     Example::
 
@@ -45,7 +45,7 @@ class CometWriter(Writer):
 
     Raises:
         ImportError: comet_ml is not installed.
-        TypeError: a setting is neither's.
+        TypeError: a setting is an argument of neither.
     """
 
     writes: Sequence[str] = (_FILE,)

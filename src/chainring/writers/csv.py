@@ -1,4 +1,4 @@
-"""CsvWriter: the rows of a log as a table of text."""
+"""CsvWriter: writes the rows of a log to a CSV file."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 
 
 class CsvWriter(Writer):
-    """Writes each row at once into a CSV file, as RFC 4180 has it but with the line ends of Unix, in UTF-8.
+    """Writes each row at once to a CSV file in UTF-8, in the format of RFC 4180 but with Unix line ends.
 
-    The first line names the columns: ``epoch``, ``iteration``, ``elapsed_time``, then the keys as they come. With a new key
-    the file is replaced by one with another column; rows without a key have an empty cell there. NaN and infinities are
-    ``NaN``, ``Infinity`` and ``-Infinity``, as in the log. After kill and resume each row is there exactly once.
+    The first line names the columns: ``epoch``, ``iteration``, ``elapsed_time``, then the keys in the order of their
+    first report. When a new key appears, the file is replaced by one with another column; rows without the key have an
+    empty cell. NaN and infinities are ``NaN``, ``Infinity`` and ``-Infinity``, as in the log. After a kill and a resume,
+    the file contains each row exactly once.
 
     Example::
 
         trainer.extend(extensions.LogReport(writers=[CsvWriter()]))  # result/log.csv
 
     Args:
-        filename: of the file in the run's ``out``, or an absolute path. A table there that the run does not continue is
-            moved to ``abandoned/<n>`` beside it.
+        filename: the name of the file in the run's ``out``, or an absolute path. An existing file of another run is moved
+            to ``abandoned/<n>`` beside it.
 
     Raises:
         TypeError: the file name is not a path.

@@ -1,4 +1,4 @@
-"""MlflowWriter: the rows of a log as metrics of a run of MLflow."""
+"""MlflowWriter: logs to MLflow, as metrics of a run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that a
 
 
 class MlflowWriter(Writer):
-    """Sends each row to MLflow: every number of it as a metric, at the step of its iteration.
+    """Sends each row to MLflow: every number as a metric, with the iteration as the step.
 
-    The run's id is kept in ``out/mlflow_run.json``, so a resumed run continues under it, and each row is there once:
-    rows that a kill has lost are sent again. MLflow takes no row back. Where it has rows of updates that the run goes back
-    behind, a new run with all rows so far replaces the earlier one there, under its name, with its tags and parameters; the
-    earlier one is deleted as MLflow deletes, so that ``MlflowClient.restore_run`` brings it back, with artifacts of others.
+    The run's id is kept in ``out/mlflow_run.json``, so a resumed run continues under the same id, and each row is logged
+    once: rows that were lost in a kill are sent again. MLflow cannot delete rows. If it has rows of updates before which
+    the run resumes, a new run with all rows so far replaces the earlier one, with the same name, tags and parameters; the
+    earlier one is marked as deleted, so that ``MlflowClient.restore_run`` restores it, with its other artifacts.
 
-    The config becomes the parameters; MLflow does not let them change, so those of the first start stay. Its
-    databases hold infinity as the largest double. Images, texts and histograms are artifacts, PNG, text and JSON files in
-    ``media/<iteration>``. A run that the script has begun with ``mlflow.start_run`` is another one
-    and is left alone.
+    The config becomes the parameters; MLflow does not allow changes to them, so those of the first start stay. Its
+    databases store infinity as the largest double. Images, texts and histograms are artifacts: PNG, text and JSON files
+    in ``media/<iteration>``. A run that the script has started with ``mlflow.start_run`` is a separate run and is not
+    used.
 
     Example::
 
@@ -40,10 +40,10 @@ class MlflowWriter(Writer):
         trainer.extend(extensions.LogReport(writers=[writer]))
 
     Args:
-        tracking_uri: of the runs, such as ``"sqlite:////home/me/mlflow.db"`` or ``"https://host"``; by default that of
-            ``mlflow.get_tracking_uri``.
-        experiment: its name; it is created if it does not exist. By default the one that ``MLFLOW_EXPERIMENT_NAME`` or
-            ``MLFLOW_EXPERIMENT_ID`` names, or else MLflow's default.
+        tracking_uri: the tracking server or database, such as ``"sqlite:////home/me/mlflow.db"`` or ``"https://host"``;
+            by default that of ``mlflow.get_tracking_uri``.
+        experiment: the name of the experiment, which is created if it does not exist. By default the one given by
+            ``MLFLOW_EXPERIMENT_NAME`` or ``MLFLOW_EXPERIMENT_ID``, or MLflow's default.
 
     Raises:
         ImportError: mlflow is not installed.

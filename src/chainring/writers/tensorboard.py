@@ -1,4 +1,4 @@
-"""TensorBoardWriter: the rows of a log as curves in TensorBoard."""
+"""TensorBoardWriter: logs to TensorBoard, one curve per key."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _PREFIX = "events.out.tfevents."  # TensorBoard recognises its files by it
 
 
 class TensorBoardWriter(Writer):
-    """Writes each row at once into an event file, for ``tensorboard --logdir result``.
+    """Writes each row at once to an event file, for ``tensorboard --logdir result``.
 
-    Each number of a row, its epoch and its elapsed time too, is a scalar of its key at the step of its iteration, in single
-    precision, as TensorBoard has them. Images, texts and histograms are in the tabs of these names. The run's config is
-    shown under HPARAMS. A run that is resumed writes a further file, which tells TensorBoard to forget what earlier ones
-    hold of later iterations: its reader finds each row exactly once.
+    Each number of a row, including its epoch and elapsed time, is a scalar under its key, with the iteration as the step,
+    in TensorBoard's single precision. Images, texts and histograms appear in the tabs of these names. The run's config is
+    shown under HPARAMS. A resumed run writes another file, which tells TensorBoard to discard later iterations of the
+    earlier files, so that each row is shown exactly once.
 
     Example::
 
         trainer.extend(extensions.LogReport(writers=[TensorBoardWriter()]))
 
     Args:
-        directory: of the event files, in the run's ``out``, or an absolute path.
+        directory: the directory of the event files, in the run's ``out``, or an absolute path.
 
     Raises:
         TypeError: the directory is not a path.

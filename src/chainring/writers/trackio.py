@@ -1,4 +1,4 @@
-"""TrackioWriter: the rows of a log as a run of Trackio."""
+"""TrackioWriter: logs to Trackio, as a run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _REMOTE = ("space_id", "server_url")  # arguments of init, and variables of the 
 
 
 class TrackioWriter(Writer):
-    """Sends each row to Trackio, at the step of its iteration. Its database is on this machine, so no network is needed.
+    """Sends each row to Trackio, with the iteration as the step. Its database is local, so no network is needed.
 
-    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run continues as the same one, and each
-    row is there once: rows that a kill has lost are sent again. Where the database has rows of updates that the run goes
-    back behind, Trackio cannot take them out; then the run starts again there under its name with all rows so far, without
-    what Trackio itself has measured of the machine. The config is the trainer's. A run that the script has begun with
+    The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run continues as the same run, and
+    each row is logged once: rows that were lost in a kill are sent again. Trackio cannot delete rows: if its database has
+    rows of updates before which the run resumes, the run is started again there under the same name with all rows so far,
+    without Trackio's own system metrics. The config is the trainer's. A run that the script has started with
     ``trackio.init`` is ended.
 
-    With ``space_id`` or ``server_url`` the rows go to a Space or a server of your own, from which none can be taken back:
-    each start is a run of its own there, with all rows so far.
+    With ``space_id`` or ``server_url`` the rows go to a Space or a server of your own, which cannot delete rows: each
+    start is a separate run there, with all rows so far.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The extensions: evaluation, snapshots, logs, learning rates and all else that happens besides updating."""
+"""The extensions: evaluation, snapshots, logs, learning rates and everything else that happens between updates."""
 
 from typing import TYPE_CHECKING
 

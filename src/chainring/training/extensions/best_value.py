@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class BestValue(Extension):
     """Keeps the best mean of a reported value so far, and the iteration and epoch in which it was reached.
 
-    It observes each iteration what has been reported when its turn comes. When its trigger fires it compares the mean since
-    that last fired, weighted as the updates are, with the best so far, as `BestValueTrigger` does: an equal one is not
-    better, and NaN never is. A run that is resumed continues with the best so far.
+    In every iteration it adds the value, if it was reported before this extension runs, to a mean with the weight of the
+    update. When its trigger fires, it compares the mean since the last firing with the best so far, as `BestValueTrigger`
+    does: an equal mean is not better, and NaN never is. A resumed run continues with the saved best value.
 
     Example::
 
@@ -33,9 +33,9 @@ class BestValue(Extension):
         print(best.best_value, best.best_iteration, best.best_epoch)
 
     Args:
-        key: of the value in the observation, such as ``"validation/main/loss"``; a single number.
+        key: the key of the value in the observation, such as ``"validation/main/loss"``; the value is a scalar.
         compare: called with the best mean so far and the new one; returns True if the new one is better.
-        trigger: when. ``extend(BestValue(...), trigger=t)`` means the same and takes precedence.
+        trigger: when to compare. ``extend(BestValue(...), trigger=t)`` means the same and takes precedence.
 
     Raises:
         TypeError: the key is not a string, ``compare`` cannot be called with two numbers, or ``trigger`` is not a trigger.
@@ -60,17 +60,17 @@ class BestValue(Extension):
 
     @property
     def best_value(self) -> float:
-        """The best mean so far. A `RuntimeError` is raised if there is none yet, as by the others."""
+        """The best mean so far; like the other two properties, it raises a `RuntimeError` if there is none yet."""
         return self._checked()[0]
 
     @property
     def best_iteration(self) -> int:
-        """The iteration in which it was reached."""
+        """The iteration in which the best mean was reached."""
         return self._checked()[1]
 
     @property
     def best_epoch(self) -> int:
-        """The number of complete epochs then."""
+        """The number of completed epochs when the best mean was reached."""
         return self._checked()[2]
 
     def _checked(self) -> tuple[float, int, int]:
@@ -111,7 +111,7 @@ class BestValue(Extension):
 
 
 class MaxValue(BestValue):
-    """Keeps the greatest mean of a reported value so far; otherwise as `BestValue`.
+    """Keeps the greatest mean of a reported value so far; otherwise like `BestValue`.
 
     Example::
 
@@ -128,7 +128,7 @@ class MaxValue(BestValue):
 
 
 class MinValue(BestValue):
-    """Keeps the least mean of a reported value so far; otherwise as `BestValue`.
+    """Keeps the least mean of a reported value so far; otherwise like `BestValue`.
 
     Example::
 

@@ -31,24 +31,25 @@ _MAX_NODES = 10_000
 
 
 class DumpGraph(Extension):
-    """Writes the autograd graph behind a reported value once, after the first iteration that has reported it.
+    """Writes the autograd graph of a reported value once, after the first iteration in which it is reported.
 
-    The file is in DOT, the language of Graphviz; where its program ``dot`` is installed, an SVG comes beside it. The same
-    graph is written as JSON, for programs. Boxes are parameters, under the names by which they are saved, such as
-    ``main/predictor/l1/weight``, with their shapes; ellipses are operations. The graph is kept for that iteration only. A
-    resumed run does not write it again. With ``accumulate`` it is the graph of the last micro-batch; of a compiled model it
-    is the graph that the compiler has left.
+    The file is in DOT, the language of Graphviz; if its program ``dot`` is installed, an SVG is written too. The same
+    graph is written as JSON, for programs. Boxes are parameters, with their shapes and the names under which they are
+    saved, such as ``main/predictor/l1/weight``; ellipses are operations. The graph is kept in memory for that iteration
+    only. A resumed run does not write it again. With ``accumulate`` it is the graph of the last micro-batch; for a
+    compiled model it is the graph that remains after compilation.
 
-    A value that is missing or has no graph is warned about once, and it is tried up to 10 times. Each call is a try, so
-    leave the trigger as it is: with a rarer one the graphs of the iterations before are held until it fires.
+    If the value is missing or has no graph, there is one warning, and up to 10 attempts are made, one at each call. Do
+    not change the trigger: with a less frequent one, the graphs of the iterations in between are held until it fires.
 
     Example::
 
         trainer.extend(extensions.dump_graph("main/loss"))  # result/cg.dot, result/cg.json
 
     Args:
-        root_name: under which the value is reported, such as ``"main/loss"``.
-        filename: of the DOT file, in the trainer's ``out``; the others have ``.json`` and ``.svg`` for their suffix.
+        root_name: the key under which the value is reported, such as ``"main/loss"``.
+        filename: the name of the DOT file in the trainer's ``out``; the other files have the suffixes ``.json`` and
+            ``.svg``.
 
     Raises:
         TypeError: a name is not a string.

@@ -1,4 +1,4 @@
-"""Evaluator: runs the model on data that it is not trained on."""
+"""Evaluator: runs the model on validation data, on which it is not trained."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 
 class Evaluator(Extension):
-    """Runs the model over an iterator once and reports the means of what it reports, as ``validation/main/loss``.
+    """Evaluates the model on validation data; reports the mean of each of its values, such as ``validation/main/loss``.
 
-    No gradients are computed, and the training flags of all submodules and the random generators are restored.
-    Means are weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of
-    the model are computed over this evaluation alone, and restored after it; a metric object that the function reports, or
-    returns in its mapping, is computed at the end.
+    No gradients are computed, and the training flags of all submodules and the random generators are restored. Means are
+    weighted by the number of examples, so they do not depend on the batch size. Metrics that are attributes of the model
+    are computed over this evaluation only, and restored afterwards; a metric object that the function reports, or returns
+    in its mapping, is computed at the end.
 
-    Where the target is a model of the updater, it is evaluated as it is trained: in the updater's precision, and by the
-    updater's ``loss_func``. Any other target, such as an average of the parameters, is called as it is unless
-    ``precision`` and ``loss_func`` say otherwise.
+    If the target is a model of the updater, it is evaluated as it is trained: in the updater's precision and with the
+    updater's ``loss_func``. Any other target, such as an average of the parameters, is called as it is, unless
+    ``precision`` and ``loss_func`` are given.
 
     Example::
 
@@ -61,27 +61,29 @@ class Evaluator(Extension):
         trainer.extend(extensions.Evaluator(test_iter, model))
 
     Args:
-        iterator: gives batches of one pass; a ``DataLoader`` or another iterable of batches is wrapped. One, or a dict
-            of several by name, of which ``"main"`` is evaluated.
+        iterator: an iterator that makes one pass over the data; a ``DataLoader`` or another iterable of batches is
+            wrapped. Either a single one, or a dict of several by name, of which ``"main"`` is evaluated.
         target: the model, or a dict of several by name; a single one is called ``"main"``.
-        converter: ``converter(batch, device)`` makes tensors of a batch of examples.
-        device: of the batches; ``None`` leaves them where they are, and ``"auto"`` is as for `StandardUpdater`.
+        converter: ``converter(batch, device)`` turns a batch of examples into tensors.
+        device: the device of the batches; ``None`` leaves them where they are, and ``"auto"`` works as for
+            `StandardUpdater`.
         eval_hook: called with the evaluator before each evaluation.
-        eval_func: called with a batch instead of the main target. It returns the same: a loss, or a mapping with ``"loss"``.
-        precision: of the forward, as for `StandardUpdater`; by default that of the updater for a model of its own, else
-            ``"fp32"``, which leaves the dtypes of the model.
-        loss_func: ``loss_func(model, *inputs)`` is called with the main target, as the updater does; by default the
-            updater's for a model of its own, unless there is an ``eval_func``.
-        progress_bar: whether a terminal or a notebook shows a bar of the batches during an evaluation.
-        virtual_ranks: evaluates each batch in this many parts, the examples ``batch[v::virtual_ranks]`` in part v, each with
-            random numbers of its own, so that the results are equal to the last bit on 1 to ``virtual_ranks`` ranks. By
-            default it is that of the updater. What a forward changes in buffers is undone, and images, texts and histograms
-            are those of part 0. A metric object of torchmetrics is exact if its states are counts; one of your own that has
-            no ``sync`` must count in whole numbers, which are added up over the ranks.
+        eval_func: called with a batch instead of the main target. Like the target, it returns a loss, or a mapping with
+            ``"loss"``.
+        precision: the precision of the forward pass, as for `StandardUpdater`; by default that of the updater if the
+            target is one of its models, otherwise ``"fp32"``, which uses the dtypes of the model.
+        loss_func: ``loss_func(model, *inputs)`` is called with the main target, as in the updater; by default that of the
+            updater if the target is one of its models, unless ``eval_func`` is given.
+        progress_bar: True to show a progress bar of the batches in a terminal or notebook during an evaluation.
+        virtual_ranks: the number of parts in which each batch is evaluated, the examples ``batch[v::virtual_ranks]`` in
+            part v, each with its own random numbers, so that the results are equal to the last bit on 1 to
+            ``virtual_ranks`` ranks. The default is that of the updater. Changes that a forward pass makes to buffers are
+            undone, and images, texts and histograms are those of part 0. A torchmetrics object is exact if its states are
+            counts; a metric object of your own without ``sync`` must count in integers, which are summed over the ranks.
 
     Raises:
-        ValueError: the iterator repeats, so an evaluation would never end, or gives one pass only; or there is nothing to
-            call, or two things; or ``virtual_ranks`` is below 1 or below the number of ranks.
+        ValueError: the iterator repeats, so that an evaluation would never end, or can be used for one pass only; or
+            there is no function to call, or two; or ``virtual_ranks`` is below 1 or below the number of ranks.
         TypeError: an iterator, a model or a function has the wrong type.
     """
 
@@ -134,19 +136,19 @@ class Evaluator(Extension):
         self._media: dict[str, Media] = {}  # reported in the last evaluation
 
     def get_iterator(self, name: str) -> Any:
-        """Return the iterator of that name."""
+        """Return the iterator registered as ``name``."""
         return self._iterators[name]
 
     def get_all_iterators(self) -> dict[str, Any]:
-        """Return every iterator by its name."""
+        """Return all iterators by name."""
         return dict(self._iterators)
 
     def get_target(self, name: str) -> nn.Module:
-        """Return the model of that name."""
+        """Return the model registered as ``name``."""
         return self._targets[name]
 
     def get_all_targets(self) -> dict[str, nn.Module]:
-        """Return every model by its name."""
+        """Return all models by name."""
         return dict(self._targets)
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
@@ -177,7 +179,7 @@ class Evaluator(Extension):
             self._loss_func = getattr(updater, "loss_func", None)
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
-        """Evaluate, report the means under the name that the extension has in the trainer, and return them so."""
+        """Evaluate, report the means with the name of the extension in the trainer as prefix, and return them."""
         means = self.evaluate()
         prefix = "" if trainer is None or trainer.extension_name is None else f"{trainer.extension_name}/"
         means = {prefix + key: value for key, value in means.items()}
@@ -188,7 +190,7 @@ class Evaluator(Extension):
         return means
 
     def evaluate(self) -> dict[str, float]:
-        """Return the mean of each reported key over one pass, ``main/loss`` for example; report nothing."""
+        """Return the mean of each reported value over one pass by key, such as ``main/loss``, without reporting them."""
         if self.eval_hook is not None:
             self.eval_hook(self)
         iterator = self._iterators["main"]

@@ -1,4 +1,4 @@
-"""ExponentialMovingAverage: a copy of the model with averaged parameters, to be evaluated beside it."""
+"""ExponentialMovingAverage: a copy of the model with averaged parameters, which can be evaluated like the model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class ExponentialMovingAverage(Extension):
-    """Averages the parameters of a model over the updates: ``decay * average + (1 - decay) * parameter`` after each.
+    """Averages the parameters of a model over updates: ``decay * average + (1 - decay) * parameter`` after each update.
 
-    With a number as decay the average after its first update is the parameters themselves; a function decides that too.
-    Parameters that are not floating-point numbers, and buffers such as the running statistics of a BatchNorm, are those of
-    the model after its last update. It runs before evaluations of the same iteration.
+    If ``decay`` is a number, the first update of the average copies the parameters; a function may return anything for
+    that update too. Parameters that are not floating-point numbers, and buffers such as the running statistics of
+    BatchNorm, are copied from the model after each update. It runs before evaluations of the same iteration.
 
     Example::
 
@@ -37,22 +37,22 @@ class ExponentialMovingAverage(Extension):
         trainer.extend(extensions.Evaluator(test_iter, average.model), name="average")
 
     Args:
-        model: the model, or the one returned by ``torch.compile``; it is copied here, and may move to another device or
-            be sharded by ``fully_shard`` before or after. The average is then sharded alike.
-        decay: the share of the average that stays in an update, from 0 to less than 1; or a function of the number of
-            updates of the average made so far, 0 at the first, that returns a number from 0 to 1.
-        start: when the average begins; until then it is a copy of the parameters. ``None`` is from the first update on;
-            a number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` is when the updater has come that far, a
-            trigger when it has fired.
+        model: the model, or the one returned by ``torch.compile``; it is copied at construction, and may be moved to
+            another device or sharded by ``fully_shard`` before or after. The average is then sharded in the same way.
+        decay: the weight of the old average in an update, from 0 to less than 1; or a function of the number of updates
+            of the average made so far, 0 at the first, that returns a number from 0 to 1.
+        start: when averaging starts; until then the average is a copy of the parameters. ``None`` starts with the first
+            update; a number of iterations, ``(n, "iteration")`` or ``(n, "epoch")`` when the updater has reached it, and
+            a trigger when it has fired.
 
     Attributes:
-        model: the averaged copy. Its submodules and its state have the names of the model's; it is never compiled.
-            What it reports outside of an evaluator has the name of the extension.
+        model: the averaged copy. Its submodules and its state have the same names as the model's; it is never compiled.
+            Values that it reports outside of an evaluator have the name of the extension as prefix.
 
     Raises:
         TypeError: the model is not an ``nn.Module``.
-        ValueError: the decay is out of range, ``start`` is no point in training, or the model has parameters without a
-            shape yet; when a run starts, the model is sharded in another way than the average.
+        ValueError: the decay is out of range, ``start`` is not a point in training, or the model has parameters without a
+            shape yet; when a run starts, the model is sharded differently from the average.
     """
 
     trigger = (1, "iteration")
@@ -109,15 +109,15 @@ class ExponentialMovingAverage(Extension):
             self._is_updated = False
 
     def update(self) -> None:
-        """Average now, for a call in an ``update_core`` that needs the average at once, such as a target network.
+        """Update the average now, for an ``update_core`` that needs it at once, for example as a target network.
 
-        Register the extension all the same, so that the average is saved. Of an iteration in which this was called, the
-        extension makes no update of its own.
+        Register the extension nevertheless, so that the average is saved. In an iteration in which this was called, the
+        extension itself makes no update.
 
         Raises:
-            RuntimeError: the average has a ``start``, and the extension is not registered in a trainer that runs; or it is
-                the second micro-batch of an update with ``accumulate``.
-            ValueError: the function ``decay`` has returned something else than a number from 0 to 1.
+            RuntimeError: the average has a ``start``, and the extension is not registered in a running trainer; or it is
+                called in a second micro-batch of an update with ``accumulate``.
+            ValueError: the function ``decay`` has not returned a number from 0 to 1.
         """
         if self._is_updated and self._trainer is not None and getattr(self._trainer.updater, "accumulate", 1) > 1:
             raise RuntimeError(

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 
 class FailOnNonNumber(Extension):
-    """Watches the loss and the gradients of every update, before the optimizer steps.
+    """Checks the loss and the gradients of every update for NaN and infinities, before the optimizer steps.
 
     With ``"stop"`` and ``"rollback"`` the check is computed on the device and read one iteration later, so that the loop
-    does not wait for it; a snapshot waits for the check of its own iteration, so it never contains such an update.
-    The run then goes back to its newest snapshot and repeats the iterations up to the update, which is saved.
-    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. Without a snapshot to go back to,
-    both end the run one iteration after the update. ``"skip"`` waits for the check in every iteration, and skips each
-    step whose loss or gradients are not finite.
+    does not wait for it; a snapshot waits for the check of its own iteration, so it never contains such an update. If the
+    check fails, the run returns to its newest snapshot and repeats the iterations up to that update, which is saved.
+    There ``"stop"`` ends the run, and ``"rollback"`` skips that step and continues. If there is no snapshot, both end the
+    run one iteration after the update. ``"skip"`` waits for the check in every iteration, and skips each step whose loss
+    or gradients are not finite.
 
-    Where a step is skipped or ends the run, what is needed to repeat it is saved as ``non_number_iter_<n>``: see
-    `replay`. This requires a `StandardUpdater`.
+    When a step is skipped or ends the run, everything that is needed to repeat it is saved as ``non_number_iter_<n>``:
+    see `replay`. This requires a `StandardUpdater`.
 
     Example::
 
@@ -209,9 +209,9 @@ class FailOnNonNumber(Extension):
 
     @staticmethod
     def replay(path: str | PathLike[str], updater: StandardUpdater) -> None:
-        """Repeat a saved update up to its step: the same batch, parameters, buffers and random numbers.
+        """Repeat a saved update up to its step, with the same batch, parameters, buffers and random numbers.
 
-        Afterwards the gradients can be examined; under ``torch.autograd.detect_anomaly()`` it finds the operation.
+        Afterwards the gradients can be inspected; run it under ``torch.autograd.detect_anomaly()`` to find the operation.
 
         Args:
             path: the directory ``non_number_iter_<n>`` in the run's directory.
@@ -219,7 +219,7 @@ class FailOnNonNumber(Extension):
 
         Raises:
             CorruptError: the files are damaged.
-            RuntimeError: the models are others.
+            RuntimeError: the models differ from the saved ones.
         """
         state = read_state(path)
         for name, model in updater.get_all_models().items():

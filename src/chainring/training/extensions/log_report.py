@@ -1,4 +1,4 @@
-"""LogReport: the means of reported values, one row for each interval, and the file that the rows are kept in."""
+"""LogReport: the means of reported values, one row for each interval, and the file that contains the rows."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ class RecordWriter(Protocol):
 class LogReport(Extension):
     """Averages every reported value over an interval, and writes a row when its trigger fires.
 
-    It observes each iteration what has been reported when its turn comes. Means are weighted as the updates are; a key
-    that was not reported in an iteration does not count as zero there. A row has the means, then ``epoch``,
-    ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` is all rows as a
-    JSON array. Up to 1 MB the rows are in memory too; of a longer log `log` reads them from the file. What was reported
-    before training, such as an evaluation with ``invoke_before_training=True``, is a row of iteration 0. NaN and infinities
-    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` there.
+    In every iteration it reads the values that were reported before it runs. Means are weighted with the weights of the
+    updates; an iteration in which a key was not reported does not count for its mean. A row contains the means, then
+    ``epoch``, ``iteration`` and ``elapsed_time``. It is appended to ``<filename>.jsonl`` at once; ``<filename>`` contains
+    all rows as a JSON array. Up to 1 MB, the rows are also kept in memory; `log` reads those of a longer log from the
+    file. Values reported before training, for example by an evaluation with ``invoke_before_training=True``, are written
+    as a row of iteration 0. In the files, NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``.
 
-    The last image, text and histogram of each key of an interval are kept with its row, in ``<filename>.media.jsonl``.
+    The last image, text and histogram of each key in an interval are stored with its row, in ``<filename>.media.jsonl``.
 
     Example::
 
@@ -64,13 +65,14 @@ class LogReport(Extension):
     Args:
         keys: the keys to average; ``None`` takes all.
         trigger: when a row is written. ``extend(LogReport(), trigger=t)`` means the same and takes precedence.
-        postprocess: called with each row before it is stored; it may change it.
-        filename: of the files in the trainer's ``out``; ``None`` writes no file.
-        writers: further destinations of the rows; rank 0 opens them. One that fails is warned about and gets no more rows.
+        postprocess: called with each row before it is stored; it may change the row.
+        filename: the name of the files in the trainer's ``out``; ``None`` writes no file.
+        writers: further destinations of the rows; rank 0 opens them. If one fails, there is a warning, and it gets no
+            more rows.
 
     Attributes:
-        log: the rows so far, those of the runs before a resume included: a list, which of a log of more than 1 MB is a new
-            one each time, read from the file; `rows_from` reads the last ones alone.
+        log: a list of the rows so far, including those of the runs before a resume. If the log is larger than 1 MB, it is
+            read from the file at each access; `rows_from` reads only the last rows.
 
     Raises:
         TypeError: the keys, the file name, a writer or the trigger has the wrong type, or ``postprocess`` cannot be called.
@@ -118,7 +120,7 @@ class LogReport(Extension):
         return len(self._rows) + (0 if self._stored is None else self._stored.count)
 
     def rows_from(self, number: int) -> list[dict[str, Any]]:
-        """Return the rows from this one on, counted from 0, without reading the file if they are in memory."""
+        """Return the rows from a number on, counted from 0, without reading the file if they are in memory."""
         if self._stored is not None and number >= self._stored.count:
             return self._rows[number - self._stored.count :]
         return self.log[number:]
@@ -162,7 +164,7 @@ class LogReport(Extension):
         self._means.observe(trainer)
 
     def observe_start(self, trainer: Trainer) -> None:
-        """Write a row of iteration 0, apart from the first interval."""
+        """Write a row of iteration 0, separate from the first interval."""
         if means := self._means.take(trainer):
             self._write(trainer, means)
 
@@ -332,7 +334,7 @@ class LogFile(Writer):
         self._is_stale = False
 
     def begin(self, run: Run, stored: StoredRows | None = None) -> None:
-        """Begin with the ``stored`` rows and the records of the run: the file is cut back to them, or set aside."""
+        """Open the file with the ``stored`` rows and the records of the run: it is truncated to them, or moved away."""
         self._array, self.path = (run.out / name for name in self.writes)
         text = "".join(_line(record.values) for record in run.records).encode()
         make_folder(run.out, Path(self.writes[1]).parent)

@@ -1,4 +1,4 @@
-"""LRScheduler: steps a scheduler of torch when its trigger fires, and saves it with the run."""
+"""LRScheduler: steps a learning rate scheduler of PyTorch when its trigger fires, and saves it with the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COUNTERS = ("_last_lr", "last_epoch", "_step_count")
 
 
 class Scheduler(Protocol):
-    """What schedulers have, those of ``torch.optim.lr_scheduler`` and others."""
+    """The interface of schedulers, those of ``torch.optim.lr_scheduler`` and others."""
 
     @property
     def step(self) -> Callable[..., Any]: ...
@@ -54,14 +54,14 @@ class _Settings(NamedTuple):
 
 
 class LRScheduler(Extension):
-    """Steps a scheduler of ``torch.optim.lr_scheduler``, by default after every epoch.
+    """Steps a learning rate scheduler of ``torch.optim.lr_scheduler``, by default after every epoch.
 
-    The scheduler may be made before or after the updater, and before or after a snapshot is loaded: a resumed run continues
-    with the saved learning rates, momenta and counts. A setting of the scheduler that the script has changed since the
-    saved run holds, and is printed. If the script has changed the learning rate of the optimizer, the saved rate is
-    scaled by the ratio of the two.
+    The scheduler may be created before or after the updater, and before or after a snapshot is loaded: a resumed run
+    continues with the saved learning rates, momenta and counts. A setting of the scheduler that the script has changed
+    since the saved run is kept, and printed. If the script has changed the learning rate of the optimizer, the saved rate
+    is scaled by the ratio of the two.
 
-    ``ReduceLROnPlateau`` steps by a reported value: its weighted mean since the last step. If it was not reported there
+    ``ReduceLROnPlateau`` steps by a reported value: its weighted mean since the last step. If it was not reported, there
     is no step, and one warning.
 
     Example::
@@ -70,12 +70,13 @@ class LRScheduler(Extension):
         trainer.extend(extensions.LRScheduler(scheduler))
 
     Args:
-        scheduler: of ``torch.optim.lr_scheduler``, or anything with its ``step``, ``state_dict`` and ``load_state_dict``.
+        scheduler: a scheduler of ``torch.optim.lr_scheduler``, or any object with its ``step``, ``state_dict`` and
+            ``load_state_dict``.
         monitor: the key of the value by which ``ReduceLROnPlateau`` steps, such as ``"validation/main/loss"``.
 
     Raises:
         TypeError: ``scheduler`` is not a scheduler, or the key is not a string.
-        ValueError: the scheduler steps by a value and there is no ``monitor``, or the other way round.
+        ValueError: the scheduler steps by a value and there is no ``monitor``, or vice versa.
     """
 
     trigger = (1, "epoch")

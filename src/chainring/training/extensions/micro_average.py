@@ -1,4 +1,4 @@
-"""MicroAverage: reports a quotient of sums, where a mean of quotients would be wrong."""
+"""MicroAverage: reports a ratio of sums, where a mean of ratios would be wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MicroAverage(Extension):
-    """Reports the sum of one reported value over the sum of another, both since it last fired.
+    """Reports the sum of one reported value divided by the sum of another, both since it last fired.
 
     It observes each iteration in which both are reported, and reads no value from its device before it fires. If
     the denominators sum to zero, the result is NaN. An interval in which the two were not reported together has no
@@ -29,10 +29,10 @@ class MicroAverage(Extension):
         trainer.extend(extensions.MicroAverage("main/correct", "main/words", "main/accuracy"))
 
     Args:
-        numerator_key: of the value above the line; a single number.
-        denominator_key: of the value below the line.
-        result_key: of the quotient that is reported.
-        trigger: when. ``extend(MicroAverage(...), trigger=t)`` means the same and takes precedence.
+        numerator_key: the key of the numerator; a scalar.
+        denominator_key: the key of the denominator.
+        result_key: the key under which the ratio is reported.
+        trigger: when to report. ``extend(MicroAverage(...), trigger=t)`` means the same and takes precedence.
 
     Raises:
         TypeError: a key is not a string, or ``trigger`` is not a trigger.

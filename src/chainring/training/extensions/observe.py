@@ -1,4 +1,4 @@
-"""observe_value and observe_lr: report values that no model reports."""
+"""observe_value and observe_lr: report values from outside the model, such as the learning rate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -
         trainer.extend(extensions.observe_value("momentum", lambda trainer: optimizer.param_groups[0]["momentum"]))
 
     Args:
-        observation_key: of the value in the observation.
-        target_func: called with the trainer.
+        observation_key: the key under which it is reported.
+        target_func: called with the trainer; returns the value.
 
     Raises:
         TypeError: the key is not a string, or the function cannot be called.
@@ -40,7 +40,7 @@ def observe_value(observation_key: str, target_func: Callable[[Trainer], Any]) -
 def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Callable[[Trainer], Any]:
     """Return an extension that reports the learning rate of an optimizer, by default after every epoch.
 
-    It is that of the last update, as the scheduler or shift that changes it runs later in the iteration. With several
+    It is the learning rate of the last update, because schedulers and shifts run later in the iteration. With several
     parameter groups, those after the first are reported as ``lr/1``, ``lr/2`` and so on.
 
     Example::
@@ -48,8 +48,8 @@ def observe_lr(optimizer_name: str = "main", observation_key: str = "lr") -> Cal
         trainer.extend(extensions.observe_lr())
 
     Args:
-        optimizer_name: of the optimizer in the updater; an unknown one is refused when the run starts.
-        observation_key: of the value in the observation.
+        optimizer_name: the name of the optimizer in the updater; an unknown name is refused when the run starts.
+        observation_key: the key under which it is reported.
 
     Raises:
         TypeError: a name is not a string.

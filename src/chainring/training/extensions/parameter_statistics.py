@@ -29,11 +29,11 @@ class ParameterStatistics(Extension):
     """Reports statistics of the parameters and gradients of models, averaged over the updates of an interval.
 
     The keys are ``<prefix>/<model>/<parameter>/<data or grad>/<statistic>``, for example
-    ``main/predictor/weight/grad/std``; a statistic of several numbers has one key for each, with ``/0``, ``/1``, ...
-    They are in the observation of the iteration in which the trigger fires, where a `LogReport` finds them. Statistics are
-    computed after every update, on the device, and read from it when the trigger fires: expensive for large models.
+    ``main/predictor/weight/grad/std``; a statistic of several numbers has one key for each, with ``/0``, ``/1``, ... They
+    are reported in the iteration in which the trigger fires, so that a `LogReport` includes them. Statistics are computed
+    on the device after every update, which is expensive for large models, and read from it when the trigger fires.
 
-    Gradients are those that the optimizer has used; a parameter without one has no statistics of it in that update.
+    Gradients are those that the optimizer has used; a parameter without a gradient is left out in that update.
 
     Example::
 
@@ -42,10 +42,10 @@ class ParameterStatistics(Extension):
 
     Args:
         models: the model, called ``"main"``, or a mapping of several by name.
-        statistics: functions by name, each called with all numbers of a tensor in one dimension; by default
+        statistics: functions by name, each called with a tensor flattened to one dimension; by default
             ``default_statistics``.
-        report_params, report_grads: if False, parameters or gradients are left out.
-        prefix: of all keys.
+        report_params, report_grads: False to leave out parameters or gradients.
+        prefix: the first part of all keys.
         trigger: when means are reported. ``extend(..., trigger=t)`` means the same and takes precedence.
 
     Attributes:
@@ -100,7 +100,7 @@ class ParameterStatistics(Extension):
         """Add a statistic, or replace the one of that name.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: the function is not callable.
         """
         if not callable(function):
             raise TypeError(f"statistic {name!r} is a function of a tensor, got {function!r}")

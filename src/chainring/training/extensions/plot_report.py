@@ -33,11 +33,12 @@ def _name_chainers_argument(construct: Callable[P, None]) -> Callable[P, None]:
 
 
 class PlotReport(Extension):
-    """Draws a curve of the means of each reported value over intervals, in an image in the trainer's ``out``.
+    """Plots the means of reported values over intervals, one curve per key, as an image in the trainer's ``out``.
 
-    It observes each iteration what has been reported when its turn comes; when its trigger fires it adds a point to each
-    curve whose key was reported since, and draws the image again. The image is replaced by a rename, so a viewer never sees
-    half of one. Matplotlib draws without a window, and its settings of the process are left alone.
+    In every iteration it reads the values that were reported before it runs. When its trigger fires, it adds a point to
+    each curve whose key was reported since the last firing, and redraws the image. The image is replaced by a rename, so
+    that a viewer never sees an incomplete file. Matplotlib draws without a window, and its global settings are not
+    changed.
 
     Example::
 
@@ -45,13 +46,13 @@ class PlotReport(Extension):
 
     Args:
         y_keys: the key of a value, or several.
-        x_key: ``"iteration"`` or ``"epoch"``; epochs with their fraction.
+        x_key: ``"iteration"`` or ``"epoch"``, which includes the fraction of an epoch.
         trigger: when a point is added. ``extend(..., trigger=t)`` means the same and takes precedence.
         postprocess: called with the figure, its axes and the means of the interval before the image is written; it may
             change the figure.
-        filename: of the image in ``out``; its suffix is the format: png, pdf, svg or another of matplotlib's.
-        marker: of the points, as in ``matplotlib.markers``.
-        grid: whether there are lines behind the curves.
+        filename: the name of the image in ``out``; its suffix is the format: png, pdf, svg or another of matplotlib's.
+        marker: the marker of the points, as in ``matplotlib.markers``.
+        grid: True to draw grid lines behind the curves.
 
     Raises:
         TypeError: the keys are not strings, ``postprocess`` cannot be called, or the trigger has the wrong form.
@@ -105,7 +106,7 @@ class PlotReport(Extension):
         self._means.observe(trainer)
 
     def observe_start(self, trainer: Trainer) -> None:
-        """Draw the points of iteration 0, apart from the first interval."""
+        """Draw the points of iteration 0, separate from the first interval."""
         if means := self._means.take(trainer):
             self._add(trainer, means)
 

@@ -29,20 +29,20 @@ _ABBREVIATIONS = {"accuracy": "acc", "iteration": "iter", "elapsed_time": "time"
 
 
 class PrintReport(Extension):
-    """Prints each new row of a `LogReport` once, under a header; after a resume the earlier rows first.
+    """Prints each new row of a `LogReport` as a row of a table; after a resume, the earlier rows are printed first.
 
-    Where a terminal is too narrow for the table, its titles are shortened, such as ``validation/main/accuracy`` to
-    ``val/accuracy``, and its numbers rounded. Where that is not enough, a row takes several lines, broken between columns. A
-    file has the full names, whatever their length. A notebook shows one HTML table of the newest rows, which grows.
+    If a terminal is too narrow for the table, titles are shortened, such as ``validation/main/accuracy`` to
+    ``val/accuracy``, and numbers are rounded. If that is not enough, a row takes several lines, broken between columns.
+    In a file the names are never shortened. A notebook shows one growing HTML table of the newest rows.
 
     Example::
 
         trainer.extend(extensions.PrintReport(["epoch", "main/loss", "validation/main/loss", "elapsed_time"]))
 
     Args:
-        entries: the keys that are columns; ``None`` takes those of the first row.
+        entries: the keys to print as columns; ``None`` takes those of the first row.
         log_report: the name under which the LogReport is registered.
-        out: where to print; ``None`` is the ``sys.stdout`` of the moment.
+        out: the stream to print to; ``None`` is the current ``sys.stdout``.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -69,7 +69,7 @@ class PrintReport(Extension):
 
     @property
     def watched_keys(self) -> Sequence[str]:
-        """The columns of which no row has a value so far, but for those that every row has."""
+        """The columns for which no row has a value so far, except those that every row has."""
         known = {*COUNTERS, *self._keys, *(key for row in self._new_rows() for key in row)}
         return [key for key in self._entries or () if key not in known]
 

@@ -1,4 +1,4 @@
-"""Profiler: the time of each phase of an iteration."""
+"""Profiler: measures the time of each phase of an iteration."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class Profiler(Extension):
     """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
-    ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (all else between two
-    updates, such as triggers). They are seconds of this process on a monotonic clock: where an accelerator works behind
-    the loop, a phase is the time until its work was handed over, and the trace tells the rest. Nothing is waited for, and
-    a phase costs under a microsecond.
+    ``update`` (the optimizer's step), each extension (``extension:LogReport``), and ``loop`` (everything else between two
+    updates, such as triggers). Times are seconds of this process on a monotonic clock. An accelerator works
+    asynchronously, so a phase is the time until its work was submitted; the trace shows the rest. The profiler never
+    synchronizes, and costs less than a microsecond per phase.
 
-    The phases are those of a `StandardUpdater`; of an updater that does all by itself, what is not known to be another
-    phase counts as ``update``.
+    The phases are those of a `StandardUpdater`; for any other updater, all time that cannot be assigned to another phase
+    counts as ``update``.
 
     Example::
 
         trainer.extend(extensions.Profiler(trace=(10, 12)))
 
     Args:
-        trace: the first and the last iteration, counted from 1, of which ``torch.profiler`` records every operation into
-            ``profile_trace.json``, a Chrome trace (see it at https://ui.perfetto.dev). ``None`` records none.
+        trace: the first and the last iteration, counted from 1, in which ``torch.profiler`` records every operation into
+            ``profile_trace.json``, a Chrome trace (open it at https://ui.perfetto.dev). ``None`` records none.
 
     Attributes:
-        seconds: the time of each phase so far in this run.
+        seconds: the time of each phase in this run so far.
         iterations: the number of updates measured.
 
     Raises:
@@ -206,7 +206,7 @@ class Profiler(Extension):
             replace_file(self._out / _DATA, json.dumps(data, indent=1) + "\n")
 
     def table(self) -> str:
-        """Return the phases so far as text: the share of each, its milliseconds an iteration, its seconds."""
+        """Return a table of the phases so far as text: share, milliseconds per iteration, and seconds of each."""
         total = sum(self.seconds.values())
         rows = [(phase, seconds) for phase, seconds in self.seconds.items() if seconds] + [("all", total)]
         width = max(len(phase) for phase, _ in rows) + 2

@@ -1,4 +1,4 @@
-"""ProgressBar: how far training is and how fast it goes."""
+"""ProgressBar: shows the progress and the speed of training."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ _ECHO = "^C^C"  # of the terminal, behind the bar, when Ctrl-C is pressed
 
 
 class ProgressBar(Extension):
-    """Shows the progress of training: a bar of tqdm's in a terminal or notebook, plain lines anywhere else.
+    """Shows the progress of training: a tqdm bar in a terminal or notebook, plain lines anywhere else.
 
-    The bar of a notebook is made of ipywidgets (``pip install 'chainring[notebook]'``), without which it is one of text. A
-    terminal that cannot go back in a line (``TERM=dumb``) gets lines; there are no colours.
+    In a notebook the bar is an ipywidgets widget (``pip install 'chainring[notebook]'``), or text if ipywidgets is not
+    installed. A terminal that cannot overwrite a line (``TERM=dumb``) gets plain lines. No colours are used.
 
     Example::
 
         trainer.extend(extensions.ProgressBar(update_interval=10))
 
     Args:
-        training_length: ``(length, "iteration")`` or ``(length, "epoch")``; by default that of the stop trigger. Without
-            a known length there is no total.
-        update_interval: iterations between two refreshes; slow iterations are shown every few seconds all the same.
-        bar_length: characters of the bar, fewer where the terminal is narrow.
-        out: where to show it; ``None`` is the ``sys.stdout`` of the moment.
+        training_length: ``(length, "iteration")`` or ``(length, "epoch")``; by default that of the stop trigger. If the
+            length is not known, no total is shown.
+        update_interval: the number of iterations between two refreshes; if iterations are slow, the bar is refreshed
+            every few seconds nevertheless.
+        bar_length: the number of characters of the bar, fewer if the terminal is narrow.
+        out: the stream to print to; ``None`` is the current ``sys.stdout``.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a length or interval is not above 0, or the unit is unknown; at the start of the run, the length is in
-            epochs and the updater counts none.
+            epochs and the updater does not count epochs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Recorder: what tells an iteration from that of another run, in a compact file."""
+"""Recorder: records fingerprints of every iteration in a compact file, to compare runs."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 class Recorder(Extension):
-    """Writes what tells each iteration from that of another run: the loss, the batch, the random numbers, the parameters.
+    """Records fingerprints of every iteration, to compare runs: the loss, the batch, the random numbers, the parameters.
 
-    The file has at most 48 bytes an iteration: the bits of the loss, a digest of 64 bits of the indices of the batch's
-    examples, and one of the states of the random generators. When its trigger fires, and before the first update, it gets
-    a digest of every parameter, buffer and tensor of an optimizer, which is the same however they are sharded. The format
-    is described in the documentation, under "The black box".
+    The file takes at most 48 bytes per iteration: the bits of the loss, a 64-bit digest of the indices of the batch's
+    examples, and one of the states of the random generators. When the trigger fires, and before the first update, a
+    digest of every parameter, buffer and optimizer tensor is added; it does not depend on how they are sharded. The
+    format is described in the documentation, under "The black box".
 
     - The loss is ``main/loss`` as the updater reports it, and one more key of which the last part is ``loss``, the first
-      in alphabetical order; of an updater that reports none, none is recorded. On several ranks it is that of rank 0, as
-      are the generators.
-    - The indices are those of the whole batch, in all iterators of the updater. Where it comes from a loader, which knows
-      no indices, the digest is of its content: of 1,024 evenly spaced numbers of each array on the host. A batch of
-      another iterator, and one that a loader makes on a device, are not recorded.
+      in alphabetical order; if the updater reports none, none is recorded. With several ranks, the loss and the
+      generators are those of rank 0.
+    - The indices are those of the whole batch, of all iterators of the updater. For a batch from a loader, which has no
+      indices, the digest is computed from its content: 1,024 evenly spaced numbers of each array on the host. Batches of
+      other iterators, and batches that a loader creates on a device, are not recorded.
 
-    Values stay on their device and are read every 32 iterations, and when a snapshot is taken: so much may be missing from
-    the file of a run that is killed. A run that continues from a snapshot cuts the file back to it.
+    Values stay on their device and are read every 32 iterations, and when a snapshot is taken; up to that many iterations
+    may be missing from the file of a killed run. A run that resumes from a snapshot truncates the file to it.
 
     Example::
 
@@ -59,7 +59,7 @@ class Recorder(Extension):
     Args:
         parameters: when the digests of parameters and optimizers are taken; ``None`` for never.
             ``extend(Recorder(), trigger=t)`` means the same and takes precedence.
-        filename: of the file in the trainer's ``out``.
+        filename: the name of the file in the trainer's ``out``.
 
     Raises:
         TypeError: the file name or the trigger has the wrong type.

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Shift(Extension):
     """Sets an attribute in every parameter group to `value`, once before the first update and then at every call.
 
-    State is the number of calls and, where ``init`` is ``None``, the value that the script had constructed. So a resumed
-    run neither decays twice nor starts again. If its script constructs another value, this is a changed setting, from
-    which the shift is then computed.
+    The state is the number of calls and, if ``init`` is ``None``, the value with which the script constructed the
+    optimizer. So a resumed run neither decays twice nor starts again. If its script uses another value, this is a changed
+    setting, and the shift is computed from the new value.
     """
 
     skip_on_resume = True
@@ -63,11 +63,11 @@ class Shift(Extension):
         self._was_last: bool | None = None  # to set the attribute, in the saved run; None if there was none
 
     def factor(self, calls: int) -> float:
-        """Return the factor of the initial value after this number of calls; a subclass defines it, or `value`."""
+        """Return the factor of the initial value after a number of calls; a subclass defines this method or `value`."""
         raise NotImplementedError(f"{type(self).__name__} must define factor(calls) or value(calls, init)")
 
     def value(self, calls: int, init: float) -> float:
-        """Return the value of the attribute after this number of calls."""
+        """Return the value of the attribute after a number of calls."""
         if not init:
             return init
         value = init * self.factor(calls)
@@ -166,15 +166,15 @@ class ExponentialShift(Shift):
     Args:
         attr: ``"lr"``, ``"momentum"``, ``"weight_decay"`` or any other number in ``optimizer.param_groups``; it is set in
             every group.
-        rate: 0 or above.
-        init: the value before the first call; ``None`` takes the one that the groups have.
-        target: where the shift ends; ``None`` has no end.
-        optimizer: a name in the updater, or the optimizer; ``None`` is the updater's main one.
+        rate: the factor of each call, 0 or above.
+        init: the value before the first call; ``None`` takes the current value of the groups.
+        target: the value at which the shift ends; ``None`` sets no end.
+        optimizer: the optimizer, or its name in the updater; ``None`` is the updater's main optimizer.
 
     Raises:
         TypeError: a setting has the wrong type.
-        ValueError: ``rate`` is below 0, ``target`` is not on the way; or, when the run starts, the groups lack the
-            attribute, or differ in it while there is no ``init``.
+        ValueError: ``rate`` is below 0, ``target`` cannot be reached; or, when the run starts, the groups lack the
+            attribute, or have different values of it and ``init`` is not given.
     """
 
     def __init__(
@@ -221,17 +221,18 @@ class InverseShift(Shift):
 
 
 class LinearShift(Shift):
-    """Moves an attribute from one value to another between two calls, in equal steps.
+    """Changes an attribute linearly from one value to another between two calls.
 
-    Up to the first of the two calls, and before the first update, it has the first value; from the second on the second.
+    Up to the first of the two calls, and before the first update, it has the first value; from the second call on, the
+    second value.
 
     Example::
 
         trainer.extend(extensions.LinearShift("lr", (0.1, 0.0), (10_000, 20_000)))
 
     Args:
-        value_range: the first value and the second.
-        time_range: the number of calls at which it begins to move, and at which it has moved.
+        value_range: the first and the second value.
+        time_range: the numbers of calls at which the change begins and ends.
         attr, optimizer: as for `ExponentialShift`.
 
     Raises:
@@ -269,7 +270,7 @@ class MultistepShift(Shift):
 
     Args:
         gamma: 0 or above.
-        step_value: the calls at which it is multiplied, in ascending order; one that is repeated counts twice.
+        step_value: the calls at which it is multiplied, in ascending order; a repeated number counts twice.
         attr, init, optimizer: as for `ExponentialShift`.
 
     Raises:
@@ -302,8 +303,8 @@ class PolynomialShift(Shift):
 
     Args:
         rate: the exponent, 0 or above.
-        max_count: the number of calls in which it falls.
-        target: where the shift ends; ``None`` means at 0.
+        max_count: the number of calls until it is 0.
+        target: the value at which the shift ends; ``None`` means 0.
         attr, init, optimizer: as for `ExponentialShift`.
 
     Raises:
@@ -361,9 +362,9 @@ class StepShift(Shift):
 
 
 class WarmupShift(Shift):
-    """Moves an attribute from ``warmup_start`` to ``init`` in ``warmup_iter`` calls, in equal steps.
+    """Changes an attribute linearly from ``warmup_start`` to ``init`` in ``warmup_iter`` calls.
 
-    Before the first update it is ``warmup_start``. After the last of those calls it leaves the attribute alone, so that
+    Before the first update it is ``warmup_start``. After the last of those calls it no longer sets the attribute, so that
     another shift may continue from there.
 
     Example::
@@ -372,8 +373,8 @@ class WarmupShift(Shift):
 
     Args:
         warmup_start: the value before the first call.
-        warmup_iter: the number of calls in which it moves.
-        init: the value after them; ``None`` takes the one that the groups have.
+        warmup_iter: the number of calls of the warmup.
+        init: the value after the warmup; ``None`` takes the current value of the groups.
         attr, optimizer: as for `ExponentialShift`.
 
     Raises:

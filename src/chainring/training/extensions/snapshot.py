@@ -1,4 +1,4 @@
-"""snapshot: the state of a run on the disk, from which the run can be continued."""
+"""snapshot: saves the state of a run as a checkpoint, from which the run can be resumed."""
 
 from __future__ import annotations
 
@@ -47,18 +47,19 @@ Write = Callable[[], None]
 
 
 class Snapshot(Extension):
-    """Saves the state of the run when its trigger fires, in a directory that is complete or absent.
+    """Saves the state of the run as a checkpoint when its trigger fires, in a directory that is complete or absent.
 
-    It is taken after the last extension of an iteration, so that a run continued from it is bit for bit the run that went
-    on. Writing continues beside the training, which stops only for one copy of the state; one write is under way at a time.
-    A write that fails is raised at the next snapshot, or at the end; `on_failure` may let the training continue instead.
+    It is taken after the last extension of an iteration, so that a run resumed from it is bit-exact with an uninterrupted
+    one. Files are written in the background, and training pauses only to copy the state; only one write runs at a time.
+    An error of a write is raised at the next snapshot, or at the end of the run; with `on_failure`, training can continue
+    instead.
 
-    A name with ``{.updater.iteration}`` belongs to one snapshot. Any other, such as ``"best"``, is a symbolic link to the
-    snapshot ``<name>_iter_<iteration>``: the next of the same name is committed first, then the link is replaced by one
-    rename, then the previous one is removed.
+    A name with ``{.updater.iteration}`` belongs to one snapshot. Any other name, such as ``"best"``, is a symbolic link
+    to the snapshot ``<name>_iter_<iteration>``: the next snapshot of this name is committed first, then the link is
+    replaced by a rename, then the previous snapshot is removed.
 
-    Several may have one name and different triggers. Where they fire in one iteration one snapshot is written, which is kept
-    as long as one of them keeps it.
+    Several snapshot extensions may have the same name and different triggers. If they fire in the same iteration, one
+    snapshot is written, which is kept while at least one of them retains it.
 
     Example::
 
@@ -68,16 +69,16 @@ class Snapshot(Extension):
 
     Args:
         filename: the name in the trainer's ``out``: a format string of the trainer, or a function of it.
-        target: the object to save in place of the whole trainer.
+        target: the object to save instead of the whole trainer.
         condition: called without arguments; nothing is saved if it returns false.
-        n_retains: how many to keep, -1 for all, or for one if the name is fixed. Older ones are removed after the next is
-            on the disk; nothing is removed that this extension has not written.
-        autoload: whether a run begins with the newest one that is sound, before anything is initialized. Damaged ones are
-            warned about. A snapshot is then also taken when the stop trigger ends the run.
-        snapshot_on_error: whether the state is also saved when the run fails, as ``<name>_error``, which is never loaded
+        n_retains: the number of snapshots to keep; -1 keeps all, or one if the name is fixed. Older ones are removed
+            after the next is on the disk; only snapshots that this extension has written are removed.
+        autoload: True to resume from the newest undamaged snapshot when a run starts, before anything is initialized; a
+            warning names damaged ones. A snapshot is then also taken when the stop trigger ends the run.
+        snapshot_on_error: True to save the state also when the run fails, as ``<name>_error``, which is never loaded
             automatically: the update may be incomplete.
-        asynchronous: whether it is written beside the training.
-        frozen: whether parameters that need no gradient are saved. Left out, they stay what they are when it is loaded.
+        asynchronous: True to write the files in the background.
+        frozen: False to leave out parameters that need no gradient; loading then does not change them.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -85,8 +86,8 @@ class Snapshot(Extension):
             ``snapshot_on_error`` with a sharded model, since the other ranks have stopped by the time of an error.
 
     Attributes:
-        saved_iteration: the iteration of the newest snapshot of the trainer that this run has written; it is on the disk.
-            ``None`` before, and if something else than the trainer is saved.
+        saved_iteration: the iteration of the newest snapshot of the trainer that this run has completely written;
+            ``None`` before the first, and if the target is not the trainer.
     """
 
     trigger = (1, "epoch")
@@ -236,7 +237,7 @@ class Snapshot(Extension):
         return self._answer
 
     def wait(self) -> None:
-        """Wait until the snapshot under way is on the disk; one that could not be written is a failure, see `on_failure`."""
+        """Wait until the current snapshot is on the disk; if it cannot be written, `on_failure` is called."""
         self._guard(self._background.wait)
 
     def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
@@ -319,7 +320,7 @@ snapshot = Snapshot
 
 
 def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = True) -> Snapshot:
-    """Save one object when its trigger fires: a model as one file or a directory, see `serializers.save`.
+    """Save one object when the trigger fires, such as a model, as a file or a directory; see `serializers.save`.
 
     Example::
 
@@ -329,7 +330,7 @@ def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = 
         target: a module, or an object with ``serialize``, or ``state_dict`` and ``load_state_dict``.
         filename: the name in the trainer's ``out``: a format string of the trainer, or a function of it. An earlier file or
             snapshot of that name is replaced.
-        asynchronous: whether it is written beside the training.
+        asynchronous: True to write the files in the background.
 
     Returns:
         The extension.
@@ -345,7 +346,7 @@ def snapshot_object(target: object, filename: Filename, *, asynchronous: bool = 
 
 
 class ModelFile(Snapshot):  # snapshots record this name as the class of the extension
-    """Saves a model as `serializers.save` does, in one safetensors file that replaces an earlier one of that name."""
+    """Saves a model like `serializers.save`, as one safetensors file that replaces an earlier one of that name."""
 
     @property
     def writes(self) -> Sequence[str]:

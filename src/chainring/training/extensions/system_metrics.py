@@ -1,4 +1,4 @@
-"""SystemMetrics: reports how busy the machine is, and its memory."""
+"""SystemMetrics: reports the load and the memory use of the machine."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 class SystemMetrics(Extension):
-    """Reports the use of processors, memory and the accelerator, for a `LogReport`.
+    """Reports the use of CPU, memory and the accelerator (GPU), for a `LogReport`.
 
     Keys begin with the name of the extension, for example ``system/cpu_percent``:
 
-    - ``cpu_percent``: the share of all processors of the machine that were busy since the last report.
+    - ``cpu_percent``: the utilization of all processors of the machine since the last report.
     - ``process_cpu_percent``: that of this process; 100 is one processor.
     - ``memory_percent``: the memory of the machine that is in use now.
     - ``process_memory_mib``: that of this process, in MiB.
-    - ``accelerator_percent``: the share of the last second or less in which the accelerator of the models was busy, where
-      its driver tells it.
+    - ``accelerator_percent``: the utilization of the accelerator of the models over the last second or less, if its
+      driver provides it.
     - ``accelerator_memory_mib``: the memory that this process has allocated there now.
 
-    It works when its trigger fires and has no thread; of a longer interval, a trigger more frequent than the log's gives
-    means of several looks. A report takes less than a millisecond, and neither waits for the accelerator nor talks to
-    other ranks: each reports its own, and a log has their means, as of all values. Worker processes count for the machine
-    only, and in a container the machine is the host.
+    It measures when its trigger fires and has no thread; if its trigger is more frequent than the log's, a row contains
+    the mean of several measurements. A report takes less than a millisecond, and neither waits for the accelerator nor
+    communicates with other ranks: each rank reports its own values, and a log contains their means, as for all values.
+    Worker processes are included in the values of the machine only; in a container, the machine is the host.
 
     Example::
 

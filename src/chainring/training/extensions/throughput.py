@@ -1,4 +1,4 @@
-"""Throughput: reports the speed of training and the memory that it takes."""
+"""Throughput: reports the speed of training and its peak memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Throughput(Extension):
-    """Reports the speed of the loop since it last did so, and the peak of memory, for a `LogReport`.
+    """Reports the speed of training since the last report, and the peak memory, for a `LogReport`.
 
     Keys begin with the name of the extension, for example ``throughput/examples_per_second``:
 
@@ -28,12 +28,12 @@ class Throughput(Extension):
       examples are known.
     - ``tokens_per_second``: the weight of the losses, if a loss function returns a ``"weight"`` that is not its number of
       examples.
-    - ``peak_memory_mib``: the peak since the process began, in MiB: of memory allocated on the accelerator of the models,
-      or of the memory of this process if they are on the host, which Windows says through ``chainring[system]`` alone.
+    - ``peak_memory_mib``: the peak since the process started, in MiB: of the memory allocated on the accelerator of the
+      models, or of the memory of this process if they are on the CPU, for which Windows needs ``chainring[system]``.
 
-    Time is that of the whole loop, evaluations and snapshots included, by a monotonic clock. An accelerator is waited for
-    only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum. Time before a
-    resume does not count.
+    Times are those of the whole loop, including evaluations and snapshots, on a monotonic clock. The accelerator is
+    synchronized only when the trigger fires. Over ranks, examples and tokens are summed, and memory is the maximum. Time
+    before a resume does not count.
 
     Example::
 
