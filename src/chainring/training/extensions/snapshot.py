@@ -505,8 +505,8 @@ class _Series:
             known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
             others = [(name, manifest) for name, manifest in known if name in present and name != newest]
             linked = [name for name, manifest in others if _FINAL not in manifest.about]
-            old = linked[self._n_retains - 1 :] if self._n_retains > 0 else []
-            unwanted = [name for name, _ in others if name in old or name == replaced or name not in linked]
+            kept = set(linked[: self._n_retains - 1] if self._n_retains > 0 else linked) - {replaced}
+            unwanted = [name for name, _ in others if name not in kept]
         if replaced not in unwanted and any(replaced in (series._known or ()) for series in siblings):
             unwanted += [name for name in (replaced,) if name is not None and store.exists(name)]
         for name in unwanted:
