@@ -7,13 +7,15 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
+from _snapshots import Idle
 from _turns import lap
 from torch import Tensor, nn
 
@@ -26,6 +28,8 @@ from chainring.training.extensions import Evaluator, LogReport, PrintReport, Pro
 
 IDLE = 64
 """Idle extensions in the row that prices them."""
+COMMITS = 40
+"""Snapshots in what counts as an epoch of `committing`."""
 
 
 class Lapping(StandardUpdater):
@@ -158,72 +162,112 @@ def unending(iterations: Sequence[int], out: Path, rounds: int) -> dict[int, dic
     return found
 
 
-def with_snapshots_kept(counts: Sequence[int], out: Path, rounds: int) -> dict[int, list[float]]:
-    """Keep every snapshot; return, by the number that there are, the milliseconds until another is on the disk."""
-    model, found = nn.Linear(4, 1), {count: list[float]() for count in counts}
-    taken, kept = snapshot(asynchronous=False), 0
+def rows_of_log(counts: Sequence[int], out: Path, rounds: int) -> dict[int, dict[str, list[float]]]:
+    """Return the milliseconds of an iteration with a row of the log after so many, and then those of snapshots."""
+    found: dict[int, dict[str, list[float]]] = {count: {"an iteration": [], "a snapshot": []} for count in counts}
+    taken, ended = snapshot(n_retains=1, asynchronous=False), time.perf_counter()
 
     def save(trainer: Trainer) -> None:
-        nonlocal kept
-        began = time.perf_counter()
-        taken(trainer)
-        milliseconds = (time.perf_counter() - began) * 1e3
+        nonlocal ended
+        spent = time.perf_counter() - ended
         for count in counts:
-            if count <= kept < count + rounds:
-                found[count].append(milliseconds)
-        kept += 1
+            if count - rounds < trainer.updater.iteration <= count:
+                found[count]["an iteration"].append(1e3 * spent)
+            if count < trainer.updater.iteration <= count + rounds:
+                found[count]["a snapshot"].append(1e3 * _seconds(lambda: taken(trainer)))
+        ended = time.perf_counter()
 
-    iterator = FunctionIterator(lambda index: torch.ones(1, 4))
-    updater = StandardUpdater(
-        iterator, torch.optim.Adam(model.parameters()), model, loss_func=lambda model, x: model(x).sum()
-    )
-    trainer = Trainer(updater, (max(counts) + rounds, "iteration"), out=str(out))
+    trainer = _trainer_of_ones((max(counts) + rounds, "iteration"), out)
+    trainer.extend(LogReport(trigger=(1, "iteration")))
     trainer.extend(taken, trigger=lambda trainer: False)
     trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
     trainer.run()
     return found
 
 
-def of_many_tensors(tensors: int, out: Path, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds for which a snapshot of so many tensors stops the loop, and those to load it, and its megabytes."""
+def _trainer_of_ones(stop: tuple[int, str], out: Path) -> Trainer:
+    """Return one with next to nothing to train, and no epoch."""
+    model, iterator = nn.Linear(4, 1), FunctionIterator(lambda index: torch.ones(1, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    updater = StandardUpdater(iterator, optimizer, model, loss_func=_sum_of)
+    return Trainer(updater, stop, out=_fresh(out))
 
-    class Small(nn.Module):
-        """Parameters of four numbers each; Adam has three tensors more of each."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(tensors // 4)])
+def _sum_of(model: nn.Linear, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": model(x).sum()}
 
-    def trainer_of_small() -> Trainer:
-        model = Small()
-        optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones(4)
-        optimizer.step()
-        updater = StandardUpdater(SerialIterator(TupleDataset(torch.zeros(1)), 1), optimizer, model)
-        return Trainer(updater, (rounds + 1, "iteration"), out=str(out))
 
-    found: dict[str, list[float]] = {"stop, s": [], "load, s": [], "text, MB": []}
-    taken, trainer = snapshot("small", n_retains=1), trainer_of_small()
+def committing(epochs: int, out: Path, kept: int, removes: bool = False) -> None:
+    """Take a snapshot in each iteration where so many are there already; the oldest is then removed where it ``removes``."""
+    taken = snapshot(n_retains=kept if removes else -1, asynchronous=False)
 
     def save(trainer: Trainer) -> None:
-        began = time.perf_counter()
+        if trainer.updater.iteration > kept:
+            lap()
         taken(trainer)
-        found["stop, s"].append(time.perf_counter() - began)
-        taken.wait()
 
-    trainer.updater.update = lambda: setattr(trainer.updater, "iteration", trainer.updater.iteration + 1)  # type: ignore[method-assign]
+    trainer = _trainer_of_ones((kept + epochs * COMMITS, "iteration"), out)
+    trainer.extend(taken, trigger=lambda trainer: False)
+    trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
+    trainer.run()
+
+
+def of_many_tensors(tensors: int, out: Path, rounds: int, loads: bool = True) -> dict[str, list[float]]:
+    """Return the seconds for which a snapshot of so many tensors stops the loop, its megabytes, and the seconds to load it.
+
+    Beside them are those of PyTorch's own file of the same states, which is written to the end.
+    """
+    found: dict[str, list[float]] = {"stop, s": [], "torch.save, s": []}
+    taken, states = snapshot("small", n_retains=1), out / "states.pt"
+
+    def save(trainer: Trainer) -> None:
+        found["stop, s"].append(_seconds(lambda: taken(trainer)))
+        taken.wait()
+        found["torch.save, s"].append(_seconds(lambda: torch.save(_state_dicts(trainer), states)))
+
+    trainer = _trainer_of_small(tensors, (rounds + 1, "iteration"), out)
     trainer.extend(taken, trigger=lambda trainer: False)
     trainer.extend(make_extension(default_name="measure", priority=-1000)(save))
     trainer.run()
     size = sum(file.stat().st_size for file in (out / "small").iterdir())
+    found = {unit: times[1:] for unit, times in found.items()}
     found["text, MB"] = [(size - 13 * 4 * (tensors // 4)) / 1e6]
+    return found | (_loads(tensors, out, rounds) if loads else {})
+
+
+def _loads(tensors: int, out: Path, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"load, s": [], "torch.load, s": []}
     for _ in range(rounds):
-        other = trainer_of_small()
-        began = time.perf_counter()
-        load(out / "small", other)
-        found["load, s"].append(time.perf_counter() - began)
-    return {unit: values[1:] or values for unit, values in found.items()}
+        trainer = _trainer_of_small(tensors, (rounds + 1, "iteration"), out)
+        found["torch.load, s"].append(_seconds(partial(_load_state_dicts, trainer, out / "states.pt")))
+        found["load, s"].append(_seconds(partial(load, out / "small", trainer)))
+    return found
+
+
+def _trainer_of_small(tensors: int, stop: tuple[int, str], out: Path) -> Trainer:
+    """Return one of parameters of four numbers each, of which Adam has three tensors more."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(tensors // 4)])
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    return Trainer(Idle(SerialIterator(TupleDataset(torch.zeros(1)), 1), optimizer, model), stop, out=str(out))
+
+
+def _state_dicts(trainer: Trainer) -> list[dict[str, Any]]:
+    return [trainer.updater.get_model("main").state_dict(), trainer.updater.get_optimizer("main").state_dict()]
+
+
+def _load_state_dicts(trainer: Trainer, file: Path) -> None:
+    states = torch.load(file)
+    trainer.updater.get_model("main").load_state_dict(states[0])
+    trainer.updater.get_optimizer("main").load_state_dict(states[1])
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def time_to_first_update(out: Path) -> float:

@@ -1,15 +1,20 @@
 """The bare work through other libraries, each in the loop that its documentation shows.
 
 All get the same batches from the same plain iterable, which is kinder to most than the loader that they would bring
-along, and everything that can be switched off is: what remains is the price of the loop.
+along, and everything that can be switched off is: what remains is the price of the loop. Of ``keys`` so many numbers are
+reported in every iteration, and their means logged each epoch; of ``extensions`` so many that do nothing are called at the
+end of each epoch.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import operator
+import tempfile
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +41,17 @@ class Batches:
             yield torch.from_numpy(X[index]), torch.from_numpy(T[index])
 
 
-def pfn_extras(out: Path) -> Loop:
+def pfn_extras(out: Path, keys: int = 0, extensions: int = 0) -> Loop:
     ppe = importlib.import_module("pytorch_pfn_extras")
 
     def run(epochs: int) -> None:
         model = Loss()
         optimizer = sgd(model)
         manager = ppe.training.ExtensionsManager(model, optimizer, epochs, iters_per_epoch=EPOCH, out_dir=str(out))
+        for number in range(extensions):
+            manager.extend(_nothing, name=f"idle{number}", trigger=(1, "epoch"))
+        if keys:
+            manager.extend(ppe.training.extensions.LogReport())
         while not manager.stop_trigger:
             for x, t in Batches():
                 with manager.run_iteration():
@@ -50,25 +59,32 @@ def pfn_extras(out: Path) -> Loop:
                     loss = model(x, t)
                     loss.backward()
                     optimizer.step()
+                    if keys:
+                        ppe.reporting.report({f"{number}": loss.item() for number in range(keys)})
 
     return run
 
 
-def ignite(out: Path) -> Loop:
-    engine = importlib.import_module("ignite.engine")
+def ignite(out: Path, keys: int = 0, extensions: int = 0) -> Loop:
+    engine, metrics = importlib.import_module("ignite.engine"), importlib.import_module("ignite.metrics")
 
     def run(epochs: int) -> None:
         model = Loss()
         optimizer = sgd(model)
 
-        def step(engine: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        def step(engine: Any, batch: tuple[Tensor, Tensor]) -> Any:
             optimizer.zero_grad()
             loss = model(*batch)
             loss.backward()
             optimizer.step()
-            return loss.detach()
+            return {f"{number}": loss.detach() for number in range(keys)} if keys else loss.detach()
 
-        engine.Engine(step).run(Batches(), max_epochs=epochs, epoch_length=EPOCH)
+        trainer = engine.Engine(step)
+        for number in range(keys):
+            metrics.Average(operator.itemgetter(f"{number}")).attach(trainer, f"{number}")
+        for _ in range(extensions):
+            trainer.add_event_handler(engine.Events.EPOCH_COMPLETED, _nothing)
+        trainer.run(Batches(), max_epochs=epochs, epoch_length=EPOCH)
 
     return run
 
@@ -91,7 +107,11 @@ def fabric(out: Path) -> Loop:
     return run
 
 
-def lightning(out: Path) -> Loop:
+def _nothing(trainer: Any) -> None:
+    """Stand for an extension."""
+
+
+def lightning(out: Path, keys: int = 0, extensions: int = 0) -> Loop:
     lightning = importlib.import_module("lightning")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -104,17 +124,28 @@ def lightning(out: Path) -> Loop:
             self.loss = Loss()
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            return self.loss(*batch)
+            loss: Tensor = self.loss(*batch)
+            if keys:
+                self.log_dict({f"{number}": loss for number in range(keys)}, on_step=False, on_epoch=True)
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self)
 
+    class Idle(lightning.Callback):
+        """Does nothing at the end of an epoch."""
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            _nothing(trainer)
+
     def run(epochs: int) -> None:
+        loggers = importlib.import_module("lightning.pytorch.loggers")
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
             max_epochs=epochs,
-            logger=False,
+            logger=loggers.CSVLogger(tempfile.mkdtemp(dir=out)) if keys else False,
+            callbacks=[Idle() for _ in range(extensions)],
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -142,7 +173,28 @@ def accelerate(out: Path) -> Loop:
     return run
 
 
-PEERS: dict[str, Callable[[Path], Loop]] = {
+def rows_of_log(counts: Sequence[int], out: Path, rounds: int) -> dict[int, list[float]]:
+    """Return, of pytorch-pfn-extras, the milliseconds of an iteration with a row of the log after so many rows."""
+    ppe = importlib.import_module("pytorch_pfn_extras")
+    model, found = torch.nn.Linear(4, 1), {count: list[float]() for count in counts}
+    optimizer = sgd(model)
+    manager = ppe.training.ExtensionsManager(model, optimizer, 1, iters_per_epoch=max(counts), out_dir=str(out))
+    manager.extend(ppe.training.extensions.LogReport(trigger=(1, "iteration")))
+    while not manager.stop_trigger:
+        began = time.perf_counter()
+        with manager.run_iteration():
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            ppe.reporting.report({"loss": loss.item()})
+        for count in counts:
+            if count - rounds < manager.iteration <= count:
+                found[count].append((time.perf_counter() - began) * 1e3)
+    return found
+
+
+PEERS: dict[str, Callable[..., Loop]] = {
     "pytorch-pfn-extras": pfn_extras,
     "pytorch-ignite": ignite,
     "lightning Fabric": fabric,
@@ -151,19 +203,25 @@ PEERS: dict[str, Callable[[Path], Loop]] = {
 }
 
 
+GROWING = {name: PEERS[name] for name in ("pytorch-pfn-extras", "pytorch-ignite", "lightning Trainer")}
+"""Those that have extensions and a log."""
+
+
 def version(name: str) -> str:
     """Return the installed version of the distribution that a peer comes with."""
     return importlib.import_module("importlib.metadata").version(name.split()[0])
 
 
-def installed(out: Path) -> tuple[dict[str, Loop], list[str]]:
-    """Return the loops of the peers that are there, and the names of those that are not."""
+def installed(
+    out: Path, peers: Mapping[str, Callable[..., Loop]] = PEERS, **settings: int
+) -> tuple[dict[str, Loop], list[str]]:
+    """Return the loops of the peers that are there, with the ``settings``, and the names of those that are not."""
     loops: dict[str, Loop] = {}
     missing: list[str] = []
-    for name, make in PEERS.items():
+    for name, make in peers.items():
         try:
             with warnings.catch_warnings(action="ignore"):
-                loops[f"{name} {version(name)}"] = make(out)
+                loops[f"{name} {version(name)}"] = make(out, **settings)
         except ImportError:
             missing.append(name)
     return loops, missing

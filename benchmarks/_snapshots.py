@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from chainring.training.extensions import snapshot
 MEMCPY, ASYNCHRONOUS, SYNCHRONOUS = "memcpy", "chainring, asynchronous", "chainring, synchronous"
 TORCH_SAVE, DCP = "torch.save, fsync", "DCP async_save, thread"
 LIGHTNING, LIGHTNING_LATER = "lightning, synchronous", "lightning, asynchronous"
+GROWING = (MEMCPY, ASYNCHRONOUS, TORCH_SAVE, DCP, LIGHTNING_LATER)
+"""Those whose growth is shown, with the number of tensors."""
 KINDS = {ASYNCHRONOUS: "asynchronous_", SYNCHRONOUS: "synchronous_"}
 """How the names of the snapshots begin."""
 LAYERS = 8
@@ -105,9 +107,9 @@ class Step:
 
 
 class Writers:
-    """The rows of one size, by name; what they write lies in a directory of their own."""
+    """The rows of one size, by name, or some of them; what they write lies in a directory of their own."""
 
-    def __init__(self, state: State, directory: Path) -> None:
+    def __init__(self, state: State, directory: Path, only: Sequence[str] = ()) -> None:
         self.state = state
         self._directory = directory
         pinned = state.device.type != "cpu"  # as a copy from a device is fastest
@@ -127,6 +129,7 @@ class Writers:
         self._lightning: Any = None
         with contextlib.suppress(ImportError):
             self._add_lightning()
+        self.rows = {name: row for name, row in self.rows.items() if name in (only or self.rows)}
 
     def run(self, rounds: Extension, count: int) -> None:
         """Train as many iterations, after each of which ``rounds`` is called as a snapshot would be."""

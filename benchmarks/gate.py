@@ -2,9 +2,11 @@
 
     python benchmarks/gate.py           # a part of `make check`
     python benchmarks/gate.py --write   # stores what is measured, on a machine that has nothing else to do
+    python benchmarks/gate.py --parts kept ranks   # of some parts only, with --write too
 
-A ratio is the time of Chainring over that of a loop that does the same, in one run: the median of three rounds. A row beyond
-its limit is measured again, up to three times, because a shared machine may have been busy: what is slower stays slower.
+A ratio is the time of Chainring over that of what is named behind the stroke, in one run: the median of three rounds. A part
+with a row beyond its limit is measured again, up to three times, because a shared machine may have been busy: what is slower
+stays slower.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import _chainring
 import _epochs
 import _loops
+import _snapshots
 import data
 import epochs
 import numpy as np
 import overhead
+import recovery
+import snapshot
 import torch
+import virtual_ranks
 from _measure import Plan, Row, figure, measure, ratios
 
 from chainring.datasets import TupleDataset
@@ -40,6 +48,7 @@ OVERHEAD = [
     "the script's extensions",
     "the same and a snapshot an epoch",
 ]
+RANKS = {"two ranks, a plain model": 0, "two virtual ranks on two ranks": 2}
 EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED)]
 
 
@@ -48,6 +57,14 @@ def iterations(out: Path) -> dict[str, float]:
     rows = {row.name: row for row in overhead.rows_of(out, {})}
     pairs = [(name, str(rows[name].over)) for name in OVERHEAD]
     return _ratios(pairs, rows, Plan(_loops.EPOCH, ROUNDS, EPOCHS_OF_ROUND))
+
+
+def keys(out: Path) -> dict[str, float]:
+    """Of a hundred keys more in an iteration, as a part of the raw loop."""
+    few, many = (Row(f"{n}", partial(_chainring.with_keys, keys=n, out=out), over="raw") for n in (1, 101))
+    times = measure([Row("raw", _loops.raw), few, many], Plan(_loops.EPOCH, ROUNDS, EPOCHS_OF_ROUND))
+    pairs = zip(ratios(many.name, "raw", times), ratios(few.name, "raw", times), strict=True)
+    return {"100 reported keys more / raw loop": figure([one - other for one, other in pairs]).median}
 
 
 def whole_epochs(out: Path) -> dict[str, float]:
@@ -66,7 +83,57 @@ def batches(out: Path) -> dict[str, float]:
     """Of reading arrays in memory, beside a DataLoader without workers."""
     arrays = TupleDataset(np.zeros((20_000, 784), np.float32), np.zeros(20_000, np.int64))
     result = data.measured("arrays", arrays, 0, 3, ROUNDS)
-    return {"SerialIterator, arrays in memory / DataLoader": 1 / result["ratio"]["median"]}
+    found = {"SerialIterator, arrays in memory / DataLoader": 1 / result["ratio"]["median"]}
+    images = data.measured("images", data.Images(out, 4_000), 2, 4, ROUNDS)
+    return found | {"images, Pillow, with 2 workers / DataLoader": 1 / images["ratio"]["median"]}
+
+
+def stops(out: Path) -> dict[str, float]:
+    """Of the time for which a snapshot stops the loop."""
+    rows = snapshot.measured(100, ROUNDS, out / "large", 400, only=(_snapshots.MEMCPY, _snapshots.ASYNCHRONOUS))
+    found = {"stop for a snapshot of 100 MB in 3,200 tensors / memcpy": rows[1]["ratio"]["median"]}
+    small = _chainring.of_many_tensors(50_000, out / "small", ROUNDS, loads=False)
+    pairs = zip(small["stop, s"], small["torch.save, s"], strict=True)
+    return found | {
+        "stop for one of 50,000 small tensors / torch.save": figure([one / other for one, other in pairs]).median
+    }
+
+
+def kept(out: Path) -> dict[str, float]:
+    """Of a commit where many snapshots are kept; those that are there first take most of the time, so there is one round."""
+    names = {"kept": False, "kept and one removed": True}
+    rows = [
+        Row(f"a commit with {number:,} {name}", partial(_chainring.committing, out=out, kept=number, removes=removes))
+        for name, removes in names.items()
+        for number in (1, 1_000)
+    ]
+    pairs = [(f"a commit with 1,000 {name}", f"a commit with 1 {name}") for name in names]
+    return _ratios(pairs, {row.name: row for row in rows}, Plan(_chainring.COMMITS, 1, EPOCHS_OF_ROUND))
+
+
+def ranks(out: Path) -> dict[str, float]:
+    """Of an update of two ranks."""
+    args = argparse.Namespace(rounds=ROUNDS, turns=virtual_ranks.TURNS, updates=virtual_ranks.UPDATES)
+    found = {name: virtual_ranks.measured("10^6", 2, count, args) for name, count in RANKS.items()}
+    return {f"{name} / DDP": result["ratio"]["median"] for name, result in found.items()}
+
+
+def recorder(out: Path) -> dict[str, float]:
+    """Of what a recorder does in an iteration of a perceptron of a million parameters."""
+    percent = figure([_chainring.recorder_percent(100, 2, out) for _ in range(ROUNDS)])
+    return {"a recorder, 10^6 parameters / the rest of an iteration": percent.median / 100}
+
+
+def restart(out: Path) -> dict[str, float]:
+    """Of the time from the imports to the first new update after SIGKILL."""
+    steps = recovery.measured(ROUNDS, out / "killed")
+    return {"from SIGKILL to the first new update / imports": steps["beside imports"].median / steps["imported"].median}
+
+
+PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
+    "iterations": iterations, "keys": keys, "epochs": whole_epochs, "data": batches, "stops": stops, "kept": kept,
+    "ranks": ranks, "recorder": recorder, "recovery": restart,
+}  # fmt: skip
 
 
 def measured(part: Callable[[Path], dict[str, float]]) -> dict[str, float]:
@@ -87,21 +154,28 @@ def checked(part: Callable[[Path], dict[str, float]], limits: dict[str, float]) 
 def middle(part: Callable[[Path], dict[str, float]]) -> dict[str, float]:
     """Return the ratios of a part, the median of the attempts."""
     attempts = [measured(part) for _ in range(ATTEMPTS)]
-    return {name: round(figure([each[name] for each in attempts]).median, 3) for name in attempts[0]}
+    return {name: round(figure([each[name] for each in attempts]).median, 4) for name in attempts[0]}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"store the ratios in {TABLE.name}")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: all)")
+    return parser.parse_args()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"store the ratios in {TABLE.name}")
-    args = parser.parse_args()
+    args = options()
     torch.set_num_threads(1)
-    parts = (iterations, whole_epochs, batches)
+    parts = [PARTS[name] for name in args.parts]
+    stored = json.loads(TABLE.read_text())
     if args.write:
-        stored = {name: ratio for part in parts for name, ratio in middle(part).items()}
-        TABLE.write_text(json.dumps(stored, indent=1) + "\n")
+        for part in parts:
+            stored |= middle(part)
+            TABLE.write_text(json.dumps(stored, indent=1) + "\n")
         return 0
-    limits = {name: SLACK * ratio for name, ratio in json.loads(TABLE.read_text()).items()}
-    print(f"{'time of Chainring over that of a loop that does the same':<82}{'ratio':>7}{'limit':>7}")
+    limits = {name: SLACK * ratio for name, ratio in stored.items()}
+    print(f"{'time of Chainring over that of what is named behind the stroke':<82}{'ratio':>7}{'limit':>7}")
     slower = []
     for part in parts:
         for name, ratio in checked(part, limits).items():

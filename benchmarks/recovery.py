@@ -88,11 +88,11 @@ def measured(rounds: int, out: Path) -> dict[str, Figure]:
     run_until_killed(out)
     starts = []
     for number in range(rounds):
-        print(f"\rround {number + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"round {number + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)
         starts.append(run_until_killed(out))
         if not starts[-1]["resumed at"]:
             raise RuntimeError(f"the run in {out} began again instead of being resumed")
-    print("\r" + " " * 20, end="\r", file=sys.stderr)
     found, before = {}, [0.0] * rounds
     for step in STEPS:
         times = [start[step] for start in starts]

@@ -16,6 +16,7 @@ import argparse
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ BUDGET, BUDGET_SIZE = 1.3, 200
 """How often the time of one memcpy the loop may stand still for an asynchronous snapshot, and for how many MB."""
 
 
-def measured(size: int, rounds: int, directory: Path, layers: int = LAYERS, device: str = "cpu") -> list[dict[str, Any]]:
-    """Return the rows of a state of ``size`` MB in so many layers, as they go into the table and the file."""
+def measured(
+    size: int, rounds: int, directory: Path, layers: int = LAYERS, device: str = "cpu", only: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the rows of a state of ``size`` MB in so many layers, as they go into the table and the file.
+
+    ``only`` names some of them, the memcpy among them, for those who need no others.
+    """
     directory.mkdir()
     state = State(size * 10**6, layers, device)
-    writers = Writers(state, directory)
+    writers = Writers(state, directory, only)
     calls = Rounds(writers, lambda number, name: say(f"{size} MB, round {number} of {rounds}: {name}"))
     writers.run(calls, rounds + 1)
     say("")

@@ -45,6 +45,8 @@ WIDTHS = {"10^6": (784, 800, 400, 10), "10^7": (784, 2600, 2600, 500, 10)}
 ROWS = [("10^6", *row) for row in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 8), (4, 4))]
 ROWS += [("10^7", *row) for row in ((1, 1), (1, 8), (2, 2))]
 ROWS += [(name, 2, 0) for name in WIDTHS]
+TURNS, UPDATES = 10, 10
+"""Of each updater in a round, and of a turn."""
 BUDGETS = {(2, 2): 1.05, (2, 0): 1.05}
 """Of the ratio of the times, by ranks and virtual ranks."""
 BYTES_BUDGET = 1.1
@@ -204,8 +206,8 @@ def failures(results: list[Result], slack: float) -> list[str]:
 
 def options() -> argparse.Namespace:
     parser = parser_of(__doc__, slack=1.2)
-    parser.add_argument("--updates", type=int, default=10, help="of a turn (default: 10)")
-    parser.add_argument("--turns", type=int, default=10, help="of each updater in a round (default: 10)")
+    parser.add_argument("--updates", type=int, default=UPDATES, help=f"of a turn (default: {UPDATES})")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of each updater in a round (default: {TURNS})")
     parser.add_argument("--rows", nargs="+", metavar="PARAMETERS/RANKS/VIRTUAL", help="such as 10^6/2/2 (default: all)")
     args = parser.parse_args()
     if min(args.rounds, args.updates, args.turns) < 1:
