@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -149,22 +149,19 @@ def seed_host(*keys: int | str) -> None:
     _seed_host(stable_hash(*keys))
 
 
-def example_seeder(seed: int, epoch: int) -> Callable[[int], None]:
-    """Return a function of an example's index that does the same as ``seed_host(seed, epoch, index)``."""
-    prefix = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f".encode(), digest_size=8)
-
-    def seed_example(index: int) -> None:  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
+def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
+    """Return the keys for `ExampleSeeder`: each seeds what ``seed_host(seed, epoch, index)`` does."""
+    prefix, keys = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f".encode(), digest_size=8), []
+    for index in indices.tolist():  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
         whole = prefix.copy()
         whole.update(b"%d" % index)
-        _seed_host(_to_int(whole.digest()))
-
-    return seed_example
+        keys.append(_to_int(whole.digest()))
+    return keys
 
 
 def _seed_host(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits accelerators, a hundred times slower
+    _seed_tensors(seed)
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -233,13 +230,29 @@ def preserve_host_rng() -> Iterator[None]:
 
 
 def _take_host() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+    return _take_python(), _numpy_states.take(), torch.get_rng_state()
 
 
 def _put_host(python: Any, numpy: Any, torch_state: Tensor) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
+    _put_python(python)
+    _numpy_states.put(numpy)
     torch.set_rng_state(torch_state)
+
+
+def _take_python() -> Any:
+    words = _words_of_python()
+    if words is None:
+        return random.getstate()
+    _late.set()
+    return words.tobytes(), _PYTHON.gauss_next
+
+
+def _put_python(state: Any) -> None:
+    words = _words_of_python()
+    if words is None:
+        random.setstate(state)
+    else:
+        words[:], _PYTHON.gauss_next = memoryview(state[0]).cast("I"), state[1]
 
 
 def _accelerator() -> Any:
@@ -339,6 +352,7 @@ def _normal_of(state: Any) -> bytes:
     return struct.pack("<?d", bool(state["has_gauss"]), state["gauss"] if state["has_gauss"] else 0.0)
 
 
+@cache
 def _view_of_python() -> Any:
     """Return a view of the position and the first words of Python's generator; ``None`` where they are not found."""
     size, start = 4 + _FIRST_WORDS.size, object.__basicsize__
@@ -363,6 +377,7 @@ def _views_of_numpy(bits: Any) -> list[Any]:
     return [words, position] if is_found else []
 
 
+@cache
 def _views_of_torch() -> list[Any]:
     """Return views of the seed, position, first words and normals of torch's generator; none where they are not found.
 
@@ -382,3 +397,184 @@ def _views_of_torch() -> list[Any]:
     spans = [(start, place + _FIRST_WORDS.size), (normals, normals + 24)]
     views = [(ctypes.c_char * (end - begin)).from_address(address + begin) for begin, end in spans]
     return views if views[0].raw[:12] == torch.default_generator.get_state().numpy()[:12].tobytes() else []
+
+
+class ExampleSeeder:
+    """Fetches examples with the generators of Python, NumPy and torch seeded for each.
+
+    hot path: "images, Pillow" of benchmarks/data.py. Python's generator takes longest to seed. Once a thousand examples have
+    not drawn from it, the seed of an example is set late. If the example draws from the generator meanwhile, the seed is set
+    and the example fetched again; and for all that follow it is set before, as for those of any dataset that draws.
+    """
+
+    def __init__(self) -> None:
+        self._undrawn = 0  # so many examples did not draw from Python's generator; -1 after one that did
+        self._seen = b""  # what Python's generator showed after a seed was set in this batch
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Let seeds be set late in the block; at its end the generators are those of the example fetched last."""
+        self._seen = b""
+        if _words_of_python() is None or type(_PYTHON) is not random.Random:
+            self._undrawn = -1
+        if is_late := self._undrawn >= _PROBATION:
+            _PYTHON.__class__ = _LateSeeded
+        try:
+            yield
+        finally:
+            _late.set()
+            if is_late:
+                _PYTHON.__class__ = random.Random
+
+    def fetch(self, ask: Callable[[int], Any], index: int, key: int) -> Any:
+        """Return ``ask(index)`` as it is with every generator seeded by ``key``."""
+        _seed_tensors(key)
+        view = _view_of_python()
+        if self._undrawn >= _PROBATION and self._seen:
+            _late.seed = key
+        else:
+            random.seed(key)
+            if self._undrawn < 0:
+                return ask(index)
+            self._seen = view.raw
+        try:
+            example = ask(index)
+        except Exception:
+            if view.raw == self._seen:
+                raise
+            if not self._was_late():
+                raise
+        else:
+            if view.raw == self._seen:
+                self._undrawn += 1
+                return example
+            if not self._was_late():
+                return example
+        _seed_host(key)
+        return ask(index)
+
+    def _was_late(self) -> bool:
+        """Return whether an example has drawn from Python's generator with its seed still to be set."""
+        self._undrawn, was_late, _late.seed = -1, _late.seed is not None, None
+        return was_late
+
+
+_PROBATION = 1000
+"""Examples in each process whose seeds are all set before: enough to know a dataset that draws, and some milliseconds."""
+
+
+class _Late:
+    """A seed of Python's generator that is still to be set."""
+
+    seed: int | None = None
+
+    def set(self) -> None:
+        """Set it, if there is one."""
+        if (seed := self.seed) is not None:
+            self.seed = None
+            random.seed(seed)
+
+
+_late = _Late()
+
+
+class _LateSeeded(random.Random):
+    """The class of Python's generator while a seed may be set late: whoever reads the state sets it first."""
+
+    @property
+    def VERSION(self) -> int:  # type: ignore[override]  # noqa: N802 which getstate reads before the state
+        _late.set()
+        return random.Random.VERSION
+
+
+class _TensorSeeder:
+    """Seeds torch's generator, and NumPy's by a copy of its words, since a seed gives the same 624 words in both."""
+
+    def __init__(self) -> None:
+        self._seed_torch = torch.default_generator.manual_seed  # torch.manual_seed visits accelerators, which takes long
+        self._bits: Any = None  # NumPy's bit generator
+        self._lock: Any = None
+        self._numpy = self._torch = memoryview(b"")  # the words of both, where the ones can be copied to the others
+        self._position = memoryview(b"")  # of NumPy's generator
+        self._first = -1  # of its words after the last seed
+
+    def __call__(self, seed: int) -> None:
+        self._seed_torch(seed)
+        bits, words = np.random.get_bit_generator(), self._numpy  # type: ignore[attr-defined]
+        # hot path: "images, Pillow" of benchmarks/data.py. While it has used no word, it has drawn no normal ahead either.
+        if bits is self._bits and words and words[0] == self._first and self._position[0] == _N_WORDS:
+            with self._lock:
+                words[:] = self._torch
+        else:
+            np.random.seed(seed & 0xFFFFFFFF)
+            if bits is not self._bits:
+                self._find(bits)
+        self._first = seed & 0xFFFFFFFF  # which is the first word
+
+    def _find(self, bits: Any) -> None:
+        """Find the words of both generators, which have the same seed now."""
+        self._bits, self._lock, self._numpy = bits, bits.lock, memoryview(b"")
+        views = _views_of_numpy(bits), _views_of_torch()
+        if all(views):
+            at_numpy, (of_torch, _) = ctypes.addressof(views[0][0]), views[1]
+            numpy, self._torch = _words_at(at_numpy), _words_at(ctypes.addressof(of_torch) + len(of_torch) - 32)
+            self._position = _words_at(at_numpy + numpy.nbytes, 1)
+            self._numpy = numpy if numpy == self._torch else memoryview(b"")
+
+
+class _NumpyStates:
+    """Takes the state of NumPy's generator and puts it back, by a copy of its words where it has no normal drawn ahead.
+
+    hot path: "images, Pillow" of benchmarks/data.py, once a batch. NumPy itself takes a hundredth of a small batch for both.
+    """
+
+    def __init__(self) -> None:
+        self._bits: Any = None  # NumPy's bit generator
+        self._words: memoryview | None = None  # of it, and the position behind them
+        self._plain = b""  # words with which it had no normal drawn ahead: it draws none without using some
+
+    def take(self) -> Any:
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if bits is not self._bits:
+            views = _views_of_numpy(bits)
+            self._words = _words_at(ctypes.addressof(views[0]), _N_WORDS + 1) if views else None
+            self._bits, self._plain = bits, b""
+        content = b"" if self._words is None else self._words.tobytes()
+        if content and content == self._plain:
+            return bits, self._words, content
+        state: Any = np.random.get_state(legacy=False)
+        if content and not state["has_gauss"]:
+            self._plain = content
+        return state
+
+    def put(self, state: Any) -> None:
+        if isinstance(state, dict):
+            np.random.set_state(state)
+            return
+        bits, words, content = state
+        if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
+            raise ValueError("NumPy's bit generator was replaced in between, so its state cannot be put back")
+        np.random.seed(0)  # without a normal drawn ahead
+        with bits.lock:
+            words[:] = memoryview(content).cast("I")
+
+
+_N_WORDS = 624
+
+
+def _words_at(address: int, number: int = _N_WORDS) -> memoryview:
+    """Return words of 32 bits in memory, which can be assigned to."""
+    return memoryview((ctypes.c_char * (4 * number)).from_address(address)).cast("B").cast("I")
+
+
+@cache
+def _words_of_python() -> memoryview | None:
+    """Return the position and the words of Python's generator; ``None`` where they are not found."""
+    view = _view_of_python()
+    words = None if view is None else _words_at(ctypes.addressof(view), 1 + _N_WORDS)
+    _, known, _ = random.getstate()
+    return words if words is not None and words.tolist() == [known[-1], *known[:-1]] else None
+
+
+_numpy_states = _NumpyStates()
+_seed_tensors = _TensorSeeder()

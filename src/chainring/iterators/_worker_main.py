@@ -11,7 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from itertools import repeat
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from chainring._random import example_seeder
+from chainring._random import ExampleSeeder, example_keys
 from chainring.converters import concat_examples
 from chainring.iterators.serial import Segment
 
@@ -57,7 +58,7 @@ class BatchDataset(Dataset[Any]):
         self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
     ) -> None:
         self._dataset = dataset
-        self._seeds_examples = seeds_examples
+        self._seeder = ExampleSeeder() if seeds_examples else None
         self._converter = converter
         self._status = status
 
@@ -67,17 +68,20 @@ class BatchDataset(Dataset[Any]):
         assert info is not None
         index: int | None = None
         order = segments[0][0][1]
+
+        def ask(example: int) -> Any:
+            self._status.report(info.id, example)
+            return self._dataset[example]
+
         try:
-            examples = []
-            for (seed, order), indices in segments:
-                seed_example = example_seeder(seed, order)
-                for index in indices.tolist():
-                    if not self._status.is_current(generation):
-                        return _PickledResult(WorkerResult())
-                    self._status.report(info.id, index)
-                    if self._seeds_examples:
-                        seed_example(index)
-                    examples.append(self._dataset[index])
+            examples, seeder = [], self._seeder
+            with nullcontext() if seeder is None else seeder.batch():
+                for (seed, order), indices in segments:
+                    keys = repeat(0) if seeder is None else example_keys(seed, order, indices)
+                    for index, key in zip(indices.tolist(), keys, strict=False):
+                        if not self._status.is_current(generation):
+                            return _PickledResult(WorkerResult())
+                        examples.append(ask(index) if seeder is None else seeder.fetch(ask, index, key))
             index = None
             return _PickledResult(self._collate(examples))
         except Exception as error:

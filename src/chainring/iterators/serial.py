@@ -11,7 +11,16 @@ from numpy.typing import ArrayLike
 from torch.utils.data import IterableDataset
 
 from chainring._checks import find_call_error, is_integer
-from chainring._random import Indices, digest, epoch_order, example_seeder, preserve_host_rng, seed_host, stable_hash
+from chainring._random import (
+    ExampleSeeder,
+    Indices,
+    digest,
+    epoch_order,
+    example_keys,
+    preserve_host_rng,
+    seed_host,
+    stable_hash,
+)
 from chainring.datasets._columns import Batch, make_gather
 from chainring.datasets.base import Dataset, size_of
 from chainring.iterators.base import Iterator, not_the_end
@@ -70,6 +79,7 @@ class IndexedIterator(Iterator):
         self._gather = make_gather(dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
+        self._seeder = ExampleSeeder()
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
 
@@ -298,14 +308,12 @@ class SerialIterator(IndexedIterator):
         dataset = self.dataset
         if not self._seeds_examples:
             return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
-        examples = []
-        with preserve_host_rng():
+        examples, fetch, ask = [], self._seeder.fetch, lambda index: dataset[index]
+        with preserve_host_rng(), self._seeder.batch():
             for order_key, indices in segments:
-                seed_example = example_seeder(*order_key)
-                for index in indices.tolist():
-                    seed_example(index)
+                for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
                     try:
-                        examples.append(dataset[index])
+                        examples.append(fetch(ask, index, key))
                     except Exception as error:
                         error.add_note(f"raised by dataset[{index}], asked by iterator {self.name!r}")
                         raise
