@@ -10,11 +10,14 @@ import pytest
 import torch
 from recipes import assert_resumes_everywhere
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.data import default_collate
 
 from chainring import iterators, report, training
 from chainring.nn import Classifier
-from chainring.training import UpdateCallbacks
+from chainring.training import UpdateCallbacks, clip_grad_norm
 from chainring.training.extensions import ExponentialShift, FailOnNonNumber, LRScheduler, NonNumberError, dump_graph
+from rank_pair import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
 
@@ -41,6 +44,11 @@ class Reading(Net):
 
     def forward(self, x):
         return super().forward(x if x.sum() < 1e9 else -x)
+
+
+def uneven():
+    """Epochs of two batches of eight rows and one of four."""
+    return iterators.FunctionIterator(lambda index: default_collate(DATA[:20][index % 3 * 8 :][:8]), epoch_length=3)
 
 
 def trainer_of(out, length, *, net=Net, optimizer=None, iterator=None, **settings):
@@ -112,14 +120,14 @@ def test_a_fused_optimizer_steps_by_its_own_kernel_beside_what_is_compiled(tmp_p
     assert_close(plain, compiled)
 
 
-def test_it_resumes_bit_for_bit_after_every_iteration(tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["whole", "in stages"])
+def test_it_resumes_bit_for_bit_after_every_iteration(tmp_path, settings):
     """In a run whose last batch of an epoch is shorter: two shapes are compiled."""
 
     def make(out, length):
-        order = iterators.SerialIterator([*DATA[:20]], 8, seed=4)
-        return trainer_of(out, length, iterator=order, compile=True)
+        return trainer_of(out, length, iterator=uneven(), compile=True, **settings)
 
-    assert_resumes_everywhere(make, tmp_path, 6)
+    assert_resumes_everywhere(make, tmp_path, 5)
 
 
 def test_rates_and_frozen_parameters_may_change_and_nothing_is_compiled_anew_for_a_rate(tmp_path):
@@ -216,14 +224,67 @@ def test_a_mistake_of_the_model_is_raised_as_it_is(tmp_path):
         trainer.run()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"accumulate": 2}, {"precision": "fp16"}, {"callbacks": UpdateCallbacks(update_on_start=print)}],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_that_need_stages_are_said_at_once(tmp_path, settings):
+def test_what_is_left_uncompiled_is_said_at_once(tmp_path):
+    """Virtual ranks, whose sums are equal to the last bit."""
     with pytest.warns(UserWarning, match=STANDS):
-        trainer_of(tmp_path, 2, compile=True, **settings)
+        trainer_of(tmp_path, 2, compile=True, virtual_ranks=2)
+
+
+def noting(stages, seen):
+    """Callbacks that note their stage and whether there is a loss, and clip the final gradients."""
+    notes = {stage: [lambda context, stage=stage: seen.append((stage, context.loss is not None))] for stage in stages}
+    notes["update_on_start"] = [clip_grad_norm(0.1), *notes["update_on_start"]]
+    return UpdateCallbacks(**notes)
+
+
+def test_accumulation_and_callbacks_at_all_stages_go_with_it(tmp_path):
+    """Micro-batches, gradients and norms are those of the plain update; in an epoch whose last batch is shorter."""
+    stages = [stage for stage in vars(UpdateCallbacks()) if "_on_" in stage]
+    ends, seen = [], ([], [])
+    for compiles in (False, True):
+        source, callbacks = uneven(), noting(stages, seen[compiles])
+        trainer = trainer_of(
+            tmp_path / str(compiles), 5, iterator=source, compile=compiles, accumulate=2, callbacks=callbacks
+        )
+        ends.append(ran(trainer))
+    assert_close(*ends)
+    assert "grad_norm" in ends[0][0][0]
+    assert seen[0] == seen[1] != []
+
+
+def test_a_loss_scaler_goes_with_it(tmp_path):
+    """In fp16, where the loss is scaled before the backward and the gradients are checked before the step."""
+    plain, compiled = (ran(trainer_of(tmp_path / str(each), 6, precision="fp16", compile=each)) for each in (False, True))
+    for one, other in zip(plain[0], compiled[0], strict=True):
+        assert float(one["main/loss"]) == pytest.approx(float(other["main/loss"]), rel=0.01)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["plain", "accumulate"])
+def test_a_short_last_batch_costs_one_compilation_more_and_nothing_else_does(tmp_path, settings):
+    """Neither a second epoch, nor a rate, nor the first step of an optimizer."""
+    counters.clear()
+    trainer = trainer_of(tmp_path, (4, "epoch"), iterator=uneven(), compile=True, **settings)
+    trainer.extend(ExponentialShift("lr", 0.8), trigger=(1, "iteration"))
+    ran(trainer)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def on_a_rank(comm, out, compiles):
+    """A run of this rank."""
+    source = iterators.SerialIterator(DATA, 8, seed=4)
+    observations, state = ran(trainer_of(out, 5, iterator=source, compile=compiles, comm=comm, accumulate=2))
+    return [float(each["main/loss"]) for each in observations], {key: value.tolist() for key, value in state.items()}
+
+
+def test_two_ranks_compute_what_they_compute_without(tmp_path):
+    """Each compiles for its own share, and gradients are exchanged before the step."""
+    plain, compiled = (on_ranks(2, on_a_rank, tmp_path / str(each), each, seconds=300) for each in (False, True))
+    for rank in range(2):
+        assert compiled[rank][0] == pytest.approx(plain[rank][0], rel=2e-4)
+        for key, value in plain[rank][1].items():
+            torch.testing.assert_close(torch.tensor(compiled[rank][1][key]), torch.tensor(value), rtol=2e-4, atol=2e-5)
+    parameters = [{key: value for key, value in rank[1].items() if "layers.1" not in key} for rank in compiled]
+    assert parameters[0] == parameters[1]
 
 
 def test_without_a_compiler_it_says_so_and_trains(tmp_path):

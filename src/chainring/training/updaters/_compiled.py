@@ -1,4 +1,4 @@
-"""A whole update as one compiled function: loss, gradients and steps, with the values reported on the way."""
+"""Updates by compiled functions: a whole one, or in stages its loss with the backward; with the values reported in them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chainring._messages import warn
 from chainring.reporting.reporter import current
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
 from chainring.training.updaters._gradients import list_parameters, step_optimizer
 from chainring.training.updaters._precision import Precision
@@ -22,54 +22,103 @@ IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).paramete
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
 
 
-class CompiledUpdate:
-    """Computes updates by ``torch.compile``, and eagerly once that has failed.
+class _Compiled:
+    """A function of ``torch.compile``; ``is_eager`` once that has failed, which a warning says.
 
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
-    has met; random numbers are drawn as without compilation. A learning rate may change without a new compilation.
+    has met; random numbers are drawn as without compilation.
+    """
 
-    ``eagerly`` computes an update from a converted batch and returns its weight; ``forward`` is called with the inputs.
+    def __init__(self, function: Callable[..., Any], captures: bool) -> None:
+        self.is_eager = False
+        options: dict[str, Any] = {"fallback_random": True, "triton.cudagraphs": captures}
+        self._function = torch.compile(function, fullgraph=True, dynamic=False, options=options, **_LIMITS)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function; if it cannot be compiled, nothing has been computed and ``is_eager`` is true."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+
+        try:
+            try:
+                return self._function(*args)
+            except Unsupported:  # it is compiled for the first time, or again, and differentiates
+                with torch._dynamo.config.patch(trace_autograd_ops=True):
+                    return self._function(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+            return None
+
+    def give_up(self, reason: str) -> None:
+        self.is_eager = True
+        warn_not_compiled(reason)
+
+    @property
+    def is_of_use(self) -> bool:
+        """False where an update runs eagerly: watchers look at the graph of autograd."""
+        return not (self.is_eager or (current.reporter is not None and current.reporter.watchers))
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        is_eager = visit_optional(serializer, "is_eager", self.is_eager)
+        if not isinstance(serializer, Serializer):
+            self.is_eager = bool(is_eager)
+
+
+class CompiledLoss:
+    """Computes the loss in a compiled function, whose backward is compiled as well, for an update in stages.
+
+    ``eagerly`` computes the loss of a model and its weight from a converted batch; ``forward`` is called with the inputs.
+    """
+
+    def __init__(self, eagerly: Callable[[nn.Module, Any], Any], forward: Callable[..., Any], precision: Precision) -> None:
+        self._eagerly, self._precision = eagerly, precision
+        # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
+        self._compiled = _Compiled(partial(_loss, forward, precision), captures=False)
+
+    def __call__(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the loss and its weight, ``None`` if none came with it."""
+        if self._compiled.is_of_use:
+            with self._precision.no_autocast():  # the backward is compiled for what holds here
+                found = self._compiled(inputs)
+            if not self._compiled.is_eager:
+                return found
+        return self._eagerly(model, inputs)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        self._compiled.serialize(serializer)
+
+
+class CompiledUpdate:
+    """Computes whole updates in a compiled function, and eagerly once that has failed.
+
+    A learning rate may change without a new compilation. ``eagerly`` computes an update from a converted batch and returns
+    its weight; ``forward`` is called with the inputs.
     """
 
     def __init__(
         self, eagerly: Callable[[Any], Any], forward: Callable[..., Any], precision: Precision, optimizers: list[Optimizer]
     ) -> None:
         self._eagerly = eagerly
-        self._is_eager = False
         self._optimizers = optimizers
         self._parameters = list_parameters(self._optimizers)
         self._learning_rates: list[_LearningRate] = []
         self._device = self._parameters[0].device
-        self._compute = torch.compile(
-            partial(_update, forward, precision, self._parameters, self._optimizers),
-            fullgraph=True,
-            dynamic=False,
-            options={"fallback_random": True, "triton.cudagraphs": self._device.type == "cuda"},
-            **_LIMITS,
-        )
+        update = partial(_update, forward, precision, self._parameters, self._optimizers)
+        self._compiled = _Compiled(update, captures=self._device.type == "cuda")
 
     def __call__(self, inputs: Any) -> Any:
         """Compute an update and return its weight, ``None`` if none came with the loss."""
-        reporter = current.reporter
-        if self._is_eager or (reporter is not None and reporter.watchers):  # watchers look at the graph of autograd
+        if not self._compiled.is_of_use:
             return self._eagerly(inputs)
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException, Unsupported
-
         steps = not any(map(_steps_outside, self._optimizers))
+        weight = None
         try:
             self._prepare()
-            try:
-                weight = self._compute(steps, inputs)
-            except Unsupported:  # it is compiled for the first time, or again, and differentiates
-                with torch._dynamo.config.patch(trace_autograd_ops=True):
-                    weight = self._compute(steps, inputs)
-        except (TorchDynamoException, FailOnRecompileLimitHit, _HookError) as error:
-            self._is_eager = True
-            warn_not_compiled((str(error).strip() or type(error).__name__).splitlines()[0])
+            if not self._compiled.is_eager:
+                weight = self._compiled(steps, inputs)
         finally:
             for rate in self._learning_rates:
                 rate.to_number()
-        if self._is_eager:
+        if self._compiled.is_eager:
             return self._eagerly(inputs)
         for optimizer in self._optimizers:
             if steps:
@@ -78,7 +127,7 @@ class CompiledUpdate:
                 step_optimizer(optimizer)
         if self._device.type == "cuda":  # the next run of a captured graph overwrites its outputs
             weight = _copied(weight)
-            if reporter is not None:
+            if (reporter := current.reporter) is not None:
                 reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
         return weight
 
@@ -96,22 +145,17 @@ class CompiledUpdate:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise _HookError("a parameter has a hook of its gradient, which a compiled function would pass over")
+                self._compiled.give_up("a parameter has a hook of its gradient, which a compiled function would pass over")
+                return
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        is_eager = serializer("is_eager", self._is_eager)
-        if not isinstance(serializer, Serializer):
-            self._is_eager = bool(is_eager)
+        self._compiled.serialize(serializer)
 
 
 def warn_not_compiled(reason: str) -> None:
     warn(
         f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
     )
-
-
-class _HookError(RuntimeError):
-    """A hook is called inside autograd, which a compiled function would not call."""
 
 
 class _LearningRate:
@@ -145,6 +189,12 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def _loss(forward: Callable[..., Any], precision: Precision, inputs: Any) -> Any:
+    args, kwargs = arguments(inputs)
+    with precision.autocast():
+        return loss_and_weight(forward(*args, **kwargs), "main")
+
+
 def _update(
     forward: Callable[..., Any],
     precision: Precision,
@@ -153,9 +203,7 @@ def _update(
     steps: bool,
     inputs: Any,
 ) -> Any:
-    args, kwargs = arguments(inputs)
-    with precision.autocast():
-        loss, weight = loss_and_weight(forward(*args, **kwargs), "main")
+    loss, weight = _loss(forward, precision, inputs)
     check_loss(loss)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):

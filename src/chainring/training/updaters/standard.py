@@ -42,7 +42,7 @@ from chainring.training.updaters._closures import (
     needs_closure,
     only_gradients_of,
 )
-from chainring.training.updaters._compiled import IS_AVAILABLE, CompiledUpdate, warn_not_compiled
+from chainring.training.updaters._compiled import IS_AVAILABLE, CompiledLoss, CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._exchange import ExchangeWatch, ModelRanksWatch
 from chainring.training.updaters._forward import (
     Loss,
@@ -150,10 +150,12 @@ class StandardUpdater(Updater):
         comm: the communicator of the ranks that train together.
         compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
             as a graph on an NVIDIA GPU; results are equal to float tolerance. An optimizer with ``fused=True`` steps with
-            its own kernel, outside of that function. Compilation takes seconds before the first update, and before the
-            first batch of each other shape. An update that cannot be compiled, such as any update with torch before 2.13,
-            runs uncompiled, and a warning says why; so does an update that `dump_graph` or a `Profiler` observes, because
-            they need its graph and its phases.
+            its own kernel, outside of that function. With gradient accumulation, ranks, fp16, or callbacks other than
+            ``batch_on_finish``, only the loss and its backward are compiled, and not captured; ranks then exchange
+            gradients after the backward. Compilation takes seconds before the first update, and before the first batch of
+            each other shape. Virtual ranks, closures, overridden stages, DDP, ``fully_shard`` and other sharded
+            parameters, a model that cannot be compiled, and any update with torch before 2.13 run uncompiled, and a
+            warning says why. An update that `dump_graph` observes runs uncompiled, because it needs its graph.
         virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
             fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
@@ -266,15 +268,25 @@ class StandardUpdater(Updater):
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
-        if compiles and self._uses_fast_path and not self.callbacks.needs_stages and not IS_AVAILABLE:
-            warn_not_compiled(f"a whole update is compiled by torch 2.13 or newer, and this is {torch.__version__}")
-        elif compiles and self._uses_fast_path and not self.callbacks.needs_stages:
+        self._loss_in_stages: Callable[[nn.Module, Any], tuple[Any, Any]] = self._compute_loss
+        if compiles and (reason := self._find_not_compiled(overrides_stage, is_plain)):
+            warn_not_compiled(reason)
+        elif compiles:
             model = self._models["main"]
             forward = model if self.loss_func is None else partial(self.loss_func, model)
-            self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
-        elif compiles:
-            stages = "accumulation, ranks, virtual ranks, callbacks, fp16, closures and your own stages"
-            warn_not_compiled(f"{stages} need an update in stages")
+            self._loss_in_stages = CompiledLoss(self._compute_loss, forward, self._precision)
+            if self._uses_fast_path:
+                self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
+
+    def _find_not_compiled(self, overrides_stage: bool, is_plain: bool) -> str | None:
+        """Return why updates are not compiled, or ``None``."""
+        if overrides_stage or self._virtual is not None or self._steps_by_closure:
+            return "virtual ranks, closures and your own stages are left as they are"
+        if self._wrapped.parameters or not is_plain:
+            return "DDP, fully_shard and sharded parameters exchange between ranks inside of the model"
+        if not IS_AVAILABLE:
+            return f"an update is compiled by torch 2.13 or newer, and this is {torch.__version__}"
+        return None
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
@@ -517,7 +529,7 @@ class StandardUpdater(Updater):
 
     def _compute_gradients(self, batch: Any) -> Any:
         with self.autocast():
-            loss, weight = self._compute_loss(self._models["main"], batch)
+            loss, weight = self._loss_in_stages(self._models["main"], batch)
             self._state.context.loss = loss
         self._state.has_loss_weight = self._state.has_loss_weight or weight is not None
         self.backward(loss, weight)
@@ -910,6 +922,8 @@ class StandardUpdater(Updater):
             self._wrapped.hook_states.serialize(serializer["communication_hooks"], self.comm)
         if isinstance(self._compute, CompiledUpdate):
             self._compute.serialize(serializer["compiled"])
+        if isinstance(self._loss_in_stages, CompiledLoss):
+            self._loss_in_stages.serialize(serializer["compiled_loss"])
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run may change, which is then announced."""
