@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench clean
+.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench growth clean
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -88,7 +88,7 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --group bench
 	touch $@
 
-bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start, beside other libraries
+bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots, the start, recovery, growth and ranks, beside other libraries
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/epochs.py
 	$(BIN)/python benchmarks/data.py
@@ -96,10 +96,14 @@ bench: $(VENV)/.bench  ## an iteration, an epoch, data, snapshots and the start,
 	$(BIN)/python benchmarks/object_stores.py
 	$(BIN)/python benchmarks/start.py
 	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/growth.py --rounds 3
 	$(BIN)/python benchmarks/virtual_ranks.py
 	$(BIN)/python benchmarks/sharded_load.py
 	$(BIN)/python benchmarks/accelerator.py
+
+growth: $(VENV)/.bench  ## measure how the costs grow, in twelve minutes, and draw the curves of docs/speed.md
+	$(BIN)/python benchmarks/growth.py --rounds 3 --json docs/pictures/growth.json
+	$(BIN)/python docs/pictures/growth.py
 
 clean:  ## remove what the commands here have made
 	rm -rf $(VENV) result build dist

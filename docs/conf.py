@@ -57,7 +57,7 @@ intersphinx_mapping = {
 }
 
 myst_heading_anchors = 3
-exclude_patterns = ["versions-table.md"]  # which a page includes
+exclude_patterns = ["versions-table.md", "pictures/growth-table.md"]  # which pages include
 
 default_role = "py:obj"  # `Trainer` in a docstring leads to it
 autodoc_default_options = {
