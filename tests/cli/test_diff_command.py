@@ -11,6 +11,7 @@ import torch
 
 import planted
 import replay_program
+from chainring import iterators
 from chainring.cli import main
 
 DIFFERENCES = planted.DIFFERENCES
@@ -112,6 +113,17 @@ def test_the_first_line_is_the_answer(base, tmp_path, capsys):
     assert lines[-1] == f"not compared: iterations 21 to 24, which only {base / 'recorded'} has"
     assert main(["diff", str(base / "recorded"), str(base / "plain")]) == 0
     assert capsys.readouterr().out.startswith("same up to iteration 24\n")
+
+
+def test_a_value_that_recorder_log_and_snapshot_have_is_printed_once(base, tmp_path, capsys):
+    """Here the difference is first felt in the iteration of a snapshot."""
+    batches = iterators.SerialIterator(range(planted.EXAMPLES), planted.BATCH, seed=1)
+    example = next(batch for number, batch in enumerate(batches, 1) if number == planted.SNAPSHOTS)[0]
+    planted.make_trainer(str(tmp_path / "run"), example=int(example)).run()
+    assert main(["diff", str(base / "recorded"), str(tmp_path / "run")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"different from iteration {planted.SNAPSHOTS} on: the loss main/loss: ")
+    assert not any(line.startswith("  the loss main/loss: ") for line in lines)
 
 
 def test_generators_that_nobody_has_seeded_are_found_and_nothing_else_is_hidden(base, tmp_path, capsys):

@@ -162,6 +162,47 @@ def test_each_part_of_a_run_is_replayed_with_the_arguments_that_it_had(place, tm
     assert lines[1] == "The run was started again in between, at iteration 60, with other settings or arguments"
 
 
+RESUMED = """if arguments.note:
+    chainring.serializers.load(arguments.note, trainer)
+trainer.run()
+"""
+
+
+def run_in_parts(tmp_path):
+    """A run of 30 iterations that was continued to 60 by an argument; return its script and directory."""
+    script, out = tmp_path / "resumed.py", tmp_path / "result"
+    script.write_text(SCRIPT.replace(", autoload=True", "").partition("if arguments.note:")[0] + RESUMED)
+    forked.run([str(script), "--out", str(out), "--length", "30"])
+    forked.run([str(script), "--out", str(out), "--length", "60", "--note", str(out / "snapshot_iter_25")])
+    return str(script), out
+
+
+def test_a_script_that_loads_a_snapshot_itself_is_searched_from_the_beginning(tmp_path, capsys):
+    """The arguments of the last start would load a snapshot after the iteration that is sought."""
+    script, out = run_in_parts(tmp_path)
+    assert main(["bisect", "--json", str(out), "--bad", "count == 10", script]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["iteration"], answer["assumed"], answer["looked_at"]) == (10, 0, [1, 10])
+    shutil.rmtree(out / "snapshot_iter_25")  # which the arguments name
+    assert main(["replay", str(out), "--to", "28", script]) == 0
+    assert capsys.readouterr().out.startswith("iteration 28, replayed from the beginning")
+
+
+def test_bisect_says_which_iterations_it_cannot_reach(tmp_path, capsys):
+    """Those before a state that the script loads, which lies elsewhere: the remedy are other arguments."""
+    script, out = run_in_parts(tmp_path)
+    shutil.move(out / "snapshot_iter_25", tmp_path / "moved")
+    arguments = [script, "--length", "60", "--note", str(tmp_path / "moved")]
+    assert main(["bisect", str(out), "--bad", "count >= 10", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "iteration 30 is the first with count >= 10: it is 30.0"
+    assert (
+        "It was not looked for in the 25 iterations before 26: the script loads a state itself; give the arguments with "
+        "which it began"
+    ) in lines
+    assert not any("--monotone" in line for line in lines)
+
+
 def test_batch_prints_the_indices_of_the_examples(place, capsys):
     """On the first line; those of the order of the data."""
     assert main(["batch", str(place / "sound"), "26", str(place / "train.py")]) == 0

@@ -138,7 +138,7 @@ def _answer(
             "parameters": not_finite[1],
             "is_first": found is not None and not_finite[0] > found["origin"]["iteration"],
         },
-        "looked_at": [1, found["iteration"] if found else last],
+        "looked_at": [evidence.begin + 1, found["iteration"] if found else last],
         "known_to": last,
         "assumed": max(found["origin"]["iteration"] - evidence.first_unknown(options.bad) + 1, 0) if found else 0,
         "replays": recorded.replays,
@@ -157,7 +157,8 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
         first, end = found["origin"]["iteration"] + 1 if found else 1, answer["looked_at"][1]
         lines = [f"not found: {printable(condition)} does not hold in iterations {first} to {end}"]
     elif answer["iteration"] is None:
-        lines = [f"never: {printable(condition)} does not hold in iterations 1 to {answer['looked_at'][1]}"]
+        first, end = answer["looked_at"]
+        lines = [f"never: {printable(condition)} does not hold in iterations {first} to {end}"]
     else:
         lines = [
             f"iteration {answer['iteration']} is the first with {printable(condition)}: it is {answer['value']!r}",
@@ -169,10 +170,7 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
     if answer["not_finite"] is not None and found["may_go_back"]:
         lines.append("FailOnNonNumber sends the run back to a snapshot then, so that later iterations are without them")
     if answer["assumed"]:
-        lines.append(
-            f"By --monotone it is taken not to hold in the {answer['assumed']} iterations before "
-            f"{found['origin']['iteration'] + 1} that are not known"
-        )
+        lines.append(_unknown(answer["assumed"], found))
     if answer["looked_at"][1] > answer["known_to"]:
         lines.append(f"The run is known to have come to iteration {answer['known_to']}, and may have come further")
     if answer["error"]:
@@ -180,6 +178,15 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
     if answer["same"] is not False:
         lines.append(f"Replayed from {describe_origin(found)}: {describe_comparison(found)}")
     return [*lines, *answer["notes"]]
+
+
+def _unknown(count: int, found: Mapping[str, Any]) -> str:
+    """Return that iterations before the replay are not known, and why."""
+    origin = found["origin"]
+    before = f"in the {count} iteration{'s' * (count != 1)} before {origin['iteration'] + 1}"
+    if origin["snapshot"] is None:  # and not the beginning either
+        return f"It was not looked for {before}: the script loads a state itself; give the arguments with which it began"
+    return f"By --monotone it is taken not to hold {before} that are not known"
 
 
 def _parameters(not_finite: Mapping[str, Any] | None) -> str:

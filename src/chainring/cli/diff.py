@@ -126,8 +126,7 @@ def _lines(found: Parting, replayed: Replayed | None, one: RunFiles, other: RunF
     yield _answer(found, one, other)
     first = found.first
     if first is not None:
-        others = [each for each in found.findings if each != first and each.iteration == first.iteration]
-        yield from (f"  {_describe(each)}" for each in others[:_MOST_SHOWN])
+        yield from (f"  {_describe(each)}" for each in _others(found, first)[:_MOST_SHOWN])
         tensor = _first_tensor(found, replayed)
         if tensor is not None and first.what != "tensor" and tensor.iteration != first.iteration:
             yield f"the first tensor that differs, after iteration {tensor.iteration}: {_named(tensor)}"
@@ -137,6 +136,15 @@ def _lines(found: Parting, replayed: Replayed | None, one: RunFiles, other: RunF
     yield from _setting_lines(found.settings)
     yield from (f"compared: {text}" for text in found.compared)
     yield from (f"not compared: {text}" for text in found.not_compared)
+
+
+def _others(found: Parting, first: Finding) -> list[Finding]:
+    """Return what else differs in the first iteration, each value once, although log and snapshot have it too."""
+    others: dict[tuple[str, str], Finding] = {}
+    for each in found.findings:
+        if each.iteration == first.iteration and (each.what, each.name) != (first.what, first.name):
+            others.setdefault((each.what, each.name), each)
+    return [*others.values()]
 
 
 def _later_lines(found: Parting, first: Finding) -> Iterator[str]:

@@ -19,7 +19,7 @@ from chainring.serializers._checkpoint import opened_state
 from chainring.serializers._store import SavedSnapshot, Store
 from chainring.serializers.base import read_stored
 from chainring.testing._recorded import ledger_of
-from chainring.testing._replaying import NoReplay, read_values, saved_trainers
+from chainring.testing._replaying import NoReplay, first_iteration, read_values, saved_trainers
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -76,16 +76,18 @@ class Evidence:
         means: the means of intervals, each with the iterations before its first and with which it ends.
         last: the last iteration that the run is known to have reached.
         logged: the keys in the rows of the logs.
+        begin: the iteration with which the run began.
     """
 
     values: dict[int, float | None] = field(default_factory=dict)
     means: list[tuple[int, int, float]] = field(default_factory=list)
     last: int = 0
     logged: set[str] = field(default_factory=set)
+    begin: int = 0
 
     def first_unknown(self, condition: Condition) -> int:
         """Return the first iteration of which it is not known that the condition does not hold."""
-        iteration = 1
+        iteration = self.begin + 1
         while iteration in self.values and not self.holds(iteration, condition):
             iteration += 1
         return iteration
@@ -101,12 +103,12 @@ class Evidence:
         shown += [end for _, end, mean in self.means if condition.holds_in_one_of(mean)]
         end = min(shown, default=self.last)
         known = [i for i, value in self.values.items() if value is not None and i < end and not condition.holds(value)]
-        return max(known, default=0), end
+        return max(known, default=self.begin), end
 
 
 def collect(run: Path, store: Store, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
-    found = Evidence()
+    found = Evidence(begin=first_iteration(read_record(run)))
     found.last = max((manifest.iteration for _, manifest in store.listing() if manifest is not None), default=0)
     for log in _logs(run):
         _add_rows(found, log, key)

@@ -77,8 +77,22 @@ def main() -> None:
     """Replay with the script of the command line, up to the end of its trainer's run."""
     task = ReplayTask(**json.loads(sys.argv[1]))
     _refuse_writes(task.source)
+    _skip_loading_from(task.source)
     with recorded_threads(task.threads):
         run_script(task, functools.partial(_replay, task), _REMEDY)
+
+
+def _skip_loading_from(run_directory: str) -> None:
+    """Let a script that continues its run from a snapshot begin before it: the replay chooses the snapshot."""
+    load, inside = serializers.load, Path(run_directory).resolve()
+
+    @functools.wraps(load)
+    def loading(path: str | os.PathLike[str], obj: Any, *args: Any, **kwargs: Any) -> None:
+        begins = isinstance(obj, Trainer) and not obj.is_replaying
+        if not (begins and Path(path).resolve().is_relative_to(inside)):
+            load(path, obj, *args, **kwargs)
+
+    serializers.load = loading
 
 
 def _refuse_writes(run_directory: str) -> None:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from chainring import serializers
 from chainring._distributed.sharding import to_local
 from chainring._files import parse_strict
 from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._checkpoint import STATE
+from chainring.serializers._checkpoint import STATE, load
 from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, Manifest, SavedSnapshot, Store
 from chainring.testing._batches import BatchIndices
 from chainring.training._run_directory import RECORD, read_record
@@ -283,7 +282,7 @@ class Replay:
             try:
                 if self.may_go_back:
                     self._stage(origin.snapshot)
-                serializers.load(origin.snapshot, trainer)
+                load(origin.snapshot, trainer)
             except FileNotFoundError:  # removed by the run, which continues
                 continue
             except CorruptError as error:
@@ -413,6 +412,11 @@ def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, An
     starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
     before = [start for start in starts if start["iteration"] < iteration]
     return before[-1] if before else starts[0] if starts else {}
+
+
+def first_iteration(record: Mapping[str, Any]) -> int:
+    """Return the iteration with which a run began: not 0, if that was the state of another one."""
+    return max(int(start_in_force(record, 0).get("iteration", 0)), 0)
 
 
 def starts_between(record: Mapping[str, Any], begin: int, iteration: int) -> list[Mapping[str, Any]]:
