@@ -217,7 +217,7 @@ class TestToDevice:
 
     def test_an_accelerator_that_is_not_there_is_refused(self):
         """With the number of those that are."""
-        with pytest.raises(ValueError, match=f"this machine has {torch.accelerator.device_count()}; -1 is the host"):
+        with pytest.raises(ValueError, match=f"this machine has {torch.accelerator.device_count()}; -1 is the CPU"):
             to_device(torch.accelerator.device_count(), torch.ones(1))
 
 

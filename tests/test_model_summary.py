@@ -169,7 +169,7 @@ def test_without_a_batch_there_are_no_shapes():
 def test_lazy_modules_are_refused(batch):
     """The first call would make their parameters; after it, they are modules as any other."""
     model = nn.Sequential(nn.Identity(), nn.LazyLinear(3))
-    with pytest.raises(ValueError, match=r"'1' is a LazyLinear, .*; call the model once with a batch before"):
+    with pytest.raises(ValueError, match=r"'1' is a LazyLinear, .*; call the model once with a batch first"):
         model_summary(model, batch)
     model(torch.zeros(1, 2))
     assert column(model_summary(model, batch), "1", "parameters") == "9"

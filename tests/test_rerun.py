@@ -89,7 +89,7 @@ def test_the_example_given_a_model_to_resume_says_that_it_is_one(digits):
     before = contents(out)
     done = start(MNIST, "-o", out, "--resume", out / "mlp.model")
     assert done.returncode == 1
-    assert f"{out}/mlp.model holds a model, and a Trainer is continued from a snapshot directory" in done.stderr
+    assert f"{out}/mlp.model holds a model, and a Trainer is loaded from a snapshot directory" in done.stderr
     assert contents(out) == before
 
 

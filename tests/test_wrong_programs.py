@@ -99,7 +99,7 @@ WRONG = {
         UPDATER, 'train_iter, optimizer, model, device="cuda:9")', "'cuda:9' is not there", 'device="auto"'
     ),
     "a GPU by a number that is not there": Wrong(
-        UPDATER, "train_iter, optimizer, model, device=9)", "device 9", "-1 is the host"
+        UPDATER, "train_iter, optimizer, model, device=9)", "device 9", "-1 is the CPU"
     ),
     "the precision of Lightning": Wrong(
         UPDATER, 'train_iter, optimizer, model, precision="bf16-mixed")', "got 'bf16-mixed'", 'use "bf16"'
@@ -148,7 +148,7 @@ WRONG = {
     ),
     # extensions
     "an evaluation without end": Wrong(
-        "100, repeat=False, shuffle=False", "100", "repeats for ever", "make it with repeat=False"
+        "100, repeat=False, shuffle=False", "100", "repeats forever", "make it with repeat=False"
     ),
     "an evaluation of a dataset": Wrong(
         "Evaluator(test_iter", "Evaluator(test", "got the dataset", "SerialIterator(dataset, batch_size)"
@@ -212,14 +212,14 @@ WRONG = {
     ),
     # the run
     "fit": Wrong(RUN, "trainer.fit()", "no attribute 'fit'", "a Trainer runs with run()"),
-    "two runs": Wrong(RUN, f"{RUN}\n{RUN}", "a trainer runs once", "make a new one"),
+    "two runs": Wrong(RUN, f"{RUN}\n{RUN}", "a trainer can run only once", "make a new one"),
     "an extension that comes too late": Wrong(
-        RUN, f"{RUN}\ntrainer.extend(extensions.ProgressBar())", "run(), which has begun", "call extend before it"
+        RUN, f"{RUN}\ntrainer.extend(extensions.ProgressBar())", "run(), which has started", "call extend before it"
     ),
     "out is a file": Wrong(
         "import torch\n", 'import torch\nopen("result", "w").close()\n', "result is not a directory", "choose another out"
     ),
-    "out that cannot be made": Wrong('out="result"', 'out="/proc/result"', "one may write to", "choose another out"),
+    "out that cannot be made": Wrong('out="result"', 'out="/proc/result"', "writable directory", "choose another out"),
     "a snapshot that is not there": Wrong(
         RUN,
         f'serializers.load("result/snapshot_iter_9", trainer)\n{RUN}',
@@ -254,7 +254,7 @@ def test_a_wrong_program_is_answered_in_at_most_four_lines(tmp_path, monkeypatch
 
 WARNED = {
     "a column that is never reported": Wrong(
-        '"validation/main/loss"]', '"val/loss"]', "nothing to show as ['val/loss']", "the rows have ['main/loss'"
+        '"validation/main/loss"]', '"val/loss"]', "no values for ['val/loss']", "the rows have ['main/loss'"
     ),
     "a stop trigger that watches a misspelled key": Wrong(
         STOP,

@@ -83,9 +83,9 @@ TRAINER_KEYWORDS = {
     "device": _DEVICE,
     "devices": _DEVICE,
     "strategy": _DEVICE,
-    "model": "the updater takes it: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
-    "optimizer": "the updater takes it: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
-    "train_dataset": "the updater takes an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)",
+    "model": "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
+    "optimizer": "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
+    "train_dataset": "pass an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)",
     "eval_dataset": _EVALUATOR,
     "val_check_interval": 'extend(extensions.Evaluator(...), trigger=(500, "iteration")) says when to evaluate',
     "check_val_every_n_epoch": 'extend(extensions.Evaluator(...), trigger=(2, "epoch")) says when to evaluate',
@@ -204,7 +204,7 @@ MODULES: dict[str, dict[str, str]] = {
         "ModelSummary": "it is chainring.nn.model_summary(model, batch)",
     },
     "chainring.iterators": {
-        "DataLoader": "torch.utils.data.DataLoader is taken as it is: StandardUpdater(loader, ...)",
+        "DataLoader": "a torch.utils.data.DataLoader can be used directly: StandardUpdater(loader, ...)",
         "MultithreadIterator": "it is chainring.iterators.MultiprocessIterator",
     },
 }

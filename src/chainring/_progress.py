@@ -77,8 +77,8 @@ def raise_unless_end(updater: Updater, error: StopIteration) -> None:
     place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
     raise RuntimeError(
         f"StopIteration was raised in {place}, and not by an iterator of {type(updater).__name__}, so it is an error, not "
-        "the end of the data. Write next(iterator, None) there. An iterator whose end ends the run is one that the updater "
-        "knows: StandardUpdater({'main': ..., 'other': ...}, ...), or get_all_iterators() of an updater of your own"
+        "the end of the data. Write next(iterator, None) there. To let the end of an iterator end the run, register it "
+        "with the updater: StandardUpdater({'main': ..., 'other': ...}, ...), or return it from get_all_iterators()"
     ) from error
 
 

@@ -133,7 +133,7 @@ def as_device(device: Device) -> torch.device | None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     if device >= count:
-        raise ValueError(f"device {device} is the index of an accelerator, and this machine has {count}; -1 is the host")
+        raise ValueError(f"device {device} is the index of an accelerator, and this machine has {count}; -1 is the CPU")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(device))
@@ -277,7 +277,7 @@ def _collate_padded(arrays: list[Any], padding: Padding, path: str) -> Tensor:
         raise TypeError(f"padding of {path} is a number, got {padding!r}; a tuple or mapping is for examples that are such")
     if not (dtype.is_floating_point or dtype.is_complex) and torch.tensor(padding).to(dtype).item() != padding:
         raise ValueError(
-            f"padding {padding!r} does not fit into the {dtype} of {path}; take another, or floats in the dataset"
+            f"padding {padding!r} does not fit into the {dtype} of {path}; use another, or floats in the dataset"
         )
     padded = torch.full((len(tensors), *largest), padding, dtype=dtype, device=tensors[0].device)
     for row, tensor in zip(padded, tensors, strict=True):

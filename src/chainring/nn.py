@@ -178,8 +178,8 @@ def _check_materialized(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             raise ValueError(
-                f"model_summary leaves the model as it is, and {path or 'the model'!r} is a {type(module).__name__}, whose "
-                "parameters are made by its first call; call the model once with a batch before"
+                f"model_summary does not change the model, and {path or 'the model'!r} is a {type(module).__name__}, "
+                "whose parameters are created by its first call; call the model once with a batch first"
             )
 
 
@@ -209,8 +209,8 @@ def _check_local(model: nn.Module) -> None:
     """Refuse models whose call needs all ranks: where only one of them asks for the table, it would wait forever."""
     if any(map(is_sharded, model.parameters())):
         raise ValueError(
-            "model_summary runs a copy of the model, and of this one each rank holds a shard; "
-            "call it before fully_shard or parallelize_module, or leave out the batch"
+            "model_summary runs a copy of the model, and this model is sharded over ranks; call it before "
+            "fully_shard or parallelize_module, or leave out the batch"
         )
     synchronized = any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules())
     if synchronized and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

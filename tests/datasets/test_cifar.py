@@ -93,7 +93,10 @@ def test_images_alone_have_the_scale_and_the_dtype_asked_for(serve, get):
 
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
-    [({"ndim": 2}, ValueError, "ndim is 1 or 3"), ({"dtype": np.uint8}, TypeError, "dtype is a floating one.*uint8")],
+    [
+        ({"ndim": 2}, ValueError, "ndim is 1 or 3"),
+        ({"dtype": np.uint8}, TypeError, "dtype is a floating-point dtype.*uint8"),
+    ],
 )
 def test_a_form_that_there_is_not_is_refused_before_the_download(settings, error, message):
     """No server is asked."""

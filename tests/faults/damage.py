@@ -107,7 +107,7 @@ def _continue(bench, number, draw, place, damage, found):
         _check_refusal(bench, place, snapshots)
         return counts + Counter({"all damaged": 1})
     output = bench.complete(place, may_warn=True)
-    if f"snapshot {snapshots[0]!r} is passed over" not in output:
+    if f"snapshot {snapshots[0]!r} is skipped" not in output:
         raise WrongEndError(f"{damage.__name__} of {snapshots[0]}: no warning names it: {output[-2000:]}")
     if started_at(out) != newest_of({name: found[name] for name in snapshots[1:]}):
         raise WrongEndError(f"{damage.__name__} of {snapshots[0]}: the run went on from {started_at(out)}")

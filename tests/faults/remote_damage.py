@@ -92,7 +92,7 @@ def _continue(objects, draw, place, url, damage, found):
             return counts + Counter({"all damaged": 1})
         return counts  # none is there any more, and the run begins anew
     output = objects.complete(place, url, may_warn=True)
-    if f"snapshot {snapshots[0]!r} is passed over" not in output and not _is_gone(key, damage):
+    if f"snapshot {snapshots[0]!r} is skipped" not in output and not _is_gone(key, damage):
         raise WrongEndError(f"{damage.__name__} of {key}: no warning names it: {output[-2000:]}")
     if started_at(url) != newest_of({name: found[name] for name in snapshots[1:]}):
         raise WrongEndError(f"{damage.__name__} of {key}: the run went on from {started_at(url)}")

@@ -176,7 +176,7 @@ def test_a_generator_that_was_begun_cannot_begin_again(again):
     iterator = LoaderIterator((torch.tensor([k]) for k in range(2)), repeat=False)
     getattr(iterator, again)()
     assert len(list(iterator)) == 2
-    with pytest.raises(ValueError, match=r"gives one pass.*function that returns a fresh one"):
+    with pytest.raises(ValueError, match=r"gives one pass.*function that returns a new iterable"):
         getattr(iterator, again)()
 
 
@@ -192,7 +192,7 @@ def test_a_pass_without_batches_is_an_error():
     spent = (torch.tensor([k]) for k in range(2))
     iterator = LoaderIterator(lambda: spent)
     assert len([next(iterator), next(iterator)]) == 2
-    with pytest.raises(ValueError, match=r"no batch in a whole pass; a function must return a fresh iterable"):
+    with pytest.raises(ValueError, match=r"no batch in a whole pass; a function must return a new iterable"):
         next(iterator)
 
 

@@ -185,7 +185,7 @@ def test_a_run_of_chainer_is_continued(snapshots, tmp_path, capsys, rule):
     assert (updater.iteration, updater.epoch_detail) == (15, 1.5)
     said = capsys.readouterr().out
     assert "a snapshot of Chainer" in said
-    assert "not taken: " in said
+    assert "not loaded: " in said
     assert "extensions/LogReport" in said
     trainer.run()
     last = dict(np.load(snapshots / rule / "model.npz"))

@@ -334,4 +334,4 @@ def untied(world):
 def test_weights_that_have_been_untied_are_named():
     for warned in on_ranks(2, untied):
         assert len(warned) == 1
-        assert "'embedding.weight' and 'scores.weight' are equal and not one" in warned[0]
+        assert "'embedding.weight' and 'scores.weight' are equal but not shared" in warned[0]

@@ -93,7 +93,7 @@ def test_a_damaged_snapshot_is_passed_over(there, capsys):
     """For the one before."""
     (name,) = (key for key in keys(f"{there}/one/snapshot_iter_16") if key.endswith(".safetensors"))
     write(f"{there}/one/snapshot_iter_16/{name}", b"nothing")
-    with pytest.warns(UserWarning, match=f"{there}/one/snapshot_iter_16 is passed over"):
+    with pytest.warns(UserWarning, match=f"{there}/one/snapshot_iter_16 is skipped"):
         found = shown(capsys, "replay", f"{there}/one", "--to", "17", SCRIPT)
     assert (found["from"], found["same"]) == ("snapshot_iter_8", True)
 

@@ -47,7 +47,7 @@ def test_the_continued_run_follows_the_loop_of_accelerate(tmp_path, capsys, is_s
     assert "a state of Accelerate" in said
     assert "the iteration is 20, as the optimizer counts its updates" in said
     assert "2 follows from the iteration and the 10 batches of an epoch here" in said
-    assert "not taken: random_states_0.pkl" in said
+    assert "not loaded: random_states_0.pkl" in said
     trainer.run()
     assert_close(model, loop(2, tmp_path / "state")[0])
 

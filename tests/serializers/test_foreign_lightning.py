@@ -74,7 +74,7 @@ def test_the_continued_run_follows_lightnings_own_resumed_run(place, tmp_path, c
     said = capsys.readouterr().out
     assert "a Lightning checkpoint" in said
     assert "which stand below 'net' there" in said
-    assert "not taken: callbacks" in said
+    assert "not loaded: callbacks" in said
     trainer.run()
     theirs = fit(tmp_path / "theirs", 3, path if epoch == int(epoch) else None)
     assert trainer.updater.iteration == 30

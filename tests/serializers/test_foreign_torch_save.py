@@ -92,8 +92,8 @@ def test_parameters_moments_scheduler_and_counts_come_into_a_trainer(saved, tmp_
         "iteration 20, epoch 2",
     ):
         assert line in said
-    assert "not taken: best" in said
-    assert "not there: random generators" in said
+    assert "not loaded: best" in said
+    assert "missing: random generators" in said
 
 
 def test_the_continued_run_follows_the_loop_that_goes_on(saved, tmp_path):
@@ -287,7 +287,7 @@ def test_numbers_of_numpy_become_pythons_and_arrays_are_left_out(tmp_path, capsy
     assert type(own[1].param_groups[0]["lr"]) is float
     assert own[1].param_groups[0]["lr"] == 0.25
     assert trainer.updater.epoch == 3
-    assert "not taken: best, curve" in capsys.readouterr().out
+    assert "not loaded: best, curve" in capsys.readouterr().out
     torch.save({**state, "time": np.datetime64("2020-01-01")}, tmp_path / "file")
     with pytest.raises(ValueError, match="value of NumPy that is no number"):
         serializers.load(tmp_path / "file", Net())

@@ -204,7 +204,7 @@ def test_snapshots_of_errors_and_damaged_ones_are_not_used(tmp_path):
     updates = []
     make = functools.partial(make_noting, loss_func=lambda model, x: updates.append(1) or model(x))
     with (
-        pytest.warns(UserWarning, match="snapshot 'snapshot_iter_8' is passed over: "),
+        pytest.warns(UserWarning, match="snapshot 'snapshot_iter_8' is skipped: "),
         pytest.warns(UserWarning, match="only there \\['fail'\\]"),
     ):
         assert values_of(replay(make, out, 9)) == values[9]

@@ -143,7 +143,7 @@ def test_what_the_script_sets_otherwise_holds_and_is_printed_and_recorded(tmp_pa
     trainer = resumed(tmp_path, before, now)
     expected = [STOP] if said is None else [STOP, said]
     printed = capsys.readouterr().out.splitlines()
-    _, header, *rows = printed[printed.index("resumed with other settings than the saved run:") :]
+    _, header, *rows = printed[printed.index("resumed with different settings from the saved run:") :]
     rows = [" ".join(row.split()) for row in rows if row.startswith("  ")]
     assert header.split() == ["setting", "saved", "->", "now"]
     assert sorted(rows) == sorted(expected)
@@ -203,7 +203,7 @@ class TestALearningRateThatIsATensor:
         assert (group["lr"], group["betas"]) == (0.25 / 4, (0.75, 0.5))
         printed = capsys.readouterr().out
         first, header, *rows = [" ".join(line.split()) for line in printed.splitlines()]
-        assert (first, header) == ("resumed with other settings than the saved run:", "setting saved -> now")
+        assert (first, header) == ("resumed with different settings from the saved run:", "setting saved -> now")
         assert rows[0] == "lr of optimizer 'main', group 0 0.5 -> 0.25"
         assert rows[1].startswith("betas of optimizer 'main', group 0 (0.8999")
         assert rows[1].endswith(" -> (0.75, 0.5)")

@@ -85,7 +85,7 @@ def test_a_log_keeps_its_rows_whatever_logs_are_added_before_it_removed_or_swapp
         assert [row["iteration"] for row in log.log] == expected
         assert [row["iteration"] for row in json.loads((tmp_path / name).read_text())] == expected
     assert [str(w.message).partition(". The state")[0] for w in recwarn] == [
-        f"this run has other extensions than the one it continues: only there {there}, only here {here}"
+        f"this run has different extensions from the saved run: only there {there}, only here {here}"
         for there, here in {
             ("b",): [(["LogReport"], [])],
             ("c", "a", "b"): [([], ["LogReport"])],
@@ -135,13 +135,13 @@ def test_state_of_which_it_is_not_certain_whose_it_is_is_warned_about_and_not_gi
     """One of two is gone that nothing told apart; or two are others now."""
     twins = run(tmp_path, Calls(), Calls(), (Calls("other"), every(2))).state_dict()
     left, other = Calls(), Calls("other")
-    with pytest.warns(UserWarning, match=r"begin without their state.*here 'Calls' \(.*'Calls' \(.*, 'Calls_1' \("):
+    with pytest.warns(UserWarning, match=r"start without their saved state.*here 'Calls' \(.*'Calls' \(.*, 'Calls_1' \("):
         run(tmp_path, left, (other, every(2)), load=twins, late=late, stop=5)
     assert (left.calls, other.calls) == (1, 2)
     state = run(tmp_path, Labelled("x"), Labelled("y")).state_dict()
     parts = [Labelled("z"), Labelled("x"), Labelled("w")]
     with pytest.warns(
-        UserWarning, match=r"begin without.*here 'Calls' \(z.*'Calls_2' \(w, .*in the saved run 'Calls_1' \(y"
+        UserWarning, match=r"start without.*here 'Calls' \(z.*'Calls_2' \(w, .*in the saved run 'Calls_1' \(y"
     ):
         run(tmp_path, *parts, load=state, late=late, stop=5)
     assert [part.calls for part in parts] == [1, 5, 1]

@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_read_is_warned_about_and_moved_with_what_is_kno
     """Names that this run will write, and snapshots, whose manifests tell."""
     run(tmp_path, extensions.snapshot(), Writes("both", "only there"))
     (tmp_path / "run.json").write_text(text, encoding="latin-1")
-    with pytest.warns(UserWarning, match=r"run\.json is passed over"):
+    with pytest.warns(UserWarning, match=r"run\.json is skipped"):
         run(tmp_path, Writes("both"))
     assert names(tmp_path / "previous" / "1") == ["both", "run.json", "snapshot_iter_1", "snapshot_iter_2"]
     assert (tmp_path / "previous" / "1" / "run.json").read_text(encoding="latin-1") == text

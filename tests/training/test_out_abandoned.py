@@ -79,7 +79,7 @@ def test_the_later_snapshots_are_moved_and_the_log_is_copied_and_cut_back(tmp_pa
     trainer = trainer_of(tmp_path, 3)
     serializers.load(tmp_path / "snapshot_iter_2", trainer)
     trainer.extend(look)
-    with pytest.warns(UserWarning, match="other extensions"):
+    with pytest.warns(UserWarning, match="different extensions"):
         trainer.run()
     place = tmp_path / "abandoned" / "1"
     assert said() == [f"resumed at iteration 2: the later snapshot_iter_3, snapshot_iter_4 moved to {place}"]
@@ -127,7 +127,7 @@ def test_damaged_later_snapshots_and_those_of_other_extensions_are_moved_too(tmp
         first.run()
     (tmp_path / "snapshot_iter_3" / "manifest.json").write_text("damaged")
     (tmp_path / "best_iter_3" / "manifest.json").unlink()
-    with pytest.warns(UserWarning, match="other extensions"):
+    with pytest.warns(UserWarning, match="different extensions"):
         run(tmp_path, 2, load=tmp_path / "snapshot_iter_2")
     moved = names(tmp_path / "abandoned" / "1")
     copied = ["log", "log.jsonl", "model_1", "model_2", "run.json"]
@@ -161,7 +161,7 @@ def test_autoload_that_passes_over_a_damaged_snapshot_moves_it_aside(tmp_path):
     """So that the snapshot of that iteration can be taken again."""
     run(tmp_path, 3)
     (tmp_path / "snapshot_iter_3" / "state.json").write_text("{}")
-    with pytest.warns(UserWarning, match="snapshot_iter_3' is passed over"):
+    with pytest.warns(UserWarning, match="snapshot_iter_3' is skipped"):
         run(tmp_path, 4, autoload=True)
     assert snapshots(tmp_path) == taken(1, 2, 3, 4)
     assert snapshots(tmp_path / "abandoned" / "1") == taken(3)
@@ -223,7 +223,7 @@ def test_a_run_that_continues_another_and_is_killed_before_its_first_snapshot_is
         raise KeyboardInterrupt
 
     killed.initialize = killed
-    with pytest.warns(UserWarning, match="other extensions"), pytest.raises(KeyboardInterrupt):
+    with pytest.warns(UserWarning, match="different extensions"), pytest.raises(KeyboardInterrupt):
         run(tmp_path / "b", 5, killed, load=tmp_path / "a" / "snapshot_iter_3")
     assert snapshots(tmp_path / "b") == []
     assert snapshots(tmp_path / "b" / "abandoned" / "1") == taken(1, 2)

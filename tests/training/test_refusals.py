@@ -101,8 +101,8 @@ REFUSED = {
         lambda: extensions.PrintReport([1]),
     ),
     "a log that is none": (TypeError, 'such as "LogReport"; got 3', lambda: extensions.PrintReport(log_report=3)),
-    "an out of PrintReport": (TypeError, "out is a text file, or None.*got 'a'", lambda: extensions.PrintReport(out="a")),
-    "an out of ProgressBar": (TypeError, "out is a text file, or None.*got 'a'", lambda: extensions.ProgressBar(out="a")),
+    "an out of PrintReport": (TypeError, "out is a text stream, or None.*got 'a'", lambda: extensions.PrintReport(out="a")),
+    "an out of ProgressBar": (TypeError, "out is a text stream, or None.*got 'a'", lambda: extensions.ProgressBar(out="a")),
     "a length without end": (
         ValueError,
         "a finite number above 0.*got .inf",
@@ -153,12 +153,12 @@ REFUSED = {
     "named columns of unequal length": (ValueError, "same length, got {", lambda: datasets.DictDataset(x=[1], t=[1, 2])),
     "a number in a TupleDataset": (
         TypeError,
-        "a TupleDataset is made of datasets.*got int",
+        "a TupleDataset combines datasets.*got int",
         lambda: datasets.TupleDataset([1], 3),
     ),
     "a number in a DictDataset": (
         TypeError,
-        "a DictDataset is made of datasets.*got int",
+        "a DictDataset combines datasets.*got int",
         lambda: datasets.DictDataset(x=3),
     ),
     "a generator in a ConcatenatedDataset": (
@@ -170,7 +170,7 @@ REFUSED = {
     "the class of a dataset": (TypeError, "got the class list", lambda: datasets.SubDataset(list, 0, 1)),
     "a share as a position": (
         TypeError,
-        r"positions are integers, got 1.5; write int",
+        r"positions are integers, got 1.5; round .* with int",
         lambda: datasets.split_dataset([1, 2], 1.5),
     ),
 }

@@ -396,7 +396,7 @@ def test_a_damaged_record_is_set_aside_with_a_warning_and_the_run_goes_on(tmp_pa
     content = json.loads((tmp_path / "run.json").read_text())
     text = DAMAGED[damage](json.dumps({**content, "files": [*content["files"], "log"]}, indent=1))
     (tmp_path / "run.json").write_text(text)
-    with pytest.warns(UserWarning, match=r"run\.json is passed over and moved to .*abandoned/1/run\.json"):
+    with pytest.warns(UserWarning, match=r"run\.json is skipped and moved to .*abandoned/1/run\.json"):
         found = run(tmp_path, 2, load="snapshot_iter_1")
     assert [start["iteration"] for start in found["starts"]] == [1]
     assert (tmp_path / "abandoned" / "1" / "run.json").read_text() == text
@@ -410,7 +410,7 @@ def test_what_lies_in_the_place_of_the_record_is_neither_read_nor_waited_for(tmp
     run(tmp_path)
     (tmp_path / "run.json").unlink()
     put(tmp_path / "run.json")
-    with pytest.warns(UserWarning, match=r"run\.json is passed over and moved to "):
+    with pytest.warns(UserWarning, match=r"run\.json is skipped and moved to "):
         found = run(tmp_path, 2, load="snapshot_iter_1")
     assert [start["iteration"] for start in found["starts"]] == [1]
 

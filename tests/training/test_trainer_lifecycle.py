@@ -192,7 +192,7 @@ def test_a_trainer_runs_once(tmp_path, error):
     except ValueError:
         events.append("failed")
     before = list(events)
-    with pytest.raises(RuntimeError, match="runs once; make a new one, and load a snapshot or state_dict"):
+    with pytest.raises(RuntimeError, match="can run only once; make a new one, and load a snapshot or state_dict"):
         trainer.run()
     assert events == before
 
@@ -201,7 +201,7 @@ def test_state_is_not_loaded_into_a_trainer_that_has_run(tmp_path):
     """It would never be used; the error says to make a new trainer."""
     trainer, _ = witnessed(tmp_path)
     trainer.run()
-    with pytest.raises(RuntimeError, match="before it runs; make a new trainer"):
+    with pytest.raises(RuntimeError, match="which has started; make a new trainer"):
         trainer.load_state_dict(trainer.state_dict())
 
 
@@ -218,7 +218,7 @@ def test_an_out_that_goes_bad_before_the_run_finalizes_all(tmp_path):
     """A file that has taken the directory's place is an error of the run that names out."""
     trainer, events = witnessed(tmp_path / "out")
     (tmp_path / "out").touch()
-    assert "out must be a directory" in str(raised_by(trainer))
+    assert "out must be a writable directory" in str(raised_by(trainer))
     assert events == ENDED
 
 

@@ -160,7 +160,7 @@ def test_an_observation_survives_a_resume_for_the_stop_trigger(tmp_path):
     ("stop", "error", "message"),
     [
         ((20, "epochs"), ValueError, '"iteration", "epoch" or "second", got \'epochs\''),
-        ((-1, "epoch"), ValueError, "0 or above, got -1; None trains until the data end"),
+        ((-1, "epoch"), ValueError, "0 or above, got -1; None trains until the data run out"),
         (20, TypeError, r'a trigger is None, a callable.*\(period, "epoch"\).*got 20'),
         (triggers.OnceTrigger, TypeError, "got the class OnceTrigger: pass an object of it"),
         (lambda: True, TypeError, "called with one argument, the trainer"),

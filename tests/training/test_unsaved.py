@@ -60,7 +60,7 @@ def named(trainer):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.rehearse()
-    lines = "\n".join(str(each.message) for each in caught if "no state holds" in str(each.message)).splitlines()
+    lines = "\n".join(str(each.message) for each in caught if "that are not saved" in str(each.message)).splitlines()
     return [line.partition(":  ")[0].strip().rpartition(": ")[0] for line in lines[1:]]
 
 
@@ -71,7 +71,7 @@ def count(holder):
 def test_a_count_in_a_module_is_named_by_its_path_with_a_remedy(tmp_path):
     """Once, in one warning."""
     trainer = made(tmp_path, Encoder(0, count))
-    with pytest.warns(UserWarning, match="changed what no state holds") as caught:
+    with pytest.warns(UserWarning, match="changed values that are not saved") as caught:
         trainer.rehearse()
     assert len(caught) == 1
     assert "updater.model:main.predictor.0.kept: register_buffer, or a serialize(serializer)" in str(caught[0].message)

@@ -104,7 +104,7 @@ def test_the_stop_trigger_is_checked_too(tmp_path):
 def test_every_unknown_key_is_named_once(tmp_path):
     """With the name of the extension that watches it."""
     trainer = trainer_of(tmp_path, WATCHERS["PlotReport"]("los"), (extensions.snapshot(), triggers.MinValueTrigger("wrods")))
-    with pytest.raises(ValueError, match="keys are watched") as caught:
+    with pytest.raises(ValueError, match="these keys are needed") as caught:
         trainer.rehearse()
     lines = [line.partition(" watches ") for line in str(caught.value).splitlines() if " watches " in line]
     assert [(watcher.strip(), keys) for watcher, _, keys in lines] == [

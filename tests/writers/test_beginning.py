@@ -146,7 +146,7 @@ def test_a_rehearsal_tells_writers_nothing(tmp_path):
 
 def test_a_log_and_its_writers_have_files_of_their_own():
     """Two under one name would overwrite each other."""
-    with pytest.raises(ValueError, match=r"files of different names; more than one would write \['log.csv'\]"):
+    with pytest.raises(ValueError, match=r"must write different files; more than one would write \['log.csv'\]"):
         LogReport(writers=[CsvWriter(), CsvWriter()])
 
 

@@ -152,8 +152,8 @@ def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
     except DistStoreError as error:
         missing = [str(rank) for rank in range(place.size) if not store.check([f"arrived/{rank}"])]
         raise RuntimeError(
-            f"of {place.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; see "
-            "whether they were started, and what they have printed"
+            f"of {place.size} ranks these have not come within {timeout.total_seconds():g} s: {', '.join(missing)}; check "
+            "that they were started, and what they have printed"
         ) from error
     if store.check(["conflict"]):
         if store.add("told", 1) == place.size:

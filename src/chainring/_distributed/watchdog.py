@@ -224,8 +224,8 @@ def _describe_deadlock(statuses: Iterable[Status], seconds: float, timeout: floa
     return (
         f"all ranks wait for each other for {seconds:.0f} s (timeout={timeout:g}): they are in different exchanges, or the "
         f"network is lost.\n{details}\n"
-        "All ranks call the same methods of a communicator, and the same collectives of torch, in the same order: see where "
-        "the stacks part."
+        "All ranks call the same methods of a communicator, and the same collectives of torch, in the same order: see "
+        "where the stacks differ."
     )
 
 

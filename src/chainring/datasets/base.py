@@ -86,8 +86,8 @@ def require_datasets(name: str, *datasets: Any) -> None:
         if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             got = f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__
             raise TypeError(
-                f"{name} is made of datasets, which have __len__ and __getitem__(i); got {got}. "
-                "Make a list of what can only be iterated, or hand an iterable of batches to the updater as it is"
+                f"{name} combines datasets, which have __len__ and __getitem__(i); got {got}. "
+                "Make a list of an iterable, or pass an iterable of batches to the updater directly"
             )
 
 

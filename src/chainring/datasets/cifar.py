@@ -97,7 +97,7 @@ def _get_cifar(
         raise ValueError(f"ndim is 1 or 3, got {ndim!r}")
     dtype = np.dtype(np.float32 if dtype is None else dtype)
     if dtype.kind != "f":
-        raise TypeError(f"dtype is a floating one, because pixels are from 0 to scale; got {dtype}")
+        raise TypeError(f"dtype is a floating-point dtype, because pixels are from 0 to scale; got {dtype}")
     if len(source.sha256) != 1:
         raise ValueError(f"a source names the one archive of CIFAR, and {source.name!r} has {list(source.sha256)}")
     (path,) = source.download().values()

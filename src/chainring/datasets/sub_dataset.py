@@ -40,7 +40,7 @@ class SubDataset(DatasetMixin):
         size = size_of(dataset)
         for position in (start, finish):
             if not is_integer(position):
-                raise TypeError(f"positions are integers, got {position!r}; write int(...) of a share of the examples")
+                raise TypeError(f"positions are integers, got {position!r}; round a fraction of the examples with int(...)")
         if not 0 <= start <= finish <= size:
             raise ValueError(f"positions must satisfy 0 <= start <= finish <= {size}, got {start} and {finish}")
         self.dataset: Any = dataset

@@ -266,7 +266,7 @@ def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | No
     elif virtual_ranks is not None and comm.size > 1:
         raise ValueError(
             f"each of {comm.size} ranks takes the rows of its block of {virtual_ranks} virtual ranks, which the iterator "
-            f"{type(iterator).__name__} cannot give; derive it from chainring.iterators.Iterator, or hand over what it reads"
+            f"{type(iterator).__name__} cannot give; derive it from chainring.iterators.Iterator, or pass what it reads"
         )
     if hasattr(iterator, "share"):
         if comm.world.size > 1:

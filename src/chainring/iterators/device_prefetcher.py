@@ -56,7 +56,7 @@ class DevicePrefetcher(Iterator):
         if not isinstance(source, Iterator) or serialize_method(source) is None:
             raise TypeError(
                 f"a prefetched iterator is an Iterator whose state is declared in serialize(serializer), got "
-                f"{type(source).__name__}; derive it from chainring.iterators.Iterator, or hand over a loader"
+                f"{type(source).__name__}; derive it from chainring.iterators.Iterator, or pass a loader"
             )
         if not callable(converter):
             raise TypeError(f"a converter is called with (batch, device), got {type(converter).__name__}")

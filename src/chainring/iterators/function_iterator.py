@@ -103,7 +103,7 @@ class FunctionIterator(Iterator):
         except StopIteration as error:
             raise RuntimeError(
                 f"function({index}) of iterator {self.name!r} raised StopIteration; its stream is endless: end the run by "
-                "the stop trigger, or give a loader whose data end"
+                "the stop trigger, or use a loader, which can end"
             ) from error
         except Exception as error:
             error.add_note(f"raised by function({index}), asked by iterator {self.name!r}")

@@ -188,7 +188,7 @@ class LoaderIterator(Iterator):
                 if is_empty and not self._has_ended:
                     raise ValueError(
                         f"the loader of iterator {self.name!r} ({type(self.loader).__name__}) gave no batch in a whole "
-                        "pass; a function must return a fresh iterable each time that it is called"
+                        "pass; a function must return a new iterable each time it is called"
                     ) from None
                 is_new_pass = True
         raise StopIteration
@@ -379,7 +379,7 @@ class LoaderIterator(Iterator):
         if self._is_spent:
             raise ValueError(
                 f"the loader of iterator {self.name!r} ({type(self.loader).__name__}) gives one pass, which was begun, "
-                "and cannot begin again: hand over a function that returns a fresh one"
+                "and cannot start again: pass a function that returns a new iterable"
             )
         self.finalize()
         if self._returned.current_generators is not None:  # before the batch that was read ahead
@@ -561,8 +561,8 @@ class LoaderIterator(Iterator):
                 else f"the state of {kind} lacks {self._state_lacks}"
             )
             warn(
-                f"iterator {self.name!r} fetches {taken} batches again and skips them, to continue in the middle of an "
-                f"epoch: {why}. SerialIterator and loaders with a state need not",
+                f"iterator {self.name!r} fetches {taken} batches again and skips them, to resume in the middle of an "
+                f"epoch: {why}. SerialIterator and loaders with a state do not need this",
             )
         self._begin_pass()
         for skipped in range(taken):
@@ -624,7 +624,7 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
         return source
     if _is_dataset(source):
         raise TypeError(
-            f"an iterator of batches is needed, got the dataset {type(source).__name__}, which gives single examples; "
+            f"an iterator of batches is needed, got the dataset {type(source).__name__}, which returns single examples; "
             "wrap it: SerialIterator(dataset, batch_size), or LoaderIterator(dataset) if its items are batches"
         )
     if isinstance(source, (torch.nn.Module, torch.optim.Optimizer, Mapping)):

@@ -85,7 +85,7 @@ class WeightedOrderSampler:
         self.weights = _to_column("weights", weights).astype(np.float64)
         possible = int(np.count_nonzero(self.weights))
         if not possible:
-            raise ValueError(f"weights need one above 0, got {len(self.weights)} without")
+            raise ValueError(f"at least one weight must be above 0, got {len(self.weights)} without")
         self.num_samples = len(self.weights) if num_samples is None else require_integer("num_samples", num_samples, 1)
         self.replacement = replacement
         if not replacement and self.num_samples > possible:

@@ -65,7 +65,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
         gather([torch.ones(3, 2), torch.ones(2, 2)], "cpu").shape  # torch.Size([5, 2])
     """
     if not len(outputs):
-        raise ValueError("gather joins at least one part, got none; scatter gives one part where there are no rows")
+        raise ValueError("gather joins at least one part, got none; scatter returns one part if there are no rows")
     target = as_device(device)
     return map_structure(lambda leaves, path: join(leaves, path, target, dim), outputs, "outputs")
 
@@ -75,10 +75,10 @@ def as_devices(devices: Sequence[Device]) -> list[torch.device]:
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(f'devices is a sequence, such as ["cuda:0", "cuda:1"]; got {devices!r}')
     if not devices:
-        raise ValueError("devices names at least one device, got none; the host is -1")
+        raise ValueError("devices names at least one device, got none; the CPU is -1")
     targets = [as_device(device) for device in devices]
     if None in targets:
-        raise TypeError(f"devices must name each device, got {list(devices)!r}; the host is -1")
+        raise TypeError(f"devices must name each device, got {list(devices)!r}; the CPU is -1")
     return [torch.empty(0, device=target).device for target in targets]
 
 

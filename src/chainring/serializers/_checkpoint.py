@@ -194,8 +194,8 @@ def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snap
     """Load the file of a model."""
     if not is_module(obj):
         raise TypeError(
-            f"{source} holds a model, and a {type(obj).__name__} is continued from a snapshot directory; "
-            "a model is loaded by load(path, model)"
+            f"{source} holds a model, and a {type(obj).__name__} is loaded from a snapshot directory; load a model by "
+            "load(path, model)"
         )
     if path_in_snapshot:
         prefix = f"{path_in_snapshot.strip('/').replace('/', '.')}."
@@ -204,7 +204,7 @@ def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snap
     if parts := own_states(unwrap(obj)):
         paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
         warn(
-            f"{source} holds parameters and buffers only: the state that serialize of {paths} declares stays as it is. "
+            f"{source} contains only parameters and buffers: the state that serialize of {paths} declares stays as it is. "
             "serializers.save(path, model) writes a directory with both",
         )
 

@@ -643,12 +643,12 @@ def find_newest(
         try:
             store.snapshot(name).verify(content=False)
         except (CorruptError, OSError) as error:
-            warn(f"snapshot {name!r} is passed over: {error}")
+            warn(f"snapshot {name!r} is skipped: {error}")
             damaged.append(name)
         else:
             return name
     if damaged:
-        raise CorruptError(f"none of the snapshots {damaged} in {store} is sound; move them away to start again")
+        raise CorruptError(f"none of the snapshots {damaged} in {store} is undamaged; move them away to start again")
     return None
 
 

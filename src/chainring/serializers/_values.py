@@ -111,9 +111,7 @@ class _Encoder:
         if cls in _TENSORS:  # hot path: "stop for a snapshot" in benchmarks/growth.py, as most values are tensors there
             return self._tensor(path, value, depth)
         if depth > MAX_DEPTH:
-            raise TypeError(
-                f"{path}: {cls.__name__} lies more than {MAX_DEPTH} containers deep, or holds itself; flatten it"
-            )
+            raise TypeError(f"{path}: {cls.__name__} is more than {MAX_DEPTH} containers deep, or holds itself; flatten it")
         if value is None or cls in (bool, str):
             return value
         if cls in _SCALARS:

@@ -192,7 +192,7 @@ class Deserializer(AbstractSerializer):
             raise KeyError(
                 f"the saved state of {type(module).__name__} at {self._path!r} has none of its parameters and buffers, such "
                 f"as {next(iter(names))!r}: it was saved by a version that saved only what serialize names. Load it with "
-                "strict=False to keep the parameters at hand"
+                "strict=False to keep the current parameters"
             )
         entry_of = {path: names.get(path, path.replace("/", ".")) for path in paths}
         found = self._read_entries({path: entries.get(name) for path, name in entry_of.items()})
@@ -283,7 +283,7 @@ def _format_changes(settings: Iterable[ChangedSetting]) -> str:
         rows.append((name, saved, given, "" if consequence == _HOLDS else f"  ({consequence})"))
     names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {name:{names}}  {saved:{values}} -> {given}{note}" for name, saved, given, note in rows]
-    return "\n".join(["resumed with other settings than the saved run:", *lines])
+    return "\n".join(["resumed with different settings from the saved run:", *lines])
 
 
 @contextmanager
@@ -720,7 +720,7 @@ class DictionaryDeserializer(_ByPath, Deserializer):
         if self.strict:
             raise KeyError(
                 f"the saved state has no {path!r}. It comes from an object of another type or version; "
-                "load it into what it was saved from, or with strict=False to keep what is missing as it is"
+                "load it into the object that it was saved from, or pass strict=False to keep missing values as they are"
             )
         return value
 

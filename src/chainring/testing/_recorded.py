@@ -42,8 +42,8 @@ class Comparison:
             return None
         return (
             f"the replay goes another way than the run: {self.what} of iteration {self.iteration} is another one than the "
-            "recorder has taken down. The script, its arguments, its data, a version or the number of threads have changed, "
-            "or something is remembered that no state holds: `chainring verify-resume` finds that"
+            "recorder has taken down. The script, its arguments, its data, a version or the number of threads have "
+            "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
         )
 
 
@@ -53,7 +53,7 @@ def ledger_of(run: Path, trainer: Trainer | None = None) -> Ledger | None:
     try:
         return Ledger.read(path) if path.is_file() else None
     except LedgerError as error:
-        warn(f"what is recorded is passed over: {error}")
+        warn(f"what is recorded is skipped: {error}")
         return None
 
 

@@ -287,7 +287,7 @@ class Replay:
                 continue
             except CorruptError as error:
                 if origin.snapshot.exists():
-                    warn(f"snapshot {origin.snapshot.name!r} is passed over: {error}")
+                    warn(f"snapshot {origin.snapshot.name!r} is skipped: {error}")
                 continue
             self._copy_media()
             return origin

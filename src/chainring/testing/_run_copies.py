@@ -58,7 +58,7 @@ def copy_nearest(store: Store, directory: Path, latest: int) -> None:
         except FileNotFoundError:  # removed by the run, which continues
             continue
         except CorruptError as error:
-            warn(f"snapshot {saved} is passed over: {error}")
+            warn(f"snapshot {saved} is skipped: {error}")
             continue
         fetch_files(store.place, manifest.beside, directory)
         return

@@ -148,7 +148,7 @@ def rehearse(trainer: Trainer) -> None:
     for name, model in trainer.updater.get_all_models().items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
-                f"a rehearsal puts parameters back, and those of a lazy module are uninitialized before its first batch: "
+                f"a rehearsal restores parameters, and those of a lazy module are uninitialized before its first batch: "
                 f"{lazy} of model {name!r}; call the model once with a batch under torch.no_grad() before"
             )
     from chainring.training._unsaved import attributes_of  # which imports NumPy's generators, for a rehearsal alone
@@ -169,7 +169,7 @@ def rehearse(trainer: Trainer) -> None:
                 reported.update(trainer.observation)
                 seen.append(attributes_of(trainer))
         except StopIteration:
-            raise RuntimeError("the data ended before 2 updates, so there is nothing to rehearse") from None
+            raise RuntimeError("the data ran out before 2 updates, so there is nothing to rehearse") from None
         if problem := trainer.comm.broadcast_object(_find_unknown_keys(trainer, reported)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the same, by what is finalized
@@ -193,9 +193,9 @@ def _find_unknown_keys(trainer: Trainer, reported: set[str]) -> str | None:
         nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         shown += f"\n  {watcher} watches {key!r}" + (f"; the nearest is {nearest[0]!r}" if nearest else "")
     return (
-        f"keys are watched that neither an update nor an extension has reported:{shown}\nReported were {known}. Correct the "
-        "key, or extend the trainer by what reports it. One that is only reported later on is named by the extension or "
-        'updater that reports it: its attribute reported_keys = ("key",)'
+        f"these keys are needed, and neither an update nor an extension has reported them:{shown}\nReported were {known}. "
+        "Correct the key, or add the extension that reports it. If a key is only reported later, name it in the extension "
+        'or updater that reports it: its attribute reported_keys = ("key",)'
     )
 
 
@@ -215,8 +215,8 @@ def _warn_of_unsaved(trainer: Trainer, before: Attributes, between: Attributes, 
         shown = "".join(f"\n  {path}: {remedy(path, found[path])}" for path in list(found)[:_MAX_SHOWN])
         more = f"\n  and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
         warn(
-            "two updates and a call of each extension have changed what no state holds, so that a resumed run begins with "
-            f"what the script makes; what is set again before each use need not be saved:{shown}{more}",
+            "two updates and a call of each extension have changed values that are not saved, so a resumed run would "
+            f"start with those of the script (a value that is set again before each use need not be saved):{shown}{more}",
         )
 
 
@@ -245,7 +245,7 @@ def _state_put_back(trainer: Trainer) -> Generator[None]:
             yield
     except BaseException as error:
         position = "" if trainer.extension_name is None else f", in extension {trainer.extension_name!r}"
-        error.add_note(f"raised in the rehearsal{position}; all state has been put back")
+        error.add_note(f"raised in the rehearsal{position}; all state has been restored")
         raise
     finally:
         trainer.out, trainer.observation, trainer.extension_name = out, observation, None

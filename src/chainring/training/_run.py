@@ -117,7 +117,7 @@ class LoadedState:
         ]
         if (only_there or only_here) and not self.gives_way:
             warn(
-                f"this run has other extensions than the one it continues: only there {only_there}, only here {only_here}. "
+                f"this run has different extensions from the saved run: only there {only_there}, only here {only_here}. "
                 "The state of those only there is dropped; those only here start from now",
             )
         if self._source is not None:
@@ -250,9 +250,9 @@ def _warn_of_doubt(here: list[Identity], there: list[Identity]) -> None:
         return ", ".join(f"{one.name!r} ({', '.join([*(one.identity or ()), one.trigger])})" for one in ones)
 
     warn(
-        f"extensions begin without their state, because it is not certain which is which: here {shown(here)}, in the saved "
-        f"run {shown(there)}. Register them as the saved run did to continue all; extend(..., name=) of its own makes an "
-        "extension certain from now on",
+        "extensions start without their saved state, because they cannot be matched with certainty: here "
+        f"{shown(here)}, in the saved run {shown(there)}. Register them as in the saved run to restore all; from now on, "
+        "a different extend(..., name=) for each avoids this",
     )
 
 

@@ -67,7 +67,7 @@ def resolve_out(out: str) -> tuple[str, str | None]:
     if not existing.is_dir():
         raise NotADirectoryError(f"out must be a directory, and {existing} is not a directory; choose another out")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(f"out must be a directory one may write to, and {existing} is not; choose another out")
+        raise PermissionError(f"out must be a writable directory, and {existing} is not; choose another out")
     return (path if isinstance(out, Path) else str(path)), None  # a Path that is given stays one
 
 
@@ -79,7 +79,7 @@ def create_out(out: str | os.PathLike[str]) -> None:
         probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
-        rule = f"out must be a directory one may write to ({error.strerror}); choose another out"
+        rule = f"out must be a writable directory ({error.strerror}); choose another out"
         raise OSError(error.errno, rule, os.fspath(out)) from None
 
 
@@ -254,7 +254,7 @@ def read_record(directory: Path, *, moves_damaged: bool = False) -> dict[str, An
         return {}
     except (OSError, ValueError) as error:
         moved = set_aside(path) if moves_damaged else None
-        warn(f"{path} is passed over{f' and moved to {moved}' if moved else ''}: {error}")
+        warn(f"{path} is skipped{f' and moved to {moved}' if moved else ''}: {error}")
         return {}
 
 

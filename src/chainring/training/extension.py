@@ -275,7 +275,7 @@ def _check_extension(extension: Any, name: str) -> None:
         raise TypeError(rule if hint is None else f"{rule}: {hint}")
     if isinstance(extension, Trigger):
         raise TypeError(
-            f"an extension acts, and {type(extension).__name__} is a trigger: give it as the stop trigger, "
+            f"a trigger is not an extension, and {type(extension).__name__} is a trigger: give it as the stop trigger, "
             "Trainer(updater, trigger), or with an extension, extend(extension, trigger=trigger)"
         )
     if error := find_call_error(extension, None):

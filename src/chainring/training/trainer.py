@@ -199,7 +199,7 @@ class Trainer(Stateful):
             RuntimeError: the run has begun.
         """
         if self._run.has_begun:
-            raise RuntimeError("extensions are registered before run(), which has begun; call extend before it")
+            raise RuntimeError("extensions must be registered before run(), which has started; call extend before it")
         entry = Entry(extension, name, trigger, priority, invoke_before_training)
         if entry.name == "training":
             raise ValueError('the name "training" is reserved for the training itself; give name= to extend')
@@ -274,7 +274,7 @@ class Trainer(Stateful):
             Interrupted: a signal has ended the run; if it is not caught, the process exits with code 143 or 130.
         """
         if self._run.has_begun:
-            raise RuntimeError("a trainer runs once; make a new one, and load a snapshot or state_dict to continue")
+            raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
         entries = [entry for entry in self.entries if not entry.is_snapshot]
         snapshots = [entry for entry in self.entries if entry.is_snapshot]
         with self._run.session(self), self.reporter.scope(self.observation):
@@ -377,7 +377,7 @@ class Trainer(Stateful):
         if self.stop_trigger is not get_stop_trigger(None):
             warn(
                 f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
-                f"{self.stop_trigger} fired; an iterator with repeat=True begins a new epoch instead",
+                f"{self.stop_trigger} fired; an iterator with repeat=True starts a new epoch instead",
             )
 
     def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
@@ -398,7 +398,7 @@ class Trainer(Stateful):
                 reported, such as a misspelled one; the error names the closest reported key.
         """
         if self._run.has_begun:
-            raise RuntimeError("a rehearsal comes before run(), which has begun; make a new trainer")
+            raise RuntimeError("rehearse() must be called before run(), which has started; make a new trainer")
         _preview.rehearse(self)
 
     def explain(self, iterations: int = 100) -> str:
@@ -421,7 +421,7 @@ class Trainer(Stateful):
         """
         run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
         if is_loading and run.started_at is not None:
-            raise RuntimeError("state is loaded into a trainer before it runs; make a new trainer and load into that")
+            raise RuntimeError("state must be loaded before run(), which has started; make a new trainer and load into that")
         run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
         with contextlib.ExitStack() as stack:
             if is_loading:

@@ -148,8 +148,8 @@ class MlflowWriter(Writer):
         tags = {**earlier.data.tags, _TAG: tag}
         run_id = str(self._client.create_run(experiment_id, tags=tags, run_name=earlier.info.run_name).info.run_id)
         info(
-            f"MLflow takes no rows back, and has some behind which this run goes back: run {earlier.info.run_id} there is "
-            f"replaced by {run_id}, and deleted; MlflowClient.restore_run would bring it back"
+            f"MLflow cannot delete rows, and has rows of later iterations than this run resumes from: run "
+            f"{earlier.info.run_id} there is replaced by {run_id}, and deleted; MlflowClient.restore_run restores it"
         )
         self._run_id = run_id
         self._send_params(earlier.data.params)

@@ -67,7 +67,7 @@ class WandbWriter(Writer):
         self._open(settings)
         if run.iteration and self._run.step > run.iteration + 1:
             warn(
-                f"W&B takes no row back, and has those of run {self._run.id} up to step {self._run.step - 1}; the run goes "
+                f"W&B cannot delete rows, and has those of run {self._run.id} up to step {self._run.step - 1}; the run goes "
                 f"back to iteration {run.iteration}, so later ones will be there twice. WandbWriter(mode='offline'), and "
                 "wandb sync at the end, send each row once",
             )

@@ -64,7 +64,7 @@ def test_the_order_of_a_seed_stays_what_it_is():
 @pytest.mark.parametrize("weights", [[0, 0], []])
 def test_weights_of_zero_alone_are_refused(weights):
     """There would be nothing to draw."""
-    with pytest.raises(ValueError, match=f"weights need one above 0, got {len(weights)} without"):
+    with pytest.raises(ValueError, match=f"at least one weight must be above 0, got {len(weights)} without"):
         WeightedOrderSampler(weights)
 
 

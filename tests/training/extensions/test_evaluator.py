@@ -467,7 +467,7 @@ def test_an_iterator_without_reset_is_refused(iterator):
 @pytest.mark.parametrize("source", [iter([values(1)]), (batch for batch in [values(1)])], ids=["list_iterator", "generator"])
 def test_a_source_of_one_pass_is_refused(source):
     """A generator or the iterator of a list has nothing left for the second evaluation."""
-    with pytest.raises(ValueError, match=rf"a {type(source).__name__}, gives one pass only; give what makes it"):
+    with pytest.raises(ValueError, match=rf"a {type(source).__name__}, can be used only once; pass its source"):
         Evaluator(source, Mean())
 
 

@@ -67,7 +67,7 @@ def test_means_are_weighted_as_the_updates_are(tmp_path):
 def test_a_key_that_is_reported_now_and_then_has_points_there(tmp_path):
     """Other values are not drawn; the image waits for the first point."""
     observations = [{"a": 1, "c": 9}, {"a": 2, "b": 3}, {"c": 9}, {"b": 4}]
-    with pytest.warns(UserWarning, match=r"plot.png has no point yet of \['b'\] at iteration 1: reported were \['a', 'c'\]"):
+    with pytest.warns(UserWarning, match=r"plot.png has no point yet for \['b'\] at iteration 1: reported were \['a'"):
         drawn = curves(tmp_path, observations, ["a", "b"], trigger=EVERY)
     assert [lines for lines, _, _ in drawn] == [
         {"a": [[1, 1]]},
@@ -79,7 +79,7 @@ def test_a_key_that_is_reported_now_and_then_has_points_there(tmp_path):
 
 def test_keys_that_are_never_reported_are_warned_of_once_and_draw_nothing(tmp_path):
     """A misspelt key shows at the first fire."""
-    with pytest.warns(UserWarning, match=r"no point yet of \['lost'\].*Check the keys") as caught:
+    with pytest.warns(UserWarning, match=r"no point yet for \['lost'\].*Check the keys") as caught:
         assert curves(tmp_path, losses(1, 2, 3), ["lost"], trigger=EVERY) == []
     assert len(caught) == 1
     assert not (tmp_path / "plot.png").exists()
@@ -165,7 +165,7 @@ def test_cut_in_two_after_any_iteration_all_points_are_there(tmp_path, way):
         plot.seen = seen
         return Counting(observations, 2), [plot]
 
-    with pytest.warns(UserWarning, match="no point yet of"):
+    with pytest.warns(UserWarning, match="no point yet for"):
         trainer, _, (plot,) = whole(tmp_path, make, 7)
     for k in range(8):
         with warnings.catch_warnings(record=True) as caught:

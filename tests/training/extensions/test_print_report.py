@@ -48,7 +48,7 @@ def test_columns_are_as_wide_as_their_names_and_at_least_10(tmp_path):
 def test_a_missing_key_is_a_blank(tmp_path):
     """The columns after it stay where they are. What no row has had is warned about at the end, with what they have."""
     observations = [{"a": 1.0, "b": 2.0}, {"b": 3.0}]
-    with pytest.warns(UserWarning, match=r"nothing to show as \['never'\]; the rows have \['a', 'b', 'epoch'") as caught:
+    with pytest.warns(UserWarning, match=r"no values for \['never'\]; the rows have \['a', 'b', 'epoch'") as caught:
         table = printed(tmp_path, observations, entries=["a", "b", "never"])
     assert len(caught) == 1
     assert table == ["a           b           never", "1           2", "            3"]

@@ -96,7 +96,7 @@ def test_an_updater_that_does_not_count_is_refused(tmp_path):
         def update(self):
             self.iteration = 1
 
-    with pytest.raises(ValueError, match="adds 1 to it"):
+    with pytest.raises(ValueError, match="must add 1 to it"):
         run(Standing(), 3, tmp_path, Recorder())
 
 

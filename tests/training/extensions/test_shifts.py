@@ -155,8 +155,8 @@ REFUSED = {
     "a warm-up of no calls": (ValueError, "warmup_iter", lambda: WarmupShift("lr", 0.1, 0, 1)),
     "times that go back": (ValueError, "time_range", lambda: LinearShift("lr", (1, 2), (5, 3))),
     "values of three": (TypeError, "value_range", lambda: LinearShift("lr", (1, 2, 3), (0, 3))),
-    "a target behind": (ValueError, "never comes to", lambda: ExponentialShift("lr", 0.5, 1, 2)),
-    "a target behind, growing": (ValueError, "never comes to", lambda: StepShift("lr", 2, 3, 1, 0.5)),
+    "a target behind": (ValueError, "never reaches", lambda: ExponentialShift("lr", 0.5, 1, 2)),
+    "a target behind, growing": (ValueError, "never reaches", lambda: StepShift("lr", 2, 3, 1, 0.5)),
     "no name": (TypeError, "attr", lambda: ExponentialShift(None, 0.5)),
     "an optimizer of another kind": (TypeError, "optimizer is", lambda: ExponentialShift("lr", 0.5, optimizer=3)),
     "an attribute that an optimizer lacks": (
@@ -179,7 +179,7 @@ def test_bad_settings_are_refused_at_construction(error, text, make):
         (TypeError, "'nesterov' of SGD is False", LinearShift("nesterov", (0, 1), (0, 1))),
         (KeyError, "no optimizer 'second'", LinearShift("lr", (0, 1), (0, 1), "second")),
         (ValueError, "several values", extensions.ExponentialShift("lr", 0.5)),
-        (ValueError, "never comes to", extensions.ExponentialShift("momentum", 0.5, target=1)),
+        (ValueError, "never reaches", extensions.ExponentialShift("momentum", 0.5, target=1)),
     ],
 )
 def test_what_the_optimizer_does_not_fit_is_refused_when_the_run_starts(tmp_path, error, text, shift):

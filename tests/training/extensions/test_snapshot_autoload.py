@@ -63,11 +63,11 @@ def test_damaged_ones_are_warned_about_and_an_older_one_is_continued(tmp_path, w
     go(tmp_path, 4)
     for k in (3, 4):
         DAMAGES[damage](tmp_path / f"snapshot_iter_{k}")
-    with pytest.warns(UserWarning, match="is passed over") as caught:
+    with pytest.warns(UserWarning, match="is skipped") as caught:
         states = go(tmp_path, 8, seed=5)
     told = [str(each.message) for each in caught]
     assert len(told) == 2
-    assert all(any(f"snapshot 'snapshot_iter_{k}' is passed over" in text for text in told) for k in (3, 4))
+    assert all(any(f"snapshot 'snapshot_iter_{k}' is skipped" in text for text in told) for k in (3, 4))
     assert list(states) == [3, 4, 5, 6, 7, 8]
     assert differing(states[8], whole[8]) == []
     assert names(tmp_path / "abandoned/1") == ["snapshot_iter_3", "snapshot_iter_4"]
@@ -100,7 +100,7 @@ def test_where_none_is_sound_the_run_is_refused(tmp_path):
         flip(tmp_path / f"snapshot_iter_{k}/state.json")
     trainer = trainer_of(tmp_path, 4, (snapshot(autoload=True), EVERY))
     with (
-        pytest.warns(UserWarning, match="is passed over"),
+        pytest.warns(UserWarning, match="is skipped"),
         pytest.raises(CorruptError, match=r"none of the snapshots \['snapshot_iter_2', 'snapshot_iter_1'\].*start again"),
     ):
         trainer.run()

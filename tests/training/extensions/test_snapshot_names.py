@@ -52,7 +52,7 @@ def test_what_the_user_calls_like_a_snapshot_is_neither_removed_nor_loaded(tmp_p
     assert names(tmp_path) == ["snapshot_iter_4", "snapshot_iter_999"]
     with warnings.catch_warnings(record=True, action="always") as caught:
         trainer = run(tmp_path, 5, (snapshot(n_retains=1, autoload=True), EVERY), put)
-    assert ["passed over: " in str(each.message) for each in caught] == [True] * is_directory
+    assert ["is skipped: " in str(each.message) for each in caught] == [True] * is_directory
     assert trainer.is_resumed
     moved = tmp_path / "abandoned/1" / own.name
     assert moved.is_dir() if is_directory else moved.read_text() == "mine"
@@ -75,7 +75,7 @@ def test_snapshots_of_other_series_are_neither_removed_nor_loaded(tmp_path):
     )
     started = []
     trainer.extend(lambda trainer: started.append(trainer.updater.iteration))
-    with pytest.warns(UserWarning, match="other extensions"):
+    with pytest.warns(UserWarning, match="different extensions"):
         trainer.run()
     assert started == [5]
     assert names(tmp_path) == ["5", "9", "s2"]
@@ -187,7 +187,7 @@ def test_a_link_leads_to_an_older_one_when_the_run_goes_back(tmp_path):
     back, seen = trainer(), []
     serializers.load(tmp_path / "snapshot_iter_1", back)
     back.extend(lambda trainer: seen.append(os.readlink(tmp_path / "best")))
-    with pytest.warns(UserWarning, match="other extensions"):
+    with pytest.warns(UserWarning, match="different extensions"):
         back.run()
     assert seen == ["best_iter_1"] * 2
     assert names(tmp_path / "abandoned/1") == ["best", "best_iter_3", "snapshot_iter_2", "snapshot_iter_3"]

@@ -27,8 +27,8 @@ def test_devices_are_spelled_as_elsewhere(devices):
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [
-        ({}, ValueError, "needs to know its replicas: devices="),
-        ({"model": MODEL}, ValueError, "needs to know its replicas: devices="),
+        ({}, ValueError, "needs replicas: devices="),
+        ({"model": MODEL}, ValueError, "needs replicas: devices="),
         ({"model": MODEL, "devices": {"second": "cpu"}}, KeyError, r"devices must contain 'main'.*\['second'\]"),
         ({"models": {"second": MODEL}}, KeyError, r"models must contain 'main'.*\['second'\]"),
         ({"model": MODEL, "devices": ["cpu"]}, TypeError, r"devices is a mapping.*\['cpu'\]"),

@@ -239,7 +239,7 @@ def third(thing):
         (construct(converter=3), TypeError, ["a batch and a device", "int"]),
         (construct(callbacks=print), TypeError, ["UpdateCallbacks(update_on_start=f)", "print"]),
         (construct(precision="fp8"), ValueError, ["fp32", "bf16", "fp16", "'fp8'"]),
-        (construct(device=99), ValueError, ["device 99", "-1 is the host"]),
+        (construct(device=99), ValueError, ["device 99", "-1 is the CPU"]),
         (construct(loss_func=3), TypeError, ["loss_func is a function of the model and the inputs", "int"]),
         (construct(loss_func=nn.CrossEntropyLoss()), TypeError, ["the model first", "CrossEntropyLoss", "Classifier"]),
         (construct(loss_func=F.mse_loss), TypeError, ["the model first", "mse_loss", "lambda model, x, t"]),

@@ -68,17 +68,17 @@ def plan_model(
             found[name] = found[other]
     report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{found_below}"]
     aside = [name for name in saved if name not in names]
-    report += [f"not taken: {_shown(aside)}"] if aside else []
+    report += [f"not loaded: {_shown(aside)}"] if aside else []
     missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
     _check(path, model, {name: own[live[name]] for name in live}, found, missing, unexpected, strict)
     if missing:
-        report.append(f"not there: {_shown(missing)}")
+        report.append(f"missing: {_shown(missing)}")
     if unexpected:
-        report.append(f"not taken: {_shown(unexpected)}")
+        report.append(f"not loaded: {_shown(unexpected)}")
     report += _rounded(found, {name: own[live[name]] for name in live})
     if parts := own_states(model):
         report.append(
-            f"not there: the state that serialize of {', '.join(sorted({type(p).__name__ for _, p in parts}))} declares"
+            f"missing: the state that serialize of {', '.join(sorted({type(p).__name__ for _, p in parts}))} declares"
         )
     entries = {live[name]: shard_like(found[name], own[live[name]]) for name in live if name in found}
     order = list(names.values()) if is_ordered else None

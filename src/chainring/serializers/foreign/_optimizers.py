@@ -74,11 +74,11 @@ def plan_optimizer(
         remedy = f"{path}: the saved optimizer {label!r} {error}"
         if strict:
             raise ValueError(f"{remedy}. Or leave it out by strict=False") from error
-        return OptimizerPlan(None, {}, [], [f"not taken: the state of an optimizer. {remedy}"])
+        return OptimizerPlan(None, {}, [], [f"not loaded: the state of an optimizer. {remedy}"])
     step = "" if saved.step is None else f", {saved.step} updates"
     report = [f"optimizer {label!r}: the state of {len(state)} of {len(keys)} parameters{step}"]
     if not saved.groups:
-        report.append(f"not there: the settings of optimizer {label!r}; those of the script hold")
+        report.append(f"missing: the settings of optimizer {label!r}; those of the script hold")
     if saved.required == "momentum":
         report.append("converted: the momentum, by the learning rate of the script")
     return OptimizerPlan(optimizer, state, groups, report + _changes(label, optimizer, groups))

@@ -30,16 +30,16 @@ def set_position(
     saved = _with_epoch(own, saved, iteration, state.get("updater/settings/accumulate", 1), report)
     if saved.epoch is None:
         if own:
-            report.append("not there: the place in the data, which begin with a first epoch")
+            report.append("missing: the place in the data, which begin with a first epoch")
     elif "size" in own and "batch_size" in own:
         changes |= _of_examples(path, own, saved)
     elif {"passes", "taken", "batches", "epoch_length"} <= own.keys():
         changes |= _of_batches(path, own, saved, report)
     elif own:
-        report.append("not taken: the place in the data, because the iterator counts in another way; it begins as it is")
+        report.append("not loaded: the place in the data, because the iterator counts in another way; it begins as it is")
     counts = {"iteration": iteration, "epoch": saved.epoch, "batches of the next epoch": saved.batches or None}
     found = ", ".join(f"{name} {number}" for name, number in counts.items() if number is not None)
-    report.append(f"counts: {found}" if found else "not there: iteration and epoch, which begin at 0")
+    report.append(f"counts: {found}" if found else "missing: iteration and epoch, which begin at 0")
     return changes
 
 
@@ -53,7 +53,7 @@ def _with_epoch(
     if saved.epoch is not None or iteration is None or not length or accumulate != 1:
         return saved
     epoch, batches = divmod(iteration, length)
-    report.append(f"not there: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here")
+    report.append(f"missing: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here")
     return dataclasses.replace(saved, epoch=epoch, batches=batches)
 
 
@@ -92,7 +92,7 @@ def _of_batches(path: Path, own: Mapping[str, Any], saved: ForeignCheckpoint, re
             "and the same batch size"
         )
     if taken and (own.get("loader") is not None or own["epoch_length"] != length):
-        report.append("not taken: the place in the epoch, because the loader keeps its own; it begins that epoch again")
+        report.append("not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again")
         taken = 0
     return {
         f"{_ITERATOR}epoch": epoch,

@@ -40,7 +40,7 @@ def plan_scheduler(path: Path, scheduler: Any, saved: Any, strict: bool) -> Sche
         text = f"the saved scheduler is another one than the {name} here: {reason}; make the one that was saved"
         if strict:
             raise ValueError(f"{path}: {text}, or leave it out by strict=False")
-        return SchedulerPlan(scheduler, None, [f"not taken: {text}"])
+        return SchedulerPlan(scheduler, None, [f"not loaded: {text}"])
     report = [f"scheduler: {name} after {saved.get('last_epoch')} steps"]
     settings = [key for key in own if not str(key).startswith("_") and key not in _COUNTS]
     report += [

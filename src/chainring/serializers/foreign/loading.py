@@ -63,7 +63,7 @@ class ForeignPlan:
         else:
             self._plan_trainer(path, plans, strict)
         if saved.left:
-            self._report.append(f"not taken: {_listed(saved.left)}")
+            self._report.append(f"not loaded: {_listed(saved.left)}")
 
     def _plan_trainer(self, path: Path, models: list[ModelPlan], strict: bool) -> None:
         saved, trainer, report = self._saved, self._obj, self._report
@@ -80,7 +80,7 @@ class ForeignPlan:
             self._changes[scaler] = saved.scaler
             report.append("loss scaler: taken")
         report.append(
-            "not there: random generators, the order of the data, the state of extensions; these begin as the script says"
+            "missing: random generators, the order of the data, the state of extensions; these begin as the script says"
         )
 
     def fingerprint(self) -> int:
@@ -130,7 +130,7 @@ def _plan_optimizers(
 ) -> list[OptimizerPlan]:
     own, theirs = updater.get_all_optimizers(), saved.optimizers
     if not theirs:
-        report.append("not there: the state of an optimizer, which starts again")
+        report.append("missing: the state of an optimizer, which starts again")
         return []
     names = own.keys() if own.keys() == theirs.keys() else theirs.keys()
     is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
@@ -156,11 +156,11 @@ def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict:
     if not saved.schedulers and not extensions:
         return []
     if not saved.schedulers:
-        report.append("not there: the state of a scheduler, which starts again")
+        report.append("missing: the state of a scheduler, which starts again")
         return []
     if not extensions:
         report.append(
-            "not taken: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
+            "not loaded: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
         )
         return []
     if len(extensions) != len(saved.schedulers):
@@ -169,7 +169,7 @@ def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict:
                 f"{path} has the state of {len(saved.schedulers)} schedulers, and the trainer has {len(extensions)}: extend "
                 "it with as many in the same order, or leave them out by strict=False"
             )
-        report.append("not taken: the state of the schedulers, of which the trainer has another number")
+        report.append("not loaded: the state of the schedulers, of which the trainer has another number")
         return []
     plans = [
         plan_scheduler(path, extension.scheduler, state, strict)
@@ -180,7 +180,7 @@ def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict:
 
 
 def _nothing_of(role: str, found: Mapping[str, Any]) -> str | None:
-    return f"not taken: the state of {len(found)} {role}{'s' * (len(found) > 1)}" if found else None
+    return f"not loaded: the state of {len(found)} {role}{'s' * (len(found) > 1)}" if found else None
 
 
 def _listed(names: list[str], limit: int = 12) -> str:

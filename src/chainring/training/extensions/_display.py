@@ -16,7 +16,7 @@ class TextStream(Protocol):
 def check_stream(out: TextStream | None) -> None:
     """Raise a `TypeError` if an ``out`` is neither ``None`` nor can be written to."""
     if out is not None and not callable(getattr(out, "write", None)):
-        raise TypeError(f"out is a text file, or None for the standard output; got {out!r}")
+        raise TypeError(f"out is a text stream, or None for the standard output; got {out!r}")
 
 
 def flush(out: Any) -> None:

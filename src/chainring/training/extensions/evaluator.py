@@ -286,8 +286,8 @@ def _report_mapping(output: Any) -> None:
 def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:
     if isinstance(source, PythonIterator) and not hasattr(source, "epoch_detail"):
         raise ValueError(
-            f"every evaluation is a pass of its own, and iterator {name!r}, a {type(source).__name__}, gives one pass "
-            "only; give what makes it: the list or DataLoader, or a function that returns a new one"
+            f"every evaluation needs a new pass, and iterator {name!r}, a {type(source).__name__}, can be used only "
+            "once; pass its source: the list or DataLoader, or a function that returns a new iterator"
         )
     if isinstance(source, LoaderIterator):
         iterator: Any = LoaderIterator(
@@ -297,12 +297,12 @@ def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) ->
         iterator = as_iterator(source, repeat=False)
     if getattr(iterator, "repeat", False):
         raise ValueError(
-            f"an evaluation is one pass, and iterator {name!r} ({type(iterator).__name__}) repeats for ever; "
-            "make it with repeat=False, shuffle=False"
+            f"an evaluation needs an iterator that ends after one pass, and {name!r} ({type(iterator).__name__}) repeats "
+            "forever; make it with repeat=False, shuffle=False"
         )
     if not _can_reset(iterator):
         raise ValueError(
-            f"every evaluation begins with reset() of the iterator, and iterator {name!r} ({type(iterator).__name__}) "
+            f"every evaluation starts with reset() of the iterator, and iterator {name!r} ({type(iterator).__name__}) "
             "has none; define reset(), which goes back to the first batch"
         )
     if isinstance(iterator, Iterator):

@@ -69,7 +69,7 @@ class ExponentialMovingAverage(Extension):
         self._start = _as_start(start)
         self._source: nn.Module = unwrap(model)
         if lazy := [name for name, parameter in self._source.named_parameters() if is_lazy(parameter)]:
-            raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch before it is averaged")
+            raise ValueError(f"parameters {lazy} have no shape yet; call the model with a batch first")
         self.model: nn.Module = copy_model(self._source)
         for parameter in self.model.parameters():
             parameter.grad = None  # copied with the model, and not used

@@ -152,7 +152,7 @@ class FailOnNonNumber(Extension):
             text += f"; FailOnNonNumber.replay({str(path)!r}, updater) repeats it"
         if self.policy == "stop":
             raise NonNumberError(text)
-        info(f"{text}; its step is left out")
+        info(f"{text}; its step is skipped")
         for parameter in parameters:
             parameter.grad = None
 
@@ -183,8 +183,8 @@ class FailOnNonNumber(Extension):
         iteration = trainer.updater.iteration
         if self.policy == "stop" and iteration in self._bad_iterations:
             raise NonNumberError(
-                f"the update of iteration {iteration} had NaN or infinity, and has not when it is repeated: it depends on "
-                "something that is not in the state of the run; `chainring verify-resume` finds what"
+                f"the update of iteration {iteration} had NaN or infinity, but not when it was repeated: it depends on "
+                "something that is not part of the saved state; `chainring verify-resume` finds what"
             )
         self._read_flags(before=iteration)
 
@@ -249,7 +249,7 @@ class FailOnNonNumber(Extension):
                 handle.remove()
 
 
-_REMEDY = 'lower the learning rate, clip the gradients, or leave such updates out by FailOnNonNumber("skip")'
+_REMEDY = 'lower the learning rate, clip the gradients, or skip such updates with FailOnNonNumber("skip")'
 
 
 class NonNumberError(RuntimeError):

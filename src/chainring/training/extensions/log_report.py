@@ -105,7 +105,7 @@ class LogReport(Extension):
         self._writers = _checked_writers(writers)
         names = list(self.writes)
         if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise ValueError(f"a log and its writers write files of different names; more than one would write {twice}")
+            raise ValueError(f"a log and its writers must write different files; more than one would write {twice}")
         self._open: list[RecordWriter] = []
         self._working: list[RecordWriter] = []
         self._file: LogFile | None = None

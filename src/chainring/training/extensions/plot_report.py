@@ -118,9 +118,9 @@ class PlotReport(Extension):
         missing = [key for key, points in self._points.items() if not points]
         if missing and not trainer.is_rehearsing:  # which raises where one is not reported
             self._warning.give(
-                f"{self._filename} has no point yet of {missing} at iteration {updater.iteration}: reported were "
-                f"{sorted(trainer.observation, key=str)}. Check the keys; give an interval in which they are reported. "
-                "This is said once",
+                f"{self._filename} has no point yet for {missing} at iteration {updater.iteration}: reported were "
+                f"{sorted(trainer.observation, key=str)}. Check the keys; use an interval in which they are reported. "
+                "This warning is given once",
             )
 
     def _add(self, trainer: Trainer, means: dict[str, float]) -> None:

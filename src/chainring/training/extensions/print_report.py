@@ -108,7 +108,7 @@ class PrintReport(Extension):
         # Only now, because a key may come late, such as that of an occasional evaluation.
         blank = [entry for entry in self._entries or () if entry not in self._keys]
         if self._report is not None and self._keys and blank:
-            warn(f"PrintReport has found nothing to show as {blank}; the rows have {list(self._keys)}")
+            warn(f"PrintReport found no values for {blank}; the rows have {list(self._keys)}")
         self._report = None
 
     def _new_rows(self) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ class Recorder(Extension):
         if iteration <= self._last:
             raise ValueError(
                 f"a recorder has one row for each iteration, and updater.iteration is {iteration} after {self._last}; an "
-                "update() of one's own adds 1 to it"
+                "update() of your own must add 1 to it"
             )
         # The block of the iteration before is complete now, and not then: its digests came after its row.
         if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):

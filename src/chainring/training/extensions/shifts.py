@@ -124,7 +124,7 @@ class Shift(Extension):
         numbers = [float(value) for value in values]
         if any(value != numbers[0] for value in numbers):
             raise ValueError(
-                f"without init a shift begins with the value of the parameter groups, and they have several values of "
+                f"without init a shift starts with the value of the parameter groups, and they have several values of "
                 f"{self.attr!r}: {numbers}; give init, or use an LRScheduler, which scales each group by itself"
             )
         return numbers[0]
@@ -133,8 +133,8 @@ class Shift(Extension):
         rises = self._grows == (init > 0)
         if self.target is not None and init and (init > self.target if rises else init < self.target):
             raise ValueError(
-                f"target is where the shift ends, and {self.attr!r} goes {'up' if rises else 'down'} from {init} and never "
-                f"comes to {self.target}; give a target on its way"
+                f"target is where the shift ends, and {self.attr!r} goes {'up' if rises else 'down'} from {init} and "
+                f"never reaches {self.target}; give a target that it reaches"
             )
 
     def serialize(self, serializer: AbstractSerializer) -> None:

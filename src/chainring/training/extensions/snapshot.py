@@ -161,7 +161,7 @@ class Snapshot(Extension):
         except CorruptError as error:
             self._damaged.add(saved.name)
             if comm.is_main:
-                warn(f"snapshot {saved.name!r} is passed over: {error}")
+                warn(f"snapshot {saved.name!r} is skipped: {error}")
             raise
 
     def initialize(self, trainer: Trainer) -> None:

@@ -300,7 +300,7 @@ class ReachedTrigger:
         self.unit = unit
         self._length = to_fraction(length)
         if self._length < 0:
-            raise ValueError(f"a training length is 0 or above, got {length!r}; None trains until the data end")
+            raise ValueError(f"a training length is 0 or above, got {length!r}; None trains until the data run out")
         self._float_length = float(length)
         self._first_check = self._float_length * (1 - 2**-50)  # a little before the point; from there on epochs are exact
 

@@ -61,7 +61,7 @@ def check_optimizers(given: Any, models: Mapping[str, nn.Module]) -> dict[str, O
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
-                f"optimizer {name!r} is a {_describe(optimizer)}, whose state lies in parts on all ranks and could not be "
+                f"optimizer {name!r} is a {_describe(optimizer)}, whose state is divided among all ranks and cannot be "
                 "saved; shard the model by torch.distributed.fsdp.fully_shard instead, and its optimizer's state is too"
             )
         foreign = sum(id(parameter) not in names for parameter in parameters)
@@ -123,7 +123,7 @@ def check_default_update(
         if objects and "main" not in objects:
             raise ValueError(
                 f'the default update works with the {role} "main", got only {sorted(objects)}; '
-                "name one so, or write update_core in a subclass"
+                "rename one, or write update_core in a subclass"
             )
     arguments = (None,) if any(map(needs_closure, optimizers.values())) else ()
     for name, optimizer in optimizers.items():

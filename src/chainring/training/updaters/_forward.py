@@ -123,8 +123,7 @@ def check_call(model: nn.Module, loss_func: Callable[..., Any] | None, batch: An
         name, first = _name(loss_func), (model,)
         rule = f"loss_func is called with the model first and then {inputs}"
         remedy = (
-            "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; "
-            "inside, use that model and not one from outside"
+            "Write it as loss_func(model, *inputs), for example lambda model, x, t: ...; inside, use that model and no other"
         )
     if error := find_call_error(function, *first, *args, **kwargs):
         raise TypeError(f"{rule}; {name}{inspect.signature(function)} cannot be: {error}. {remedy}") from None

@@ -564,7 +564,7 @@ def check_virtual_ranks(
         raise TypeError(f"virtual_ranks is the number of parts of an update, an integer, got {count!r}")
     if count < max(1, comm.size):
         raise ValueError(
-            f"virtual_ranks is the number of parts of an update, of which each rank computes one at least, got {count} with "
+            f"virtual_ranks is the number of parts of an update, of which each rank computes at least one, got {count} with "
             f"{comm.size} ranks; take at least {comm.size}, such as the largest number of devices that the run may ever have"
         )
     if comm.world.size > comm.size:

@@ -127,9 +127,9 @@ def warn_of_untied(comm: Communicator, model: nn.Module) -> None:
         other = alike.setdefault((tuple(parameter.shape), f"{total:.9e}"), name)
         if other != name and total:
             warn(
-                f"parameters {other!r} and {name!r} are equal and not one: if they were tied, parallelize_module has untied "
-                "them, and each now trains by itself. Tie them again after it, before the optimizer is made: let the one "
-                "module have the weight of the other",
+                f"parameters {other!r} and {name!r} are equal but not shared: if they were tied, parallelize_module has "
+                "untied them, and each is now trained separately. Tie them again after it, before the optimizer is made, "
+                "by assigning the weight of one module to the other",
             )
 
 

@@ -69,7 +69,7 @@ class ParallelUpdater(StandardUpdater):
         if iterator is None:
             raise TypeError(
                 "a ParallelUpdater splits each batch over its replicas, and iterator=None gives none; "
-                "for updates without data take StandardUpdater"
+                "for updates without data use StandardUpdater"
             )
         main = check_models(model if models is None else models)["main"]
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
@@ -160,8 +160,8 @@ def _check_names(model: Any, models: Any, devices: Any) -> None:
     """Refuse mappings without a main replica, or of different replicas."""
     if models is None and devices is None:
         raise ValueError(
-            "a ParallelUpdater needs to know its replicas: devices={'main': 0, 'second': 1} makes one of the model on each, "
-            "models={'main': model, 'second': copy} hands them over; for one device take StandardUpdater"
+            "a ParallelUpdater needs replicas: devices={'main': 0, 'second': 1} copies the model to each device, "
+            "models={'main': model, 'second': copy} passes your own; for one device use StandardUpdater"
         )
     for argument, given in (("models", models), ("devices", devices)):
         if given is not None and not isinstance(given, Mapping):

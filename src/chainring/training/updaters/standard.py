@@ -711,7 +711,7 @@ class StandardUpdater(Updater):
     def _add_total_weights(self, names: list[str]) -> None:
         if self._state.backward_weight is None:
             raise RuntimeError(
-                "step() follows self.backward(loss), which weights this micro-batch beside the others and those of other "
+                "step() needs a self.backward(loss) before it, which weights this micro-batch relative to those of all "
                 "ranks; write self.backward(loss) in update_core, not loss.backward()"
             )
         for name in names:
