@@ -1,4 +1,4 @@
-"""What a row holds besides numbers: images, texts and histograms, and their form in a log."""
+"""Values of a row other than numbers: images, texts and histograms, and their form in a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # of PNG, by the number of channels: grey, co
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """An image that was reported.
+    """An image reported by `report_image`.
 
     Example::
 
@@ -27,7 +27,8 @@ class Image:
         Path("sample.png").write_bytes(image.png())
 
     Attributes:
-        pixels: of unsigned bytes, (height, width, channels): 1 channel is grey, 3 are colour, 4 colour and alpha.
+        pixels: an array of unsigned bytes, (height, width, channels): 1 channel is grey, 3 are colour, 4 colour and
+            alpha.
     """
 
     kind: ClassVar = "image"
@@ -47,7 +48,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text that was reported.
+    """A text reported by `report_text`.
 
     Example::
 
@@ -60,7 +61,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """How many of the reported values lie where.
+    """A histogram reported by `report_histogram`.
 
     Example::
 
@@ -69,13 +70,13 @@ class Histogram:
             print(left, right, count)
 
     Attributes:
-        counts: of the finite values in each bin; empty without any.
-        edges: of the bins, one more than counts, from the least to the greatest finite value.
+        counts: the number of finite values in each bin; empty if there are none.
+        edges: the edges of the bins, one more than counts, from the least to the greatest finite value.
         nan: the number of values that are NaN.
         positive_infinity: the number of values that are infinity.
         negative_infinity: the number of values that are minus infinity.
-        sum: of the finite values.
-        sum_of_squares: of the finite values.
+        sum: the sum of the finite values.
+        sum_of_squares: the sum of their squares.
     """
 
     kind: ClassVar = "histogram"

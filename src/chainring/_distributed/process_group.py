@@ -31,19 +31,18 @@ _groups_joined = 0
 
 
 def create_communicator(device: Device = None, *, mesh: Any = None, timeout: float | None = None) -> Communicator:
-    """Return the communicator of this process, as its launcher's environment variables say; without one a world of one.
+    """Return the communicator of this process, from its launcher's environment variables; without one, a world of one.
 
-    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``, ``srun``, ``mpirun``,
-    ``accelerate launch``, Ray Train and submitit. Tensors on the host are exchanged by gloo, those on an NVIDIA accelerator
-    by NCCL. A process group that is there already is used.
+    The same script runs under ``python train.py`` and under ``torchrun --nproc-per-node 2 train.py``, ``srun``,
+    ``mpirun``, ``accelerate launch``, Ray Train and submitit. Tensors on the CPU are exchanged by gloo, those on an
+    NVIDIA GPU by NCCL. An existing process group is used.
 
-    With a ``mesh`` the ranks that differ along it share the data, and ``rank`` and ``size`` are those of the data. All other
-    ranks see the same rows, and compute the model together, as for tensor parallelism.
+    With a ``mesh``, the ranks along it share the data, and ``rank`` and ``size`` are those of the data. All other ranks
+    get the same rows and compute the model together, as in tensor parallelism.
 
     Example::
 
-        comm = create_communicator()
-        updater = StandardUpdater(iterator, optimizer, comm=comm)
+        comm = create_communicator() updater = StandardUpdater(iterator, optimizer, model, comm=comm)
 
         mesh = init_device_mesh(comm.device.type, (4, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], plan)
@@ -51,20 +50,20 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         updater = StandardUpdater(iterator, optimizer, model, comm=create_communicator(mesh=mesh["dp"]))
 
     Args:
-        device: where this rank computes; by default, and for ``"auto"``, the accelerator of its number on this machine, the
-            only one that it sees, or the host where there is none. The updater and the extensions take it from
-            ``comm.device``.
-        mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; of several dimensions
-            for ``fully_shard`` with copies. By default all ranks share the data.
-        timeout: seconds that a rank waits in an exchange for one that does not arrive; then all end with an error that names
-            this one, its last iteration and its stack. By default 30 minutes, and process groups that the script has made
-            keep their own.
+        device: the device on which this rank computes; by default, and for ``"auto"``, the accelerator with the number of
+            the rank on this machine, or the only visible one, or the CPU if there is none. The updater and the extensions
+            take it from ``comm.device``.
+        mesh: a ``DeviceMesh`` over all ranks, or the slice of one along which the data are shared; it has several
+            dimensions for ``fully_shard`` with replicas. By default all ranks share the data.
+        timeout: the seconds that a rank waits in an exchange for another that does not arrive; then all ranks end with an
+            error that names the late rank, its last iteration and its stack. The default is 30 minutes; process groups
+            created by the script keep their own timeout.
 
     Raises:
-        RuntimeError: several processes were started, and a variable without which they cannot meet is missing or wrong,
-            or some of them do not come.
+        RuntimeError: several processes were started, and an environment variable that they need is missing or wrong, or
+            some of them do not connect.
         TypeError: ``mesh`` is not a ``DeviceMesh``.
-        ValueError: there is no such device, another rank uses it, the mesh does not have every rank of the world once, or
+        ValueError: there is no such device, another rank uses it, the mesh does not contain every rank exactly once, or
             ``timeout`` is not above 0.
     """
     if timeout is not None and not is_number(timeout):

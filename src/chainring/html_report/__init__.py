@@ -37,11 +37,11 @@ class Page:
 
 
 def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Page:
-    """Write the page of a run, which may still be going on; an earlier page is replaced by one rename.
+    """Write the page of a run, which may still be running; an earlier page is replaced by one rename.
 
-    By default it is ``report.html`` in the directory of the run, or of one at an address in the current directory. With
-    ``verify``, every byte of the snapshots is compared with its checksum. Where there is no run, or where something else has
-    the name of the page, an `OSError` is raised.
+    By default it is ``report.html`` in the directory of the run, or in the current directory for a run at an address.
+    With ``verify``, every byte of the snapshots is compared with its checksum. An `OSError` is raised if there is no run,
+    or if another file has the name of the page.
     """
     with directory_of(place) as (directory, store):
         run = read_run(directory, store, verify=verify)
@@ -54,8 +54,8 @@ def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Pag
 def write_several(places: Sequence[Place], file: Path | None = None, partings: Sequence[Parting] = ()) -> Page:
     """Write a page of several runs beside one another, by default ``report.html`` in the current directory; see `write`.
 
-    Of the snapshots nothing is shown. ``partings`` tell where runs part from the first. A run that is given twice is refused
-    with a `ValueError`.
+    Snapshots are not shown. ``partings`` are the points where runs diverge from the first. A run that is given twice is
+    refused with a `ValueError`.
     """
     names, drawn = names_of(places), []
     for place in places:  # of each the points that are drawn are kept, and not its log

@@ -118,7 +118,7 @@ def read_run(
     with_snapshots: bool = True,
     readers: Readers | None = None,
 ) -> Run:
-    """Read the directory of a run, which may still be going on, and its snapshots, by default those there; see `write`."""
+    """Read the directory of a run, which may still be running, and its snapshots, by default those there; see `write`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no directory {directory}")
     if (directory / MANIFEST).exists():

@@ -20,7 +20,7 @@ _MAX_VALUES = 6  # last values of each run in a table
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where a run parts from the first of a page.
+    """The point at which a run diverges from the first run of a page.
 
     Attributes:
         run: its index on the page.

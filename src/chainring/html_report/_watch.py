@@ -43,9 +43,8 @@ def watch(
 ) -> Iterator[tuple[str, Callable[[], None], Callable[[], None]]]:
     """Serve the page of one run or of several for the time of the block.
 
-    The values are the address of the page, a function that reads what has changed time and again and never returns, and one
-    that does so once.
-    ``compare`` tells where runs part from the first.
+    The values are the address of the page, a function that reads changes again and again and never returns, and one that
+    does so once. ``compare`` tells where runs diverge from the first.
 
     Raises:
         ValueError: a run is at an address, or given twice.

@@ -1,4 +1,4 @@
-"""`save` and `load`, and the checkpoints that snapshots are: a plain model as one file, anything else as a directory.
+"""`save` and `load`, and the checkpoints of snapshots: a plain model as one file, anything else as a directory.
 
 Nothing is ever unpickled.
 """
@@ -655,7 +655,7 @@ class BackgroundWriter:
 
     @staticmethod
     def wait_for(others: Iterable[BackgroundWriter]) -> None:
-        """Wait until what is under way there has ended; if it has failed, it is raised there."""
+        """Wait until the current call of another writer has ended; that writer raises its error, if it has failed."""
         futures.wait(_running(others))
 
     def wait(self) -> None:

@@ -99,7 +99,7 @@ class StoredFile(ABC):
 
     @abstractmethod
     def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
-        """Fill a buffer with the bytes from ``start`` on. What follows up to ``until``, by default the end, is read next.
+        """Fill a buffer with the bytes from ``start`` on. The bytes up to ``until``, by default the end, will be read next.
 
         Raises:
             OSError: they cannot be read, or the file ends before.
@@ -630,10 +630,10 @@ def find_newest(
 ) -> str | None:
     """Return the first of ``names`` of which nothing is missing, ``None`` if there are no names; warn about each before it.
 
-    Whether its bytes are those that were written shows when it is loaded.
+    Its content is verified only when it is loaded.
 
     Raises:
-        CorruptError: there are some, and none is sound: starting again would bury what may still be saved by hand.
+        CorruptError: all of them are damaged; a new start would hide files that may still be recovered by hand.
     """
     damaged = []
     for name in names:

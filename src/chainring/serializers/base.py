@@ -221,7 +221,7 @@ _recorded: ContextVar[dict[str, list[Any]] | None] = ContextVar("_recorded", def
 
 
 class ChangedSetting(NamedTuple):
-    """A setting of a resumed run that differs from that of the run which it continues, and which of both holds."""
+    """A setting of a resumed run that differs from the saved run, and the value that is used."""
 
     name: str
     saved: Any
@@ -288,7 +288,7 @@ def _format_changes(settings: Iterable[ChangedSetting]) -> str:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Leave the garbage alone during the block, in which many objects are made that stay.
+    """Disable garbage collection during the block, in which many lasting objects are created.
 
     Python looks for cycles each time that enough objects were made, among all of them: of states with many tensors that
     takes half of the time.
@@ -304,7 +304,7 @@ def without_collections() -> Iterator[None]:
 
 
 def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
-    """Record a setting beside state. It is not state: the saved value does not hold, and is printed where it differs."""
+    """Record a setting beside the state: the saved value is not restored, but printed if it differs."""
     if not isinstance(serializer, Deserializer):
         serializer(key, value)
         return
@@ -317,7 +317,7 @@ def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: st
 
 
 def visit_optional(serializer: AbstractSerializer, key: str, value: Any) -> Any:
-    """Save or load a value that snapshots of earlier versions lack: from those, the value at hand is returned."""
+    """Save or load a value that snapshots of earlier versions lack; from those, the current value is returned."""
     try:
         return serializer(key, value)
     except KeyError:
@@ -591,7 +591,7 @@ class StateCollector(DictionarySerializer):
 
 
 class StoredTensor:
-    """A tensor in the files of a snapshot, which is read when it is asked for."""
+    """A tensor in the files of a snapshot, which is read on demand."""
 
     def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: Any, origin: TensorReader) -> None:
         self.name, self.dtype, self.shape, self.strides = name, dtype, shape, strides
@@ -608,7 +608,7 @@ class StoredTensor:
         return other
 
     def fits(self, value: Any) -> bool:
-        """Return whether the tensor can be read into a value at hand, which then has the very same numbers."""
+        """Return whether the tensor can be read into an existing value without changing a number."""
         if not isinstance(value, Tensor) or self.convert is not None or is_lazy(value) or value.is_meta:
             return False
         if value.layout is not torch.strided or (tuple(value.shape), value.dtype) != (self.shape, self.dtype):
@@ -633,7 +633,7 @@ class TensorReader(Protocol):
         """Read each of these into a tensor of its shape and dtype, which may be sharded."""
 
     def conclude(self) -> None:
-        """Read for the other ranks as long as one of them needs it."""
+        """Read for the other ranks until none of them needs it."""
 
 
 def _read_into(targets: Sequence[tuple[StoredTensor, Tensor]]) -> None:

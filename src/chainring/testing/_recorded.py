@@ -1,4 +1,4 @@
-"""What a `Recorder` has taken down of a run, beside what a replay of it has."""
+"""The record that a `Recorder` has written of a run, compared with a replay of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay: a trainer that has not run is brought to an iteration of an earlier run, which is only read.
+"""A replay: a new trainer is brought to an iteration of an earlier run, which is only read.
 
 It begins with the nearest snapshot of that run, in an ``out`` of its own, and repeats the iterations from there.
 """
@@ -248,7 +248,7 @@ class Replay:
             )
 
     def run(self, run_trainer: Callable[[Trainer], None]) -> None:
-        """Run the trainer until the iteration is over, by its own ``run``, and put back what was changed in it.
+        """Run the trainer until the iteration is over, by its own ``run``, and restore what was changed in it.
 
         Raises:
             NoReplay: the run ends before.

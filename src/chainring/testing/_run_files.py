@@ -48,7 +48,7 @@ class RunFiles:
         place: where it is, as it was given.
         record: the content of run.json, empty if there is none.
         logs: by the name of the file the rows.
-        ledger: what a `Recorder` has taken down.
+        ledger: the record of a `Recorder`.
         store: its snapshots.
         snapshots: the names of those of the trainer by iteration, without those that were taken because of an error.
     """
@@ -104,7 +104,7 @@ class RunFiles:
 
 @contextlib.contextmanager
 def read_run_files(place: Place) -> Iterator[RunFiles]:
-    """Read a run, which may have ended, been killed, or still be going on; of one in an object store the files are copied.
+    """Read a run, which may have ended, been killed, or still be running; files of one in an object store are copied.
 
     Raises:
         FileNotFoundError: there is none.

@@ -47,7 +47,7 @@ _OWN = {"progress_bar", "dataset", "loader", "iterator", "n_processes", "n_prefe
 
 
 def check_agreement(trainer: Trainer) -> None:
-    """Refuse ranks whose settings differ, which would compute something else than one process does, or wait for ever.
+    """Refuse ranks whose settings differ, which would compute other results than one process does, or wait forever.
 
     Raises:
         ValueError: a setting differs; the same error on every rank names the first.

@@ -66,12 +66,12 @@ Bits = tuple[int, int]
 
 
 class LedgerError(ValueError):
-    """A ledger is not as it was written; the text says which file and which block."""
+    """A ledger is damaged; the text names the file and the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of an iteration.
+    """The record of an iteration.
 
     Attributes:
         iteration: its number; the first of a run is 1.
@@ -100,7 +100,7 @@ class Ledger:
 
     Attributes:
         path: the file.
-        iterations: the iterations, which increase, by 1 unless the recorder was left out of a part of the run.
+        iterations: the iterations, in ascending order; consecutive, unless the recorder was missing in a part of the run.
         batches: the digests of the batches' indices, 0 where they are not known.
         generators: the digests of the random generators at the end of each iteration.
         names: the names of the losses, the columns of the next two.
@@ -109,7 +109,7 @@ class Ledger:
             type are.
         digests: by iteration the digest of every tensor by its path in a snapshot: ``updater/model:main/l1/weight``,
             ``updater/optimizer:main/state/main/l1/weight/exp_avg``.
-        note: why the last block was left out, if it was: it is incomplete, as that of a killed run may be.
+        note: the reason why the last block was left out, if it was: it is incomplete, which happens in a killed run.
     """
 
     path: Path
@@ -124,12 +124,12 @@ class Ledger:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Read a ledger, which another process may be writing.
+        """Read a ledger, also while another process is writing it.
 
         The last block is left out where it is incomplete or not as it was written, and `note` says so.
 
         Raises:
-            LedgerError: another part is damaged, or it is no ledger, or one of a newer version.
+            LedgerError: another part is damaged, or the file is not a ledger, or has a newer version.
             OSError: it cannot be read.
         """
         path = Path(os.path.realpath(path))

@@ -1,4 +1,4 @@
-"""A run tried in advance: its plan as text, and a rehearsal after which all state is put back."""
+"""A run previewed: its plan as text, and a rehearsal after which all state is restored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_SHOWN = 12
 
 
 def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
-    """Return the plan as text, see `Trainer.explain`. If the run is started, its triggers are initialized already."""
+    """Return the plan as text, see `Trainer.explain`. If the run has started, its triggers are already initialized."""
     if iterations < 1:
         raise ValueError(f"explain predicts 1 iteration or more, got {iterations}")
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
@@ -144,7 +144,7 @@ def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, 
 
 
 def rehearse(trainer: Trainer) -> None:
-    """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not asked."""
+    """Update twice and call every extension once, see `Trainer.rehearse`. Triggers are not checked."""
     for name, model in trainer.updater.get_all_models().items():
         if lazy := [path for path, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""State that no ``serialize`` holds: attributes that updates change, and that saved state does not put back.
+"""State that is not saved: attributes that updates change, and that loading does not restore.
 
 Nothing is serialized for it: the objects that a trainer reaches are walked, and what they hold is written down as texts that
 differ where the bits differ.

@@ -43,7 +43,7 @@ NO_CLOSURES = (
 
 
 class Part:
-    """What one virtual rank has come to in an update.
+    """The state of one virtual rank in an update.
 
     Attributes:
         number: of the virtual rank.
@@ -86,10 +86,10 @@ class _Fetched(NamedTuple):
 
 
 class VirtualRanks:
-    """Computes an update for one virtual rank after the other, and lets all meet where an optimizer steps.
+    """Computes an update for one virtual rank after the other, and joins them where an optimizer steps.
 
-    Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics. Where an
-    ``update_core`` may continue after a step, each runs in a thread of its own, of which one runs at a time.
+    Each virtual rank has its rows of the batch, its own random numbers, gradients and running statistics. If an
+    ``update_core`` may continue after a step, each runs in its own thread, one at a time.
 
     Attributes:
         count: the number of virtual ranks, of all ranks together.
@@ -241,7 +241,7 @@ class VirtualRanks:
             parameter.grad = gradient
 
     def reporting(self, part: Part) -> Any:
-        """Return the context in which a part reports, if anybody wants to know."""
+        """Return the context in which a part reports, if there is a current reporter."""
         return nullcontext() if self._reporter is None else self._reporter.scope(part.observation)
 
     def _report_into(self, observation: dict[str, Any], part: Part | None = None) -> None:
@@ -276,7 +276,7 @@ class VirtualRanks:
     # --- batches ---
 
     def fetch(self, name: str, iterator: Any) -> bool:
-        """Fetch a batch of which each part will take its rows; return False if the data have ended."""
+        """Fetch a batch of which each part will take its rows; return False if the data have run out."""
         error = batch = None
         try:
             batch = next(iterator)
@@ -298,7 +298,7 @@ class VirtualRanks:
         """Return the rows of the part in the next batch of an iterator, and how many of them count.
 
         Raises:
-            StopIteration: the data have ended.
+            StopIteration: the data have run out.
         """
         part, fetched = self.part, self._fetched.setdefault(name, [])
         position = part.taken.get(name, 0)

@@ -212,8 +212,8 @@ _Flag = tuple[str, str]
 class Flags:
     """Which parameters of a model are trained and which modules are in training mode: as the script says, and now.
 
-    What has changed in a run, such as parameters that an extension has unfrozen, is saved and put back. All else is as the
-    script of the resumed run sets it.
+    Changes during a run, such as parameters that an extension has unfrozen, are saved and restored. Everything else is as
+    the script of the resumed run sets it.
     """
 
     def __init__(self, model: nn.Module, iteration: int) -> None:

@@ -81,14 +81,14 @@ _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 
 
 class UpdateState:
-    """What an update has come to; with virtual ranks each of them has its own.
+    """The progress of an update; with virtual ranks, each of them has its own.
 
     Attributes:
-        context: of the micro-batch under way.
-        examples: how many it has.
+        context: that of the current micro-batch.
+        examples: the number of its examples.
         is_last_micro_batch: True if optimizers step in it.
-        weights: of the micro-batches by their number: of the first backward of each.
-        backward_weight: of the last backward; ``None`` before the first of a micro-batch.
+        weights: the weights of the micro-batches by number, those of the first backward of each.
+        backward_weight: the weight of the last backward; ``None`` before the first of a micro-batch.
         has_loss_weight: True if a loss came with a weight.
         total_weights: the sum over micro-batches for each optimizer.
         deferred: optimizers that step at the end of the update.
