@@ -330,6 +330,15 @@ def test_a_picture_has_a_title_stands_on_a_page_and_fetches_nothing(picture):
     assert any(f"{picture.name}" in path.read_text() for path in TEXTS)
 
 
+def test_the_curves_of_the_page_on_speed_are_of_the_figures_stored_beside_them(tmp_path):
+    """What docs/pictures/growth.py draws from growth.json is what the page includes, its table too."""
+    forked.run([DOCS / "pictures" / "growth.py", tmp_path]).check_returncode()
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert drawn == {name: (DOCS / "pictures" / name).read_text() for name in drawn}
+    page = (DOCS / "speed.md").read_text()
+    assert [name for name in drawn if f" pictures/{name}\n" not in page] == []
+
+
 def anchors_of(path):
     """The fragments by which the headings of a page are known."""
     prose = FENCE.sub("", path.read_text())

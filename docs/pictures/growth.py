@@ -1,15 +1,16 @@
 """Draw the curves of docs/speed.md, and write their table, from what benchmarks/growth.py has measured.
 
     python benchmarks/growth.py --rounds 3 --json docs/pictures/growth.json
-    python docs/pictures/growth.py
+    python docs/pictures/growth.py [FOLDER]
 
-`make growth` does both. The page includes `growth.html`, so that the pictures take its colours, light or dark.
+`make growth` does both. The page includes the pictures as HTML, so that they take its colours, light or dark.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -34,6 +35,11 @@ class Panel:
     over: str
     unit: str
     one: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the suffix."""
+        return f"growth-{self.over.replace(' ', '-')}"
 
 
 PANELS = (
@@ -94,7 +100,7 @@ def draw(panel: Panel, results: Sequence[Result]) -> str:
     y = upwards([*ends, 1.0] if panel.one else ends)
     names = {who: f"line{number}" for number, who in enumerate(lines)} | ({panel.one: "one"} if panel.one else {})
     legend = [f'<g transform="translate(0 {LEGEND + 18 * n})">{_named(*each)}</g>' for n, each in enumerate(names.items())]
-    identity = f"growth-{panel.over.replace(' ', '-')}"
+    identity = panel.name
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {LEGEND + 18 * len(names)}" class="curve" '
@@ -106,6 +112,7 @@ def draw(panel: Panel, results: Sequence[Result]) -> str:
             *(f"  {_line(names[who], own, x, y)}" for who, own in lines.items()),
             *(f"  {each}" for each in legend),
             "</svg>",
+            "",
         ]
     )
 
@@ -152,13 +159,13 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join([f"Measured with {machine}.", "", *rows, ""])
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Write the pictures and the table."""
     report = json.loads((HERE / "growth.json").read_text())
-    pictures = "\n".join(draw(panel, report["rows"]) for panel in PANELS)
-    (HERE / "growth.html").write_text(f'<div class="curves">\n{pictures}\n</div>\n')
-    (HERE / "growth-table.md").write_text(table(report))
+    for panel in PANELS:
+        (folder / f"{panel.name}.svg").write_text(draw(panel, report["rows"]))
+    (folder / "growth-table.md").write_text(table(report))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
