@@ -224,3 +224,10 @@ class TestToDevice:
 def test_the_converter_can_be_pickled():
     """Worker processes are handed it."""
     assert pickle.loads(pickle.dumps(concat_examples)) is concat_examples
+
+
+@pytest.mark.parametrize("name", ["gpu", "autos", ""])
+def test_a_name_that_is_no_device_is_refused_with_those_that_are(name):
+    """People try "gpu" first."""
+    with pytest.raises(ValueError, match=f"device '{name}' is none that PyTorch knows.*\"auto\" takes the accelerator"):
+        to_device(name, torch.ones(1))

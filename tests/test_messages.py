@@ -1,6 +1,8 @@
 """Messages: warnings point to a line of the user's, a finished run says so, and an error is printed once."""
 
 import ast
+import io
+import sys
 import warnings
 from pathlib import Path
 
@@ -154,6 +156,24 @@ def test_a_resumed_run_that_is_at_its_end_says_so(tmp_path, capsys, stop, told):
     second.run()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("already")]
     assert lines == ([] if told is None else [told])
+
+
+def test_what_an_output_cannot_show_is_escaped_and_the_run_continues(tmp_path, monkeypatch):
+    """In a table, and in a message with a path; the rows in the file are as they were reported."""
+    (tmp_path / "Läufe").mkdir()
+    trainer_of(tmp_path / "Läufe").run()  # so that the next one prints where its files are now
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    trainer = trainer_of(tmp_path / "Läufe")
+    trainer.extend(extensions.observe_value("größe", lambda trainer: 2.0), trigger=(1, "iteration"))
+    trainer.extend(extensions.LogReport(trigger=(1, "iteration")))
+    trainer.extend(extensions.PrintReport(["iteration", "größe"]))
+    trainer.run()
+    output.seek(0)
+    shown = output.read()
+    assert "iteration   gr\\xf6\\xdfe" in shown
+    assert "L\\xe4ufe holds an earlier run" in shown
+    assert [row["größe"] for row in trainer.get_extension("LogReport").log] == [2.0, 2.0]
 
 
 def test_a_fresh_run_of_no_length_says_nothing(tmp_path, capsys):

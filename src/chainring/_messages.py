@@ -30,7 +30,15 @@ def info(text: str, *, follows_signal: bool = False) -> None:
         return
     begins_line = follows_signal and not _bars() and getattr(sys.stdout, "isatty", lambda: False)()
     with _above_bars(sys.stdout):
-        print("\n" * begins_line + text, flush=True)
+        print("\n" * begins_line + showable(text, sys.stdout), flush=True)
+
+
+def showable(text: str, out: Any) -> str:
+    """Return the text, with escapes for what the encoding of a stream does not have: a run does not end by a message."""
+    encoding = getattr(out, "encoding", None)
+    if text.isascii() or not isinstance(encoding, str):
+        return text
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _bars() -> Any:

@@ -118,13 +118,13 @@ def as_device(device: Device) -> torch.device | None:
         The device; ``None`` for ``None``.
 
     Raises:
-        ValueError: this machine does not have the accelerator.
+        ValueError: this machine does not have the accelerator, or PyTorch does not know the name.
         TypeError: ``device`` is not a device.
     """
     if device is None or isinstance(device, torch.device):
         return device
     if isinstance(device, str):
-        return _auto.choose() if is_auto(device) else _check_gpu(torch.device(device))
+        return _auto.choose() if is_auto(device) else _check_gpu(_named(device))
     if isinstance(device, bool) or not isinstance(device, (int, np.integer)):
         raise TypeError(
             f'a device is None, an integer, a string such as "auto" or "cuda:0", or a torch.device, got {device!r}'
@@ -137,6 +137,16 @@ def as_device(device: Device) -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, int(device))
+
+
+def _named(device: str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f'device {device!r} is none that PyTorch knows: "cpu", "cuda", "cuda:0", "mps" or "xpu" are; "auto" takes the '
+            "accelerator if there is one, else the CPU"
+        ) from None
 
 
 def _check_gpu(device: torch.device) -> torch.device:

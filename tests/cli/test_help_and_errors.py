@@ -1,11 +1,13 @@
 """The help of the commands, and their errors where they are given something else than a snapshot or a run."""
 
 import fcntl
+import io
 import json
 import os
 import pty
 import shutil
 import struct
+import sys
 import termios
 import zlib
 
@@ -230,6 +232,16 @@ def test_a_reader_that_closes_the_pipe_is_not_an_error(paths):
     done = to_output(paths, writing)
     os.close(writing)
     assert done == (0, "")
+
+
+def test_a_path_that_the_output_cannot_show_is_escaped(paths, tmp_path, monkeypatch):
+    """Where the locale has no such letters, as in many containers and services."""
+    (tmp_path / "Läufe").symlink_to(paths / "result")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["inspect", str(tmp_path / "Läufe")]) == 0
+    output.seek(0)
+    assert "L\\xe4ufe/snapshot_iter_" in output.read()
 
 
 def test_an_output_that_cannot_be_written_is_an_error_of_one_line(paths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ See `chainring COMMAND --help` for each command."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 for damage or a difference, 2 for a wrong or impossible request."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of which the encoding may lack a letter of a path
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)

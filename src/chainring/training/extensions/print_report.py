@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from chainring._messages import warn
+from chainring._messages import showable, warn
 from chainring.training.extension import Extension
 from chainring.training.extensions import _display
 from chainring.training.extensions.log_report import key_list
@@ -153,7 +153,7 @@ class PrintReport(Extension):
         out = self._stream()
         for line in self._lines or ():
             text = "  ".join(self._format(key, row.get(key, ""), width).ljust(width) for key, width in line)
-            tqdm.write(text.rstrip(), file=out)  # steps aside for a progress bar, if there is one
+            tqdm.write(showable(text.rstrip(), out), file=out)  # steps aside for a progress bar, if there is one
         _display.flush(out)
 
     def _format(self, key: str, value: Any, width: int) -> str:
