@@ -161,7 +161,7 @@ def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
 
 def _seed_host(seed: int) -> None:
     random.seed(seed)
-    _seed_tensors(seed)
+    _tensor_seeder.seed(seed)
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _take_python() -> Any:
 
 
 def _put_python(state: Any) -> None:
-    words = _words_of_python()
+    words, _late.seed = _words_of_python(), None
     if words is None:
         random.setstate(state)
     else:
@@ -428,7 +428,7 @@ class ExampleSeeder:
 
     def fetch(self, ask: Callable[[int], Any], index: int, key: int) -> Any:
         """Return ``ask(index)`` as it is with every generator seeded by ``key``."""
-        _seed_tensors(key)
+        _tensor_seeder.seed(key)
         view = _view_of_python()
         if self._undrawn >= _PROBATION and self._seen:
             _late.seed = key
@@ -496,20 +496,20 @@ class _TensorSeeder:
         self._lock: Any = None
         self._numpy = self._torch = memoryview(b"")  # the words of both, where the ones can be copied to the others
         self._position = memoryview(b"")  # of NumPy's generator
-        self._first = -1  # of its words after the last seed
+        self.first = -1  # of its words after the last seed
 
-    def __call__(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:
         self._seed_torch(seed)
         bits, words = np.random.get_bit_generator(), self._numpy  # type: ignore[attr-defined]
         # hot path: "images, Pillow" of benchmarks/data.py. While it has used no word, it has drawn no normal ahead either.
-        if bits is self._bits and words and words[0] == self._first and self._position[0] == _N_WORDS:
+        if bits is self._bits and words and words[0] == self.first and self._position[0] == _N_WORDS:
             with self._lock:
                 words[:] = self._torch
         else:
             np.random.seed(seed & 0xFFFFFFFF)
             if bits is not self._bits:
                 self._find(bits)
-        self._first = seed & 0xFFFFFFFF  # which is the first word
+        self.first = seed & 0xFFFFFFFF  # which is the first word
 
     def _find(self, bits: Any) -> None:
         """Find the words of both generators, which have the same seed now."""
@@ -554,7 +554,8 @@ class _NumpyStates:
         bits, words, content = state
         if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
             raise ValueError("NumPy's bit generator was replaced in between, so its state cannot be put back")
-        np.random.seed(0)  # without a normal drawn ahead
+        if words[0] != _tensor_seeder.first or words[_N_WORDS] != _N_WORDS:
+            np.random.seed(0)  # without a normal drawn ahead
         with bits.lock:
             words[:] = memoryview(content).cast("I")
 
@@ -577,4 +578,4 @@ def _words_of_python() -> memoryview | None:
 
 
 _numpy_states = _NumpyStates()
-_seed_tensors = _TensorSeeder()
+_tensor_seeder = _TensorSeeder()

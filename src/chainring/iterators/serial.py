@@ -309,7 +309,7 @@ class SerialIterator(IndexedIterator):
         if not self._seeds_examples:
             return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
         examples, fetch, ask = [], self._seeder.fetch, lambda index: dataset[index]
-        with preserve_host_rng(), self._seeder.batch():
+        with self._seeder.batch(), preserve_host_rng():
             for order_key, indices in segments:
                 for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
                     try:
