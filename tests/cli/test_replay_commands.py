@@ -282,11 +282,11 @@ def test_a_replay_that_goes_another_way_than_was_recorded_fails_with_1(place, tm
     assert ": the same as the recorder says in 20 iterations\n" in capsys.readouterr().out
     other = [script, "--recorded", "--lr", "0.03", "--poison", str(POISON)]
     assert main(["replay", run, "--to", "20", "--save", str(tmp_path / "state"), *other]) == 1
-    assert "goes another way than the run: the loss main/loss of iteration 2 is another one" in capsys.readouterr().out
+    assert "differs from the run: the loss main/loss of iteration 2 is not the one" in capsys.readouterr().out
     assert not (tmp_path / "state").exists()
     assert main(["batch", "--json", run, "3", *other]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert (found["same"], found["difference"].startswith("the replay goes another way")) == (False, True)
+    assert (found["same"], found["difference"].startswith("the replay differs from the run")) == (False, True)
 
 
 def test_a_script_that_is_killed_is_named_with_the_signal(place, tmp_path, capsys):

@@ -37,7 +37,7 @@ def test_a_killed_example_continues_bit_for_bit(script):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no attribute was found that no state holds" in done.stdout
+    assert "No unsaved state was found" in done.stdout
 
 
 @pytest.mark.parametrize("script", STATEMENTS)

@@ -38,7 +38,7 @@ def test_the_script_of_the_readme_is_exact_as_it_stands(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exact: killed 3 times" in done.stdout
     assert "Not reached" not in done.stdout
-    assert "no attribute was found that no state holds" in done.stdout
+    assert "No unsaved state was found" in done.stdout
 
 
 @pytest.mark.parametrize("script", ARGUMENTS)
@@ -47,7 +47,7 @@ def test_an_example_is_exact_and_nothing_lies_outside_its_state(script, tmp_path
     few = ("--iterations", "6", "--kill-after", "4")
     done = verified(tmp_path, *few, EXAMPLES / script, *ARGUMENTS[script])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no attribute was found that no state holds" in done.stdout
+    assert "No unsaved state was found" in done.stdout
 
 
 LAUNCHED = {"distributed/launch_ray.py"}  # what workers of Ray do: test_launcher_examples.py

@@ -79,7 +79,7 @@ def test_the_help_teaches(capsys):
         main(["report", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "chainring report result" in shown
-    assert "may still be going on" in shown
+    assert "may still be running" in shown
 
 
 def test_the_page_of_a_run_that_is_under_way_shows_it_so_far(tmp_path, capsys):

@@ -126,9 +126,9 @@ def test_a_replay_that_goes_another_way_than_was_recorded_is_an_error(tmp_path):
     make_recorded(out).run()
     for iteration in (0, 3, 4, 11):
         assert replay(make_recorded, out, iteration).updater.iteration == iteration
-    with pytest.raises(ReplayDiffers, match=r"another way than the run: the loss main/loss of iteration 11 is another one"):
+    with pytest.raises(ReplayDiffers, match=r"differs from the run: the loss main/loss of iteration 11 is not the one"):
         replay(functools.partial(make_recorded, changed=10), out, 11)
-    with pytest.raises(ReplayDiffers, match=r"the tensor updater/model:main/weight of iteration 3 is another one"):
+    with pytest.raises(ReplayDiffers, match=r"the tensor updater/model:main/weight of iteration 3 is not the one"):
         replay(functools.partial(make_recorded, changed=3), out, 3)
 
 

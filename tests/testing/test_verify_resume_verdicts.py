@@ -59,7 +59,7 @@ def test_what_no_state_holds_is_listed_though_the_runs_are_the_same():
     """With the way to save it."""
     text = report(programs.counts_in_vain, kill_after=4)
     assert text.startswith("exact")
-    assert "Outside every state, of the killed run when it was saved -> of the resumed run:" in text
+    assert "Not part of any state, in the killed run when it was saved -> in the resumed run:" in text
     assert "updater.model:main.calls: 4 -> 0. To save it: register_buffer" in text
 
 
@@ -88,7 +88,7 @@ def test_a_program_seeded_by_the_clock_is_inconclusive_and_told_the_line_to_add(
     assert "They differ first before the first iteration, in the parameters: updater/model:main/layer/weight" in text
     assert "Random generators that begin otherwise each time: the global one of torch" in text
     assert "torch.manual_seed(0), in place of what seeds it by the clock" in text
-    assert "no attribute was found that no state holds" in text
+    assert "No unsaved state was found" in text
 
 
 def test_an_unseeded_generator_of_its_own_is_named_with_the_line_to_add():

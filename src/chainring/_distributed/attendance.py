@@ -28,7 +28,7 @@ def begin_together(own: Any, run: int, rank: int, size: int, has_failed: Callabl
         has_failed: returns whether another rank has failed.
 
     Raises:
-        ValueError: one has begun its run without; there it is raised too.
+        ValueError: one has begun its run without a communicator; the error is raised there too.
         RuntimeError: a rank has failed in the meantime.
     """
     key, store = f"run/{run}", _find_store()
@@ -52,7 +52,7 @@ def begin_together(own: Any, run: int, rank: int, size: int, has_failed: Callabl
 
 
 def begin_alone(rank: int, size: int) -> None:
-    """Say that this rank begins a run by itself, and look for others that wait for it.
+    """Publish that this rank begins a run by itself, and check whether others wait for it.
 
     Raises:
         ValueError: another rank waits for this one to begin a run with a communicator.
@@ -74,7 +74,7 @@ def begin_alone(rank: int, size: int) -> None:
 
 
 def end_alone() -> None:
-    """Say that the run has ended that this rank has begun by itself, if it has."""
+    """Publish the end of the run that this rank has begun by itself, if there is one."""
     global _is_alone
     if _is_alone and (store := _find_store()) is not None:
         store.set(_ALONE, "")

@@ -1,4 +1,4 @@
-"""Failures of ranks: every rank learns of the first one, and none waits for ever for one that does not arrive."""
+"""Failures of ranks: every rank learns of the first one, and no rank waits forever for one that does not arrive."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class FailureBroadcast:
     def poll(self, is_timeout: bool = False) -> str | None:
         """Return what was published first, ``None`` if nothing was: a rank publishes before it leaves.
 
-        With ``is_timeout`` an exchange took too long, and it is found out who has not arrived.
+        With ``is_timeout`` an exchange took too long, and the ranks that have not arrived are determined.
         """
         self._is_leaving = True
         if self._first is None:

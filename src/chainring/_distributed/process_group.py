@@ -42,7 +42,8 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
 
     Example::
 
-        comm = create_communicator() updater = StandardUpdater(iterator, optimizer, model, comm=comm)
+        comm = create_communicator()
+        updater = StandardUpdater(iterator, optimizer, model, comm=comm)
 
         mesh = init_device_mesh(comm.device.type, (4, 2), mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], plan)

@@ -44,7 +44,7 @@ class Process(NamedTuple):
         return self.machine == _machine()
 
     def has_ended(self) -> bool:
-        """Return True if the process was on this machine and is there no more."""
+        """Return True if the process was on this machine and has ended."""
         return self.is_near and self.started != _start_of(self.pid)
 
     def is_stopped(self) -> bool:
@@ -62,7 +62,7 @@ class Process(NamedTuple):
         return None
 
     def dump_stacks(self) -> str:
-        """Let a process on this machine write its stacks, though it holds the interpreter for ever; return them."""
+        """Let a process on this machine write its stacks, even if it holds the interpreter forever; return them."""
         if not self.is_near or self.stacks < 0 or self.has_ended():
             return ""
         file = Path(f"/proc/{self.pid}/fd/{self.stacks}")
@@ -105,7 +105,7 @@ class Board:
 
 
 def this_process(board: Board) -> Process:
-    """Return this process, which from now on dumps its stacks when it is asked to."""
+    """Return this process, which from now on dumps its stacks on request."""
     pid = os.getpid()
     return Process(_machine(), socket.gethostname(), pid, _start_of(pid), board.file, _register_stacks())
 

@@ -94,7 +94,7 @@ def to_local(tensor: Any) -> Tensor:
 
 
 def placed_like(gradient: Any, parameter: Any) -> Any:
-    """Return a gradient placed as its parameter is; as it is where the parameter is plain.
+    """Return a gradient with the placement of its parameter; unchanged if the parameter is plain.
 
     The backward of a parameter that several ranks hold whole may leave to each of them a part of the sum.
     """
@@ -125,7 +125,7 @@ def total_norm(tensors: Sequence[Any], norm_type: float) -> Tensor:
 def norm_in_order(tensors: Sequence[Any], norm_type: float) -> Tensor:
     """Return the norm of tensors as one vector, whose bits do not depend on where they lie, nor on how they are sharded.
 
-    Of sharded ones one at a time is gathered.
+    Sharded tensors are gathered one at a time.
     """
     norms = [torch.linalg.vector_norm(_in_place_of_its_own(to_full(tensor)), norm_type) for tensor in tensors]
     if not norms:
@@ -338,7 +338,7 @@ def _refuse_incomplete(name: str, shape: Sequence[int], regions: Sequence[Region
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Return a tensor that every rank has whole, sharded as ``like`` is; as it is where ``like`` is not sharded."""
+    """Return a tensor that every rank has whole, sharded like ``like``; unchanged if ``like`` is not sharded."""
     if not is_sharded(like) or value is None or is_sharded(value):
         return value
     module = sys.modules["torch.distributed.tensor"]

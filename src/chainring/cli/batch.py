@@ -32,7 +32,7 @@ examples:
 
 exit status:
   0  they are printed
-  1  the replay goes another way than the recorder says
+  1  the replay differs from the recording
   2  there is no run, the script fails, or its loader does not tell them"""
 
 

@@ -44,7 +44,7 @@ examples:
 
 exit status:
   0  it is found
-  1  it never holds, or the replay goes another way than the recorder says
+  1  it never holds, or the replay differs from the recording
   2  there is no run, no such value, or the script fails"""
 
 
@@ -100,7 +100,7 @@ def _search(
         if found["found"] is None and same(found) is not False:
             raise NoReplay(
                 f"the run has {condition.key} = {evidence.values[first]!r} in iteration {first}, and the replay has not: it "
-                "goes another way; `chainring verify-resume` finds why"
+                "differs from the run; `chainring verify-resume` finds why"
             )
         return found
     if options.monotone:

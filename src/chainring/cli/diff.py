@@ -21,10 +21,10 @@ _WORDS = {"batch": "the batch", "loss": "the loss", "generators": "the random ge
 _HELP = """
 Compare two runs by what they have left: the first iteration in which they
 differ, and the loss, batch, generators or tensor that does; and the settings
-and versions that differ. What extensions.Recorder has taken down is compared
+and versions that differ. What extensions.Recorder has recorded is compared
 for every iteration, otherwise rows of logs, of the same intervals, and
 snapshots of the same iterations, bit for bit. Times and speeds are left out.
-A run may have ended, been killed, or still be going on, and either may be an
+A run may have ended, been killed, or still be running, and either may be an
 address in an object store; nothing is changed there.
 
 Runs are the same if all is that both have: one that is longer, or has other

@@ -23,9 +23,9 @@ from chainring.cli._replays import (
 _HELP = """
 Repeat a run from its nearest snapshot up to any iteration, bit for bit, with
 the script that trained it: what the run had there, also if no snapshot was
-taken. The run may have ended, been killed, or still be going on; nothing is
+taken. The run may have ended, been killed, or still be running; nothing is
 changed in its directory, and no rows go to services such as W&B. Where
-extensions.Recorder has taken down the run, each iteration is compared with it.
+extensions.Recorder has recorded the run, each iteration is compared with it.
 The script ends with its trainer's run. Options come before SCRIPT.
 
 examples:
@@ -35,7 +35,7 @@ examples:
 
 exit status:
   0  the iteration was reached
-  1  the replay goes another way than the recorder says
+  1  the replay differs from the recording
   2  there is no run, or the script fails or ends before"""
 
 

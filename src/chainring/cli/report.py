@@ -24,13 +24,13 @@ each resume, the plan of extensions, the time by phase, parameters, the graph,
 and snapshots with their state. Of several runs the curves are laid over one
 another, beside a table of the settings that differ, and a line marks where
 runs part. The file needs no network, no other file, and not the code that
-trained. A run may still be going on: write the page again to see more.
+trained. A run may still be running: write the page again to see more.
 Long curves are drawn with some thousand points. Of a run in an object store
 the page is written into the current directory; its snapshots are read there,
 and not copied.
 
 With --watch nothing is written: the page is served to browsers on this
-machine, at 127.0.0.1, and follows runs that are going on, until Ctrl-C.
+machine, at 127.0.0.1, and follows runs that are running, until Ctrl-C.
 
 examples:
   chainring report result                  then open result/report.html

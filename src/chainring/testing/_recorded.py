@@ -41,8 +41,8 @@ class Comparison:
         if self.iteration is None:
             return None
         return (
-            f"the replay goes another way than the run: {self.what} of iteration {self.iteration} is another one than the "
-            "recorder has taken down. The script, its arguments, its data, a version or the number of threads have "
+            f"the replay differs from the run: {self.what} of iteration {self.iteration} is not the one that was "
+            "recorded. The script, its arguments, its data, a version or the number of threads have "
             "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
         )
 

@@ -82,7 +82,7 @@ def format_difference(found: Findings, kill: Kill, repetition: Repetition, facts
     if found.failure:
         return [f"differs: killed {kill}, the run does not continue.", *found.failure.splitlines()]
     lines = [
-        f"differs: killed {kill}, the resumed run is not the uninterrupted one.",
+        f"differs: killed {kill}, the resumed run differs from the uninterrupted one.",
         "Where two values are given, they are: uninterrupted -> resumed",
         *_first_lines(found),
     ]
@@ -135,9 +135,9 @@ def format_unseeded(found: Findings, generators: list[str]) -> list[str]:
 def format_forgotten(found: Mapping[str, str]) -> list[str]:
     """Return the lines for what the run has changed and no state holds."""
     if not found:
-        return ["What it changes lies in its state: no attribute was found that no state holds."]
+        return ["No unsaved state was found: all attributes that it changes are part of its state."]
     lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in found.items()]
-    return ["Outside every state, of the killed run when it was saved -> of the resumed run:", *shortened(lines)]
+    return ["Not part of any state, in the killed run when it was saved -> in the resumed run:", *shortened(lines)]
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -151,7 +151,7 @@ def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
     if not left_out:
         return []
     more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
-    return [f"Left out, because two starts of the program write it differently: {', '.join(left_out[:_MAX_LINES])}{more}"]
+    return [f"Left out, because it differs between two starts of the program: {', '.join(left_out[:_MAX_LINES])}{more}"]
 
 
 def _first_lines(found: Findings) -> Iterator[str]:

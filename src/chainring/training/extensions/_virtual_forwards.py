@@ -24,8 +24,8 @@ Forward = Callable[..., tuple[dict[str, Any], Any]]
 class VirtualForwards:
     """Evaluates each batch part by part: those of the virtual ranks of this rank.
 
-    A part without examples is passed over. Modules that are wrapped exchange parameters or buffers in a forward: of these
-    all ranks run equally many, some of which do not count; so they do in the first batch, to learn which metrics there are.
+    A part without examples is skipped. Modules that are wrapped exchange parameters or buffers in a forward: of these all
+    ranks run equally many, some of which do not count; so they do in the first batch, to learn which metrics there are.
     """
 
     def __init__(self, count: int, comm: Communicator, seed: int, models: list[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Closures, by which an optimizer computes the loss and its gradients as often as it likes within one step."""
+"""Closures, with which an optimizer computes the loss and its gradients any number of times within one step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_returned(loss: Any) -> Any:
 
 
 def mean_loss(comm: Communicator, losses: Sequence[tuple[Any, Any]], device: torch.device) -> Any:
-    """Return the mean of losses, each with its weight, over all ranks: on each rank the same number, to decide by."""
+    """Return the mean of losses, each with its weight, over all ranks: the same number on each rank, for joint decisions."""
     if len(losses) == 1 and comm.size == 1:
         return losses[0][0]
     dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -88,7 +88,7 @@ def mean_loss(comm: Communicator, losses: Sequence[tuple[Any, Any]], device: tor
 
 @contextmanager
 def only_gradients_of(chosen: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> Generator[None]:
-    """Put the gradients of all optimizers but the chosen ones aside: none is there, and none changes, in the context."""
+    """Set aside the gradients of all optimizers except the chosen ones: in the context they are absent and do not change."""
     own = set(map(id, list_parameters(chosen)))
     others = [parameter for parameter in list_parameters(optimizers) if id(parameter) not in own]
     gradients = [parameter.grad for parameter in others]

@@ -1,4 +1,4 @@
-"""Updates after which ranks would differ, because they have not exchanged what they should: found, and refused."""
+"""Detection of updates after which ranks would differ, because they have not exchanged their gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-2  # of a gradient, which kernels that add in any order round di
 
 
 class ExchangeWatch:
-    """Notes what an ``update_core`` does to parameters beside `StandardUpdater.step`, through which ranks exchange.
+    """Detects changes of parameters by an ``update_core`` outside of `StandardUpdater.step`, which exchanges gradients.
 
     Attributes:
         has_exchanged: True if gradients were exchanged in this update.
@@ -98,7 +98,7 @@ class ExchangeWatch:
 
 
 class ModelRanksWatch:
-    """Compares what the ranks that compute a model together have come to, in the first update and in every thousandth.
+    """Compares the results of ranks that compute a model together, in the first update and in every thousandth.
 
     Only one of them writes what it has of the parameters that each of them holds for itself, and of the losses.
     """

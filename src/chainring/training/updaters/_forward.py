@@ -30,8 +30,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
     """Report the loss in the output of a model or loss function; return it with the ``"weight"`` beside it, or ``None``.
 
-    Of a mapping that has ``"loss"`` all scalars are reported under the name of the model. A plain loss is reported as
-    ``<name>/loss`` unless the model has reported one itself.
+    If the output is a mapping that has ``"loss"``, all of its scalars are reported under the name of the model. A plain
+    loss is reported as ``<name>/loss`` unless the model has reported one itself.
     """
     if isinstance(output, Tensor):
         output = output if type(output) is Tensor else to_full(output)
@@ -57,8 +57,8 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
 def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
     """Compute the gradients of a loss.
 
-    Gradient checkpointing runs parts of the forward again in there. A value that they report again is ignored, or a module
-    that is called twice would end with the value of its first call.
+    Gradient checkpointing runs parts of the forward pass again during the backward. Values that they report again are
+    ignored; otherwise a module that is called twice would end with the value of its first call.
     """
     reporter = current.reporter
     if reporter is None:

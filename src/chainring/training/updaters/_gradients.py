@@ -80,7 +80,7 @@ def rescale(optimizer: Optimizer, reference: float, total: Any, exchanged: Set[i
 
 @contextmanager
 def sending(parameters: Sequence[Any], buckets: Sequence[Sequence[int]], send: Callable[[], bool]) -> Generator[None]:
-    """Send buckets of gradients in a backward, one after the other, each as soon as the backward has come to all of it.
+    """Send buckets of gradients in a backward, one after the other, each as soon as the backward has computed all of it.
 
     Args:
         parameters: those whose gradients are sent.
@@ -108,7 +108,7 @@ def sending(parameters: Sequence[Any], buckets: Sequence[Sequence[int]], send: C
 class GradientVersions:
     """Notes the gradients that were sent, and finds out whether they have changed since.
 
-    That is so where a parameter is reached twice, as in a checkpointed part of a model, or a hook of the user's changes it.
+    They change if a parameter is reached twice, as in a checkpointed part of a model, or if a user's hook changes them.
     """
 
     def __init__(self) -> None:
@@ -195,11 +195,11 @@ def sum_over_ranks(
     exchanged: Set[int],
     begun: RankSum | None = None,
 ) -> list[Any]:
-    """Sum the gradients of the optimizers over the ranks, in place; return the sums of the weights, one an optimizer.
+    """Sum the gradients of the optimizers over the ranks, in place; return the sums of the weights, one per optimizer.
 
-    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already; ``begun`` has been sent in part.
-    A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a
-    gradient, so that the optimizer passes it over as it does in a world of one.
+    The parameters whose ids are in ``exchanged`` have been summed by DDP or FSDP already; ``begun`` has been sent in
+    part. A rank that did not touch a parameter takes part with zeros. A parameter that no rank touched is left without a
+    gradient, so that the optimizer skips it, as it does in a world of one.
     """
     if comm.world.size == 1:
         return list(weights)
@@ -233,7 +233,7 @@ except AttributeError:  # a PyTorch that does it in another way: steps are calle
 
 
 def step_optimizer(optimizer: Optimizer) -> None:
-    """Let an optimizer step.
+    """Run the step of an optimizer.
 
     PyTorch wraps the ``step`` of every class in a record for its profiler and calls of the hooks, which is a quarter of the
     time of a small step. Where no profiler runs and no hook is registered, the wrapped function is called by itself. A step

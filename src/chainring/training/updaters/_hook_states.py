@@ -43,7 +43,7 @@ class HookStates:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Return a context after which the states are what they were before, or what was loaded since the last one."""
+        """Return a context after which the states are as before, or as loaded since the last one."""
         hooks = [hook for hook in self._list() if hook.obstacle is None]
         before = {hook.name: _read(hook.state) for hook in hooks}
         yield

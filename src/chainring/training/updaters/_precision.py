@@ -44,8 +44,7 @@ class Precision:
 class LossScaler(torch.amp.GradScaler):
     """Scales the loss up and the gradients down again; an optimizer may step several times in one update.
 
-    Ranks that hold shards of gradients leave a step out, and lower the scale, where one of them finds an overflow in its
-    own.
+    Ranks that hold shards of gradients skip a step, and lower the scale, if one of them finds an overflow in its shard.
     """
 
     def __init__(self, device_type: str, comm: Communicator) -> None:

@@ -15,8 +15,8 @@ from chainring._distributed.virtual_ranks import TreeSum
 class RunningStatistics:
     """The buffers of some models. All virtual ranks begin an update with the same ones.
 
-    Those that a virtual rank changes are put aside for it, so that the next one begins like it. In the end a floating buffer
-    is the mean of the results weighted by rows, and one of integers that of virtual rank 0.
+    Those that a virtual rank changes are set aside for it, so that the next one starts from the same values. In the end,
+    a floating-point buffer is the mean of the results weighted by rows, and an integer buffer is that of virtual rank 0.
     """
 
     def __init__(self, models: Iterable[nn.Module], count: int) -> None:

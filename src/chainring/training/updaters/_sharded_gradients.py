@@ -109,7 +109,7 @@ def set_gradient(parameter: Any, gradient: Tensor | None) -> None:
 
 
 def check_sharded_parameters(optimizers: Mapping[str, optim.Optimizer]) -> None:
-    """Refuse optimizers that make of a shard something else than of the same elements in the whole parameter.
+    """Refuse optimizers that update a shard differently from the same elements of the whole parameter.
 
     Raises:
         ValueError: an optimizer of sharded parameters does not work element by element, or not with these.
