@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _loops import BATCH, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
+from _loops import BATCH, COMMITS, T_TEST, X_TEST, Loss, Predictor, T, X, sgd
 from _snapshots import Idle
 from _turns import lap
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from chainring.training.extensions import Evaluator, LogReport, PrintReport, Pro
 
 IDLE = 64
 """Idle extensions in the row that prices them."""
-COMMITS = 40
-"""Snapshots in what counts as an epoch of `committing`."""
 
 
 class Lapping(StandardUpdater):

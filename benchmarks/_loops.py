@@ -16,6 +16,8 @@ from tqdm import tqdm
 BATCH = 8
 EPOCH = 500
 """Iterations in an epoch."""
+COMMITS = 40
+"""Snapshots in an epoch of loops that take one in every iteration."""
 
 _generator = np.random.default_rng(0)
 X = _generator.standard_normal((EPOCH * BATCH, 16), dtype=np.float32)

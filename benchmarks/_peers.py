@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _loops import BATCH, EPOCH, Loss, T, X, sgd
+from _loops import BATCH, COMMITS, EPOCH, Loss, T, X, sgd
 from _turns import lap
 from torch import Tensor
 
@@ -194,6 +194,51 @@ def rows_of_log(counts: Sequence[int], out: Path, rounds: int) -> dict[int, list
     return found
 
 
+def pfn_extras_saving(out: Path, kept: int) -> Loop:
+    """Save in every iteration and keep so many; all are there when the first step begins."""
+    ppe = importlib.import_module("pytorch_pfn_extras")
+
+    def run(epochs: int) -> None:
+        model, steps = torch.nn.Linear(4, 1), kept + epochs * COMMITS
+        optimizer = torch.optim.Adam(model.parameters())
+        folder = tempfile.mkdtemp(dir=out)
+        manager = ppe.training.ExtensionsManager(model, optimizer, 1, iters_per_epoch=steps, out_dir=folder)
+        manager.extend(ppe.training.extensions.snapshot(n_retains=kept), trigger=(1, "iteration"))
+        for step in range(steps):
+            if step >= kept:
+                lap()
+            with manager.run_iteration():
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+
+    return run
+
+
+def ignite_saving(out: Path, kept: int) -> Loop:
+    """Do the same through Ignite."""
+    engine, handlers = importlib.import_module("ignite.engine"), importlib.import_module("ignite.handlers")
+
+    def run(epochs: int) -> None:
+        model, steps = torch.nn.Linear(4, 1), kept + epochs * COMMITS
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step(engine: Any, number: int) -> None:
+            if number >= kept:
+                lap()
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+        trainer = engine.Engine(step)
+        state = {"trainer": trainer, "model": model, "optimizer": optimizer}
+        saving = handlers.Checkpoint(state, tempfile.mkdtemp(dir=out), n_saved=kept)
+        trainer.add_event_handler(engine.Events.ITERATION_COMPLETED, saving)
+        trainer.run(range(steps), max_epochs=1)
+
+    return run
+
+
 PEERS: dict[str, Callable[..., Loop]] = {
     "pytorch-pfn-extras": pfn_extras,
     "pytorch-ignite": ignite,
@@ -205,6 +250,8 @@ PEERS: dict[str, Callable[..., Loop]] = {
 
 GROWING = {name: PEERS[name] for name in ("pytorch-pfn-extras", "pytorch-ignite", "lightning Trainer")}
 """Those that have extensions and a log."""
+SAVING: dict[str, Callable[..., Loop]] = {"pytorch-pfn-extras": pfn_extras_saving, "pytorch-ignite": ignite_saving}
+"""Those that keep as many snapshots as they are told; neither flushes them to the disk."""
 
 
 def version(name: str) -> str:

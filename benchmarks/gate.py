@@ -108,7 +108,7 @@ def kept(out: Path) -> dict[str, float]:
         for number in (1, 1_000)
     ]
     pairs = [(f"a commit with 1,000 {name}", f"a commit with 1 {name}") for name in names]
-    return _ratios(pairs, {row.name: row for row in rows}, Plan(_chainring.COMMITS, 1, EPOCHS_OF_ROUND))
+    return _ratios(pairs, {row.name: row for row in rows}, Plan(_loops.COMMITS, 1, EPOCHS_OF_ROUND))
 
 
 def ranks(out: Path) -> dict[str, float]:

@@ -136,16 +136,18 @@ def recorder(out: Path, args: argparse.Namespace) -> list[Result]:
 def kept(out: Path, args: argparse.Namespace) -> list[Result]:
     """Milliseconds until a snapshot is on the disk, with so many kept before it."""
     kinds = {OWN: False, "Chainring, n_retains as many": True}
-    rows = {
-        (n, who): Row(f"{n}, {who}", partial(_chainring.committing, out=out, kept=n, removes=removes))
+    runs: dict[tuple[int, str], _peers.Loop] = {
+        (n, who): partial(_chainring.committing, out=out, kept=n, removes=removes)
         for who, removes in kinds.items()
         for n in KEPT
     }
-    times = measure(list(rows.values()), Plan(_chainring.COMMITS, args.rounds, args.epochs))
-    spent = {
-        key: figure([1e3 * each / _chainring.COMMITS for each in seconds(row.name, times)]) for key, row in rows.items()
-    }
-    return [_result("a snapshot until on the disk", "kept before", n, spent[n, who], "ms", who) for n, who in rows]
+    for n in KEPT:
+        runs |= {(n, who): run for who, run in _peers.installed(out, _peers.SAVING, kept=n)[0].items()}
+    rows = {key: Row(f"{key[0]}, {key[1]}", run) for key, run in runs.items()}
+    times = measure(list(rows.values()), Plan(_loops.COMMITS, args.rounds, args.epochs))
+    of, milliseconds = "a snapshot until it is on the disk", 1e3 / _loops.COMMITS
+    found = {key: figure([milliseconds * each for each in seconds(row.name, times)]) for key, row in rows.items()}
+    return [_result(of, "kept before", n, spent, "ms", who) for (n, who), spent in found.items()]
 
 
 def rows_of_log(out: Path, args: argparse.Namespace) -> list[Result]:
@@ -194,7 +196,7 @@ def _result(figure_of: str, what: str, number: int, value: Figure, unit: str, wh
 def line_of(result: Result) -> str:
     value, name = Figure(**result["figure"]), f"{result['of']}, {result['who']}"
     spread = f"({value.least:.2f} to {value.most:.2f})"
-    return f"{name:<62}{result['what']:<18}{result['number']:>8}{value.median:>10.2f} {spread:<24}{result['unit']}"
+    return f"{name:<66}{result['what']:<18}{result['number']:>8}{value.median:>10.2f} {spread:<24}{result['unit']}"
 
 
 def options() -> argparse.Namespace:
