@@ -11,7 +11,7 @@ import torch.utils.data
 
 
 class Indexed(Protocol):
-    """What has a length and an example for each integer below it, such as a list, an array or a tensor."""
+    """The interface of a dataset: a length, and an example for each integer below it, as in a list, an array or a tensor."""
 
     def __len__(self) -> int: ...
 
@@ -77,7 +77,7 @@ class DatasetMixin:
 
 
 def require_datasets(name: str, *datasets: Any) -> None:
-    """Refuse now what would fail when its length or an example is asked for.
+    """Refuse objects without a length or examples now, rather than at their first use.
 
     Raises:
         TypeError: one has no ``__len__`` or no ``__getitem__``.

@@ -37,8 +37,8 @@ class Iterator(Stateful):
         name: the name of the iterator in its updater.
         comm: the communicator of the ranks that share its batches; ``None`` while there is only one rank.
         virtual_ranks: the number of virtual ranks of which a rank serves a block, see `use_virtual_ranks`; or ``None``.
-        serves_virtual_ranks: True in a class whose ``__next__`` returns what `take_share` does. A class that defines another
-            ``__next__`` says it again, for otherwise several ranks that have virtual ranks refuse it.
+        serves_virtual_ranks: True in a class whose ``__next__`` returns what `take_share` does. A subclass that defines
+            another ``__next__`` must set it again, or it is refused by several ranks with virtual ranks.
         initial_seed: a seed of ``None`` is derived from it and the name; by default it is ``torch.initial_seed()``.
 
     Example::
@@ -241,7 +241,7 @@ def not_the_end(what: str) -> RuntimeError:
 
 
 def require_virtual_ranks(count: Any) -> int:
-    """Return a number of virtual ranks as it is.
+    """Check a number of virtual ranks, and return it.
 
     Raises:
         TypeError: it is not an integer.

@@ -683,7 +683,7 @@ def _dataset_size(loader: Any) -> int | None:
 
 
 def make_batch(item: Any) -> Batch:
-    """Return what a loader gives as a batch; a list, which ``default_collate`` makes, counts as a tuple of columns."""
+    """Return an item of a loader as a batch; a list, which ``default_collate`` makes, counts as a tuple of columns."""
     if isinstance(item, Batch):
         return item
     columns = tuple(item) if type(item) is list else item

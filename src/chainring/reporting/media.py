@@ -1,4 +1,4 @@
-"""What is reported besides numbers: images, texts and histograms, which a `LogReport` keeps with its next row."""
+"""Reports of images, texts and histograms, which a `LogReport` keeps with its next row."""
 
 from __future__ import annotations
 

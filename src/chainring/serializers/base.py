@@ -259,7 +259,7 @@ def recording_changes(changes: dict[str, list[Any]]) -> Iterator[None]:
 def telling_changes(untold: list[ChangedSetting], is_complete: bool = True) -> Iterator[None]:
     """Inside, collect what is announced, and print it at the end as a table, unless this is inside another one.
 
-    With ``is_complete=False`` more is to come, and nothing is printed.
+    With ``is_complete=False`` more changes will follow, and nothing is printed.
     """
     if _untold.get() is not None:
         yield
@@ -778,7 +778,7 @@ _SCALARS = (*_NUMBERS, str)
 
 
 def to_type_of(value: Any, saved: Any) -> Any:
-    """Return a saved number or string in the type of ``value``, or as it is where that type does not hold it exactly."""
+    """Return a saved number or string in the type of ``value``, or unchanged if that type cannot represent it exactly."""
     cls, is_text = type(value), isinstance(value, str)
     is_same_kind = isinstance(saved, str) if is_text else isinstance(saved, _NUMBERS) and not is_text
     if type(saved) is cls or not is_same_kind or np.timedelta64 in (cls, type(saved)):

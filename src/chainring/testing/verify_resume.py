@@ -136,7 +136,7 @@ class Verdict:
         report: all of it as text.
         kills: where the run was killed.
         not_reached: the kinds of points that it did not reach.
-        unsaved: by path, what the run has changed and no state holds, with its value when saved -> when loaded.
+        unsaved: changes of the run that are not saved, by path, with the value when saved -> when loaded.
     """
 
     name: str

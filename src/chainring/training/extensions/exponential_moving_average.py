@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class ExponentialMovingAverage(Extension):
     """Averages the parameters of a model over updates: ``decay * average + (1 - decay) * parameter`` after each update.
 
-    If ``decay`` is a number, the first update of the average copies the parameters; a function may return anything for
-    that update too. Parameters that are not floating-point numbers, and buffers such as the running statistics of
-    BatchNorm, are copied from the model after each update. It runs before evaluations of the same iteration.
+    If ``decay`` is a number, the first update of the average copies the parameters; a function decides about that update
+    too. Parameters that are not floating-point numbers, and buffers such as the running statistics of BatchNorm, are
+    copied from the model after each update. It runs before evaluations of the same iteration.
 
     Example::
 
