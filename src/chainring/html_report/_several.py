@@ -54,7 +54,7 @@ def names_of(places: Sequence[Place]) -> list[str]:
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
             return names
-    twice = next(name for index, name in enumerate(names) if name in names[:index])
+    twice = next(place for index, place in enumerate(places) if names[index] in names[:index])
     raise ValueError(f"{twice} is given twice; give each run once")
 
 

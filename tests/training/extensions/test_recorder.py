@@ -411,6 +411,23 @@ def test_state_in_memory_has_the_rows(tmp_path):
     assert (tmp_path / "b/recorder.bin").read_bytes() == (tmp_path / "whole/recorder.bin").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["log", "recorder.bin"])
+def test_a_file_that_another_extension_writes_is_refused(tmp_path, name):
+    """One of the two would be lost; it says which extension it is."""
+    trainer = train(tmp_path, 3, extensions.LogReport(filename=name), recorder=Recorder(filename=name))
+    with pytest.raises(ValueError, match=f"extension 'LogReport' writes '{name}' too; give the Recorder another filename"):
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    "name", ["../recorder.bin", "/tmp/recorder.bin", "a/../../b.bin", "run.json", "./run.json", ".lock"]
+)
+def test_a_file_outside_of_the_run_or_of_the_run_itself_is_refused(name):
+    """What compares runs would not find it there, or the run would lose its record or its lock."""
+    with pytest.raises(ValueError, match="filename is a name in out"):
+        Recorder(filename=name)
+
+
 @pytest.mark.parametrize(("settings", "error"), [({"filename": ""}, TypeError), ({"parameters": (0, "epoch")}, ValueError)])
 def test_wrong_settings_are_refused(settings, error):
     """With a remedy, at once."""

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from chainring.writers._common import set_rows_aside
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
+_OTHERS = (".lock", "run.json")  # that every run has in its out
 _LOSSES = 2  # in a row, which with more of them could have more than 48 bytes
 _TYPES = {getattr(torch, name): index for index, name in enumerate(LOSS_TYPES) if index}
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -63,7 +64,7 @@ class Recorder(Extension):
 
     Raises:
         TypeError: the file name or the trigger has the wrong type.
-        ValueError: the trigger's unit or period is invalid.
+        ValueError: the trigger's unit or period is invalid, or the file is not in ``out``, or another one of the run.
     """
 
     priority = 1100  # above FailOnNonNumber, so that the iterations are there with which that ends a run
@@ -72,6 +73,9 @@ class Recorder(Extension):
     def __init__(self, parameters: TriggerLike = (1, "epoch"), filename: str = "recorder.bin") -> None:
         if not isinstance(filename, str) or not filename:
             raise TypeError(f'filename is a name in out, such as "recorder.bin"; got {filename!r}')
+        path = PurePath(filename)
+        if path.is_absolute() or ".." in path.parts or str(path) in _OTHERS:
+            raise ValueError(f'filename is a name in out, such as "recorder.bin", and not one of the run; got {filename!r}')
         self.trigger = get_trigger(parameters)
         self._filename = filename
         self._generators = _random.GeneratorStates()
@@ -92,6 +96,7 @@ class Recorder(Extension):
         return (self._filename,)
 
     def initialize(self, trainer: Trainer) -> None:
+        self._refuse_a_shared_file(trainer)
         self._generators = _random.GeneratorStates()  # which may have been put back
         self._batches = Batches(trainer.updater)
         self._places = self._batches.take()
@@ -106,6 +111,14 @@ class Recorder(Extension):
             self._file.cut()
         if not trainer.updater.iteration:
             self._add_digests(trainer)
+
+    def _refuse_a_shared_file(self, trainer: Trainer) -> None:
+        for entry in trainer.entries:
+            if entry.extension is not self and self._filename in getattr(entry.extension, "writes", ()):
+                raise ValueError(
+                    f"extension {entry.name!r} writes {self._filename!r} too; give the Recorder another filename, or leave "
+                    "one of them out"
+                )
 
     def observe(self, trainer: Trainer) -> None:
         iteration = trainer.updater.iteration
