@@ -103,7 +103,7 @@ class Reporter:
             for key, value in items:
                 observation[prefix + key] = _snapshot(value)
         else:
-            names = [prefix + key for key in values]
+            names = [prefix + key for key in values] if prefix else list(values)
             observation.update(zip(names, _snapshots(list(values.values())), strict=True))
         if self.watchers:
             for key, value in items:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from chainring._checks import find_call_error
 from chainring._distributed.sharding import to_full
 from chainring.reporting.reporter import current, report
-from chainring.reporting.summary import is_scalar
+from chainring.reporting.summary import is_scalar, select_scalars
 
 Loss = Tensor | Mapping[str, Any]
 """What a model or a loss function returns: the loss, or a mapping that has ``"loss"``."""
@@ -43,7 +43,7 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
                 reporter.observation[key] = output.detach().clone()
         return output, None
     if isinstance(output, Mapping) and "loss" in output:
-        report({f"{name}/{key}": value for key, value in output.items() if is_scalar(value)})
+        report({f"{name}/{key}": value for key, value in select_scalars(output).items()})
         weight = output.get("weight")
         if weight is not None and not is_scalar(weight):
             raise ValueError(
