@@ -150,7 +150,7 @@ def seed_host(*keys: int | str) -> None:
 
 
 def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
-    """Return the keys for `ExampleSeeder`: each seeds what ``seed_host(seed, epoch, index)`` does."""
+    """Return the seeds of examples: those that ``seed_host(seed, epoch, index)`` sets."""
     prefix, keys = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f".encode(), digest_size=8), []
     for index in indices.tolist():  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
         whole = prefix.copy()
@@ -161,7 +161,8 @@ def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
 
 def _seed_host(seed: int) -> None:
     random.seed(seed)
-    _tensor_seeder.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits accelerators, a hundred times slower
 
 
 def get_rng_state() -> dict[str, Any]:
@@ -230,29 +231,13 @@ def preserve_host_rng() -> Iterator[None]:
 
 
 def _take_host() -> tuple[Any, ...]:
-    return _take_python(), _numpy_states.take(), torch.get_rng_state()
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
 def _put_host(python: Any, numpy: Any, torch_state: Tensor) -> None:
-    _put_python(python)
-    _numpy_states.put(numpy)
+    random.setstate(python)
+    np.random.set_state(numpy)
     torch.set_rng_state(torch_state)
-
-
-def _take_python() -> Any:
-    words = _words_of_python()
-    if words is None:
-        return random.getstate()
-    _late.set()
-    return words.tobytes(), _PYTHON.gauss_next
-
-
-def _put_python(state: Any) -> None:
-    words, _late.seed = _words_of_python(), None
-    if words is None:
-        random.setstate(state)
-    else:
-        words[:], _PYTHON.gauss_next = memoryview(state[0]).cast("I"), state[1]
 
 
 def _accelerator() -> Any:
@@ -281,8 +266,8 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._has_accelerator = torch.accelerator.is_available()
-        self._python = _view_of_python()
-        self._torch = _views_of_torch()
+        self._python = view_of_python()
+        self._torch = views_of_torch()
         self._bits: Any = None  # NumPy's bit generator
         self._numpy: list[Any] = []  # views of its first words and of its position, where these are known
         self._views: list[Any] = []  # of all three, where these are known
@@ -298,7 +283,7 @@ class GeneratorStates:
             self._find_views()
         seen = b"".join(self._views)
         # NumPy's normal drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
-        if seen != self._seen or not seen or _PYTHON.gauss_next is not self._gauss or self._normal != _NO_NORMAL:
+        if seen != self._seen or not seen or PYTHON.gauss_next is not self._gauss or self._normal != _NO_NORMAL:
             self._seen, self._host = seen, self._take_host()
         if not self._has_accelerator:
             return self._host
@@ -307,12 +292,12 @@ class GeneratorStates:
 
     def _find_views(self) -> None:
         self._bits, self._seen = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
-        self._numpy = _views_of_numpy(self._bits)
+        self._numpy = views_of_numpy(self._bits)
         found = self._python is not None and self._torch and self._numpy
         self._views = [self._python, *self._torch, *self._numpy] if found else []
 
     def _take_host(self) -> tuple[Any, ...]:
-        self._gauss = getattr(_PYTHON, "gauss_next", None)
+        self._gauss = getattr(PYTHON, "gauss_next", None)
         numpy: Any = np.random.get_state(legacy=False)
         if self._numpy:
             self._normal = _normal_of(numpy)
@@ -340,7 +325,7 @@ class GeneratorStates:
         )
 
 
-_PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
+PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
 _FIRST_WORDS = struct.Struct("<8I")
 _TORCH_STATE, _TORCH_WORDS, _TORCH_SIZE = 5056, 24, 2620  # bytes of its state, before its words there, and of the object
 _NORMAL = struct.Struct("<d?")
@@ -353,18 +338,18 @@ def _normal_of(state: Any) -> bytes:
 
 
 @cache
-def _view_of_python() -> Any:
+def view_of_python() -> Any:
     """Return a view of the position and the first words of Python's generator; ``None`` where they are not found."""
     size, start = 4 + _FIRST_WORDS.size, object.__basicsize__
-    cls = next((cls for cls in type(_PYTHON).__mro__ if cls.__module__ == "_random"), object)
+    cls = next((cls for cls in type(PYTHON).__mro__ if cls.__module__ == "_random"), object)
     if sys.implementation.name != "cpython" or sys.byteorder != "little" or cls.__basicsize__ < start + size:
         return None
-    view = (ctypes.c_char * size).from_address(id(_PYTHON) + start)
+    view = (ctypes.c_char * size).from_address(id(PYTHON) + start)
     _, words, _ = random.getstate()
     return view if view.raw == struct.pack("<i8I", words[-1], *words[:8]) else None
 
 
-def _views_of_numpy(bits: Any) -> list[Any]:
+def views_of_numpy(bits: Any) -> list[Any]:
     """Return views of the first words and of the position of a Mersenne twister; none where they are not found."""
     if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
         return []
@@ -378,7 +363,7 @@ def _views_of_numpy(bits: Any) -> list[Any]:
 
 
 @cache
-def _views_of_torch() -> list[Any]:
+def views_of_torch() -> list[Any]:
     """Return views of the seed, position, first words and normals of torch's generator; none where they are not found.
 
     The places are those of a generator of its own, which can be seeded, and draws a normal ahead, to see them change.
@@ -397,185 +382,3 @@ def _views_of_torch() -> list[Any]:
     spans = [(start, place + _FIRST_WORDS.size), (normals, normals + 24)]
     views = [(ctypes.c_char * (end - begin)).from_address(address + begin) for begin, end in spans]
     return views if views[0].raw[:12] == torch.default_generator.get_state().numpy()[:12].tobytes() else []
-
-
-class ExampleSeeder:
-    """Fetches examples with the generators of Python, NumPy and torch seeded for each.
-
-    hot path: "images, Pillow" of benchmarks/data.py. Python's generator takes longest to seed. Once a thousand examples have
-    not drawn from it, the seed of an example is set late. If the example draws from the generator meanwhile, the seed is set
-    and the example fetched again; and for all that follow it is set before, as for those of any dataset that draws.
-    """
-
-    def __init__(self) -> None:
-        self._undrawn = 0  # so many examples did not draw from Python's generator; -1 after one that did
-        self._seen = b""  # what Python's generator showed after a seed was set in this batch
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Let seeds be set late in the block; at its end the generators are those of the example fetched last."""
-        self._seen = b""
-        if _words_of_python() is None or type(_PYTHON) is not random.Random:
-            self._undrawn = -1
-        if is_late := self._undrawn >= _PROBATION:
-            _PYTHON.__class__ = _LateSeeded
-        try:
-            yield
-        finally:
-            _late.set()
-            if is_late:
-                _PYTHON.__class__ = random.Random
-
-    def fetch(self, ask: Callable[[int], Any], index: int, key: int) -> Any:
-        """Return ``ask(index)`` as it is with every generator seeded by ``key``."""
-        _tensor_seeder.seed(key)
-        view = _view_of_python()
-        if self._undrawn >= _PROBATION and self._seen:
-            _late.seed = key
-        else:
-            random.seed(key)
-            if self._undrawn < 0:
-                return ask(index)
-            self._seen = view.raw
-        try:
-            example = ask(index)
-        except Exception:
-            if view.raw == self._seen:
-                raise
-            if not self._was_late():
-                raise
-        else:
-            if view.raw == self._seen:
-                self._undrawn += 1
-                return example
-            if not self._was_late():
-                return example
-        _seed_host(key)
-        return ask(index)
-
-    def _was_late(self) -> bool:
-        """Return whether an example has drawn from Python's generator with its seed still to be set."""
-        self._undrawn, was_late, _late.seed = -1, _late.seed is not None, None
-        return was_late
-
-
-_PROBATION = 1000
-"""Examples in each process whose seeds are all set before: enough to know a dataset that draws, and some milliseconds."""
-
-
-class _Late:
-    """A seed of Python's generator that is still to be set."""
-
-    seed: int | None = None
-
-    def set(self) -> None:
-        """Set it, if there is one."""
-        if (seed := self.seed) is not None:
-            self.seed = None
-            random.seed(seed)
-
-
-_late = _Late()
-
-
-class _LateSeeded(random.Random):
-    """The class of Python's generator while a seed may be set late: whoever reads the state sets it first."""
-
-    @property
-    def VERSION(self) -> int:  # type: ignore[override]  # noqa: N802 which getstate reads before the state
-        _late.set()
-        return random.Random.VERSION
-
-
-class _TensorSeeder:
-    """Seeds torch's generator, and NumPy's by a copy of its words, since a seed gives the same 624 words in both."""
-
-    def __init__(self) -> None:
-        self._seed_torch = torch.default_generator.manual_seed  # torch.manual_seed visits accelerators, which takes long
-        self._bits: Any = None  # NumPy's bit generator
-        self._lock: Any = None
-        self._numpy = self._torch = memoryview(b"")  # the words of both, where the ones can be copied to the others
-        self._position = memoryview(b"")  # of NumPy's generator
-        self.first = -1  # of its words after the last seed
-
-    def seed(self, seed: int) -> None:
-        self._seed_torch(seed)
-        bits, words = np.random.get_bit_generator(), self._numpy  # type: ignore[attr-defined]
-        # hot path: "images, Pillow" of benchmarks/data.py. While it has used no word, it has drawn no normal ahead either.
-        if bits is self._bits and words and words[0] == self.first and self._position[0] == _N_WORDS:
-            with self._lock:
-                words[:] = self._torch
-        else:
-            np.random.seed(seed & 0xFFFFFFFF)
-            if bits is not self._bits:
-                self._find(bits)
-        self.first = seed & 0xFFFFFFFF  # which is the first word
-
-    def _find(self, bits: Any) -> None:
-        """Find the words of both generators, which have the same seed now."""
-        self._bits, self._lock, self._numpy = bits, bits.lock, memoryview(b"")
-        views = _views_of_numpy(bits), _views_of_torch()
-        if all(views):
-            at_numpy, (of_torch, _) = ctypes.addressof(views[0][0]), views[1]
-            numpy, self._torch = _words_at(at_numpy), _words_at(ctypes.addressof(of_torch) + len(of_torch) - 32)
-            self._position = _words_at(at_numpy + numpy.nbytes, 1)
-            self._numpy = numpy if numpy == self._torch else memoryview(b"")
-
-
-class _NumpyStates:
-    """Takes the state of NumPy's generator and puts it back, by a copy of its words where it has no normal drawn ahead.
-
-    hot path: "images, Pillow" of benchmarks/data.py, once a batch. NumPy itself takes a hundredth of a small batch for both.
-    """
-
-    def __init__(self) -> None:
-        self._bits: Any = None  # NumPy's bit generator
-        self._words: memoryview | None = None  # of it, and the position behind them
-        self._plain = b""  # words with which it had no normal drawn ahead: it draws none without using some
-
-    def take(self) -> Any:
-        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if bits is not self._bits:
-            views = _views_of_numpy(bits)
-            self._words = _words_at(ctypes.addressof(views[0]), _N_WORDS + 1) if views else None
-            self._bits, self._plain = bits, b""
-        content = b"" if self._words is None else self._words.tobytes()
-        if content and content == self._plain:
-            return bits, self._words, content
-        state: Any = np.random.get_state(legacy=False)
-        if content and not state["has_gauss"]:
-            self._plain = content
-        return state
-
-    def put(self, state: Any) -> None:
-        if isinstance(state, dict):
-            np.random.set_state(state)
-            return
-        bits, words, content = state
-        if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
-            raise ValueError("NumPy's bit generator was replaced in between, so its state cannot be put back")
-        if words[0] != _tensor_seeder.first or words[_N_WORDS] != _N_WORDS:
-            np.random.seed(0)  # without a normal drawn ahead
-        with bits.lock:
-            words[:] = memoryview(content).cast("I")
-
-
-_N_WORDS = 624
-
-
-def _words_at(address: int, number: int = _N_WORDS) -> memoryview:
-    """Return words of 32 bits in memory, which can be assigned to."""
-    return memoryview((ctypes.c_char * (4 * number)).from_address(address)).cast("B").cast("I")
-
-
-@cache
-def _words_of_python() -> memoryview | None:
-    """Return the position and the words of Python's generator; ``None`` where they are not found."""
-    view = _view_of_python()
-    words = None if view is None else _words_at(ctypes.addressof(view), 1 + _N_WORDS)
-    _, known, _ = random.getstate()
-    return words if words is not None and words.tolist() == [known[-1], *known[:-1]] else None
-
-
-_numpy_states = _NumpyStates()
-_tensor_seeder = _TensorSeeder()

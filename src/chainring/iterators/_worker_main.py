@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from chainring._random import ExampleSeeder, example_keys
+from chainring._random import example_keys
 from chainring.converters import concat_examples
+from chainring.iterators._example_seeder import ExampleSeeder
 from chainring.iterators.serial import Segment
 
 Task = tuple[int, list[Segment]]

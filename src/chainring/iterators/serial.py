@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset
 
 from chainring._checks import find_call_error, is_integer
 from chainring._random import (
-    ExampleSeeder,
     Indices,
     digest,
     epoch_order,
@@ -23,6 +22,7 @@ from chainring._random import (
 )
 from chainring.datasets._columns import Batch, make_gather
 from chainring.datasets.base import Dataset, size_of
+from chainring.iterators._example_seeder import ExampleSeeder
 from chainring.iterators.base import Iterator, not_the_end
 from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, visit_setting
 
@@ -309,7 +309,7 @@ class SerialIterator(IndexedIterator):
         if not self._seeds_examples:
             return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
         examples, fetch, ask = [], self._seeder.fetch, lambda index: dataset[index]
-        with self._seeder.batch(), preserve_host_rng():
+        with preserve_host_rng(), self._seeder.batch():
             for order_key, indices in segments:
                 for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
                     try:
