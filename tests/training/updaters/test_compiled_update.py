@@ -237,9 +237,12 @@ def noting(stages, seen):
     return UpdateCallbacks(**notes)
 
 
-def test_accumulation_and_callbacks_at_all_stages_go_with_it(tmp_path):
+INSIDE = ("forward_on_finish", "backward_on_start")
+
+
+def test_accumulation_and_callbacks_around_the_gradients_go_with_it(tmp_path):
     """Micro-batches, gradients and norms are those of the plain update; in an epoch whose last batch is shorter."""
-    stages = [stage for stage in vars(UpdateCallbacks()) if "_on_" in stage]
+    stages = [stage for stage in vars(UpdateCallbacks()) if "_on_" in stage and stage not in INSIDE]
     ends, seen = [], ([], [])
     for compiles in (False, True):
         source, callbacks = uneven(), noting(stages, seen[compiles])
@@ -250,6 +253,38 @@ def test_accumulation_and_callbacks_at_all_stages_go_with_it(tmp_path):
     assert_close(*ends)
     assert "grad_norm" in ends[0][0][0]
     assert seen[0] == seen[1] != []
+
+
+@pytest.mark.parametrize("stage", INSIDE)
+def test_with_a_callback_between_forward_and_backward_an_update_runs_as_it_is(tmp_path, stage):
+    """To the last bit."""
+    callbacks = UpdateCallbacks(**{stage: lambda context: None})
+    plain, compiled = (
+        ran(trainer_of(tmp_path / str(each), 3, compile=each, callbacks=callbacks))[1] for each in (False, True)
+    )
+    assert all(torch.equal(plain[key], compiled[key]) for key in plain)
+
+
+class Twins(nn.Module):
+    """Two parameters whose gradients are one tensor, and one whose gradient repeats a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.third = (nn.Parameter(torch.ones(8)) for _ in range(3))
+
+    def forward(self, x):
+        return (x * (self.one + self.other)).sum(1, keepdim=True) + self.third.sum() + torch.zeros(4)
+
+
+def test_gradients_that_share_memory_are_clipped_once(tmp_path):
+    ends = []
+    for compiles in (False, True):
+        callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(0.1))
+        trainer = trainer_of(
+            tmp_path / str(compiles), 3, net=Twins, optimizer=torch.optim.SGD, compile=compiles, callbacks=callbacks
+        )
+        ends.append(ran(trainer))
+    assert_close(*ends)
 
 
 def test_a_loss_scaler_goes_with_it(tmp_path):

@@ -1,4 +1,4 @@
-"""Updates by compiled functions: a whole one, or in stages its loss with the backward; with the values reported in them."""
+"""Updates by compiled functions: a whole one, or in stages its gradients; with the values reported in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring._messages import warn
@@ -20,6 +20,7 @@ from chainring.training.updaters._precision import Precision
 
 IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
+_HOOKED = "a parameter has a hook of its gradient, which a compiled function would pass over"
 
 
 class _Compiled:
@@ -63,28 +64,63 @@ class _Compiled:
             self.is_eager = bool(is_eager)
 
 
-class CompiledLoss:
-    """Computes the loss in a compiled function, whose backward is compiled as well, for an update in stages.
+class CompiledGradients:
+    """Computes the loss of a micro-batch and its gradients in a compiled function, for an update in stages.
 
-    ``eagerly`` computes the loss of a model and its weight from a converted batch; ``forward`` is called with the inputs.
+    ``forward`` is called with the inputs; ``averages`` says whether the loss is multiplied by its weight.
     """
 
-    def __init__(self, eagerly: Callable[[nn.Module, Any], Any], forward: Callable[..., Any], precision: Precision) -> None:
-        self._eagerly, self._precision = eagerly, precision
+    def __init__(
+        self, forward: Callable[..., Any], precision: Precision, optimizers: list[Optimizer], averages: bool
+    ) -> None:
+        self._optimizers, self._scaler = optimizers, precision.scaler
+        self._parameters = list_parameters(optimizers)
+        self._device = self._parameters[0].device
         # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
-        self._compiled = _Compiled(partial(_loss, forward, precision), captures=False)
+        function = partial(_gradients, forward, precision, self._parameters, averages)
+        self._compiled = _Compiled(function, captures=False)
+        self.serialize = self._compiled.serialize
 
-    def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the loss and its weight, ``None`` if none came with it."""
-        if self._compiled.is_of_use:
-            with self._precision.no_autocast():  # the backward is compiled for what holds here
-                found = self._compiled(inputs)
-            if not self._compiled.is_eager:
-                return found
-        return self._eagerly(model, inputs)
+    @property
+    def is_of_use(self) -> bool:
+        return self._compiled.is_of_use
 
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        self._compiled.serialize(serializer)
+    def add(self, inputs: Any, factor: float, examples: Any) -> tuple[Any, Any] | None:
+        """Add the gradients, and return the loss and its weight; ``None`` if that cannot be compiled.
+
+        Args:
+            inputs: the converted micro-batch.
+            factor: of the loss, beside its weight.
+            examples: the weight, if none comes with the loss; where it is 0, nothing counts.
+        """
+        self._parameters[:] = list_parameters(self._optimizers)
+        if any(map(_is_hooked, self._parameters)):
+            self._compiled.give_up(_HOOKED)
+            return None
+        number = torch.full((), factor, dtype=_dtype_of_numbers(self._device), device=self._device)
+        number = number if self._scaler is None else self._scaler.scale(number)
+        found = self._compiled(inputs, number * bool(examples), number * examples)
+        if self._compiled.is_eager:
+            return None
+        loss, weight, gradients = found
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        _add_gradients(trained, gradients)
+        return loss, weight
+
+
+def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add to gradients, which then have memory of their own: what follows writes to them."""
+    seen: set[int] = set()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is not None:
+            parameter.grad += gradient
+            continue
+        address = gradient.untyped_storage().data_ptr()
+        is_own = gradient.stride() == parameter.stride() and address not in seen
+        parameter.grad = gradient if is_own else torch.empty_like(parameter).copy_(gradient)
+        seen.add(address)
 
 
 class CompiledUpdate:
@@ -144,8 +180,8 @@ class CompiledUpdate:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                self._compiled.give_up("a parameter has a hook of its gradient, which a compiled function would pass over")
+            if _is_hooked(parameter):
+                self._compiled.give_up(_HOOKED)
                 return
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -164,7 +200,7 @@ class _LearningRate:
     def __init__(self, device: torch.device) -> None:
         self._group: dict[str, Any] = {}
         self._number: Any = None
-        self._tensor = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._tensor = torch.zeros((), dtype=_dtype_of_numbers(device), device=device)
 
     def to_tensor(self, group: dict[str, Any]) -> None:
         number = group.get("lr")
@@ -179,10 +215,18 @@ class _LearningRate:
             self._group["lr"] = self._number
 
 
+def _is_hooked(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def _steps_outside(optimizer: Optimizer) -> bool:
     """Return True if a step has hooks, such as that of `FailOnNonNumber`, or a fused kernel, which cannot be compiled in."""
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(has_hooks or any(group.get("fused") for group in optimizer.param_groups))
+
+
+def _dtype_of_numbers(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _copied(value: Any) -> Any:
@@ -193,6 +237,24 @@ def _loss(forward: Callable[..., Any], precision: Precision, inputs: Any) -> Any
     args, kwargs = arguments(inputs)
     with precision.autocast():
         return loss_and_weight(forward(*args, **kwargs), "main")
+
+
+def _gradients(
+    forward: Callable[..., Any],
+    precision: Precision,
+    parameters: Sequence[Tensor],
+    averages: bool,
+    inputs: Any,
+    factor: Tensor,
+    share: Tensor,
+) -> Any:
+    loss, weight = _loss(forward, precision, inputs)
+    check_loss(loss)
+    if averages:
+        factor = share if weight is None else weight * factor
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss * factor, trained, allow_unused=True)
+    return loss.detach(), weight, gradients
 
 
 def _update(

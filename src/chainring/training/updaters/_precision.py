@@ -36,10 +36,6 @@ class Precision:
         """Return the context manager of the forward."""
         return _NO_AUTOCAST if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
-    def no_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context manager that ends that of the forward for a while."""
-        return _NO_AUTOCAST if self._dtype is None else torch.autocast(self._device_type, enabled=False)
-
 
 class LossScaler(torch.amp.GradScaler):
     """Scales the loss up and the gradients down again; an optimizer may step several times in one update.

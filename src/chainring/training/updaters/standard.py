@@ -42,7 +42,7 @@ from chainring.training.updaters._closures import (
     needs_closure,
     only_gradients_of,
 )
-from chainring.training.updaters._compiled import IS_AVAILABLE, CompiledLoss, CompiledUpdate, warn_not_compiled
+from chainring.training.updaters._compiled import IS_AVAILABLE, CompiledGradients, CompiledUpdate, warn_not_compiled
 from chainring.training.updaters._exchange import ExchangeWatch, ModelRanksWatch
 from chainring.training.updaters._forward import (
     Loss,
@@ -151,11 +151,12 @@ class StandardUpdater(Updater):
         compile: True to compile the loss, its gradients and the steps into one function with ``torch.compile``, captured
             as a graph on an NVIDIA GPU; results are equal to float tolerance. An optimizer with ``fused=True`` steps with
             its own kernel, outside of that function. With gradient accumulation, ranks, fp16, or callbacks other than
-            ``batch_on_finish``, only the loss and its backward are compiled, and not captured; ranks then exchange
+            ``batch_on_finish``, only the loss and its gradients are compiled, and not captured; ranks then exchange
             gradients after the backward. Compilation takes seconds before the first update, and before the first batch of
             each other shape. Virtual ranks, closures, overridden stages, DDP, ``fully_shard`` and other sharded
             parameters, a model that cannot be compiled, and any update with torch before 2.13 run uncompiled, and a
-            warning says why. An update that `dump_graph` observes runs uncompiled, because it needs its graph.
+            warning says why. An update that `dump_graph` or a `Profiler` observes, or that has callbacks between
+            forward and backward, runs uncompiled without a warning.
         virtual_ranks: the number of parts in which each update is computed, for any number of ranks; they are summed in a
             fixed order, so that parameters, optimizer state, log rows and snapshots are equal to the last bit on 1 to
             ``virtual_ranks`` ranks. Virtual rank v computes the rows ``batch[v::virtual_ranks]`` with its own random
@@ -268,15 +269,16 @@ class StandardUpdater(Updater):
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
         self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
         self._compute: Callable[[Any], Any] = self._compute_eagerly
-        self._loss_in_stages: Callable[[nn.Module, Any], tuple[Any, Any]] = self._compute_loss
+        self._compiled_gradients: CompiledGradients | None = None
         if compiles and (reason := self._find_not_compiled(overrides_stage, is_plain)):
             warn_not_compiled(reason)
         elif compiles:
             model = self._models["main"]
             forward = model if self.loss_func is None else partial(self.loss_func, model)
-            self._loss_in_stages = CompiledLoss(self._compute_loss, forward, self._precision)
+            optimizers = list(self._optimizers.values())
+            self._compiled_gradients = CompiledGradients(forward, self._precision, optimizers, self._averages)
             if self._uses_fast_path:
-                self._compute = CompiledUpdate(self._compute, forward, self._precision, list(self._optimizers.values()))
+                self._compute = CompiledUpdate(self._compute, forward, self._precision, optimizers)
 
     def _find_not_compiled(self, overrides_stage: bool, is_plain: bool) -> str | None:
         """Return why updates are not compiled, or ``None``."""
@@ -528,12 +530,31 @@ class StandardUpdater(Updater):
             self._step(list(self._optimizers))
 
     def _compute_gradients(self, batch: Any) -> Any:
-        with self.autocast():
-            loss, weight = self._loss_in_stages(self._models["main"], batch)
+        callbacks, compiled = self.callbacks, self._compiled_gradients
+        is_whole = not (callbacks.forward_on_finish or callbacks.backward_on_start)  # without a stage inside
+        if compiles := compiled is not None and compiled.is_of_use and is_whole:
+            run(callbacks.forward_on_start, self._state.context)
+            if (loss := self._add_compiled_gradients(compiled, batch)) is not None:
+                run(callbacks.backward_on_finish, self._state.context)
+                return loss
+        with self._precision.autocast() if compiles else self.autocast():
+            loss, weight = self._compute_loss(self._models["main"], batch)
             self._state.context.loss = loss
         self._state.has_loss_weight = self._state.has_loss_weight or weight is not None
         self.backward(loss, weight)
         return loss
+
+    def _add_compiled_gradients(self, compiled: CompiledGradients, batch: Any) -> Any:
+        """Return the loss, or ``None`` if its gradients cannot be compiled."""
+        state = self._state
+        examples = 1 if isinstance(state.examples, Uncounted) else state.examples
+        found = compiled.add(batch, 1 / self._reference_weight if self._averages else 1.0, examples)
+        if found is None:
+            return None
+        state.context.loss, weight = found
+        state.has_loss_weight = state.has_loss_weight or weight is not None
+        self._note_weight(weight)
+        return state.context.loss
 
     def _step_all_by_closure(self, closure: Callable[[], Any]) -> None:
         for name in self._optimizers:
@@ -613,11 +634,7 @@ class StandardUpdater(Updater):
         check_loss(loss)
         loss = to_full(loss)
         state = self._state
-        examples = state.examples
-        if weight is None or (type(examples) is int and examples == 0):  # a repeated example never counts
-            weight = require_count(examples)
-        state.weights.setdefault(state.context.micro_step, weight)
-        state.backward_weight = weight
+        weight = self._note_weight(weight)
         if state.stepped:
             self._clear_stepped()
         context, callbacks, scaler = state.context, self.callbacks, self._precision.scaler
@@ -633,6 +650,15 @@ class StandardUpdater(Updater):
             run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
+
+    def _note_weight(self, weight: Any) -> Any:
+        """Return the weight of this micro-batch: that of its loss, by default its number of examples."""
+        state = self._state
+        if weight is None or (type(state.examples) is int and state.examples == 0):  # a repeated example never counts
+            weight = require_count(state.examples)
+        state.weights.setdefault(state.context.micro_step, weight)
+        state.backward_weight = weight
+        return weight
 
     def _sending(self) -> AbstractContextManager[None]:
         """Return the context of a backward, in which ranks send gradients that are final."""
@@ -922,8 +948,8 @@ class StandardUpdater(Updater):
             self._wrapped.hook_states.serialize(serializer["communication_hooks"], self.comm)
         if isinstance(self._compute, CompiledUpdate):
             self._compute.serialize(serializer["compiled"])
-        if isinstance(self._loss_in_stages, CompiledLoss):
-            self._loss_in_stages.serialize(serializer["compiled_loss"])
+        if self._compiled_gradients is not None:
+            self._compiled_gradients.serialize(serializer["compiled_gradients"])
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that a resumed run may change, which is then announced."""
