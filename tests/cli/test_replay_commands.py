@@ -203,6 +203,23 @@ def test_bisect_says_which_iterations_it_cannot_reach(tmp_path, capsys):
     assert not any("--monotone" in line for line in lines)
 
 
+def test_a_script_of_a_package_is_replayed_as_python_dash_m_runs_it(tmp_path, capsys):
+    """It imports its package from anywhere, and relative to itself; what lies beside it as well."""
+    package = tmp_path / "grünes_paket" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package.parent / "settings.py").write_text("SEED = 3\n")
+    (package / "beside.py").touch()
+    imports = "import beside\nfrom ..settings import SEED\nfrom grünes_paket.settings import SEED\n"
+    script, out = package / "train.py", tmp_path / "result"
+    script.write_text(SCRIPT)
+    forked.run([str(script), "--out", str(out), "--length", "20"])
+    script.write_text(imports + SCRIPT)
+    assert main(["replay", str(out), "--to", "7", str(script)]) == 0
+    assert capsys.readouterr().out.startswith("iteration 7, replayed from the beginning")
+
+
 def test_batch_prints_the_indices_of_the_examples(place, capsys):
     """On the first line; those of the order of the data."""
     assert main(["batch", str(place / "sound"), "26", str(place / "train.py")]) == 0

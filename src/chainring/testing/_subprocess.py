@@ -136,13 +136,27 @@ def run_script(task: ProcessTask, run: RunTrainer, remedy: str) -> None:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     _replace_run(task, run, remedy)
     try:
-        runpy.run_path(script, run_name="__main__")
+        _execute(script)
     except _RunEnded:
         return
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
     task.exit_with_reason(f"{script} has ended and no Trainer in it has run; give the arguments with which it trains")
+
+
+def _execute(script: str) -> None:
+    """Execute a script as Python would; one in a package as ``python -m`` would, with imports relative to it."""
+    folder, _, _ = os.path.realpath(script).rpartition(os.sep)
+    module = Path(script).stem
+    if not (os.path.exists(os.path.join(folder, "__init__.py")) and module.isidentifier()):
+        runpy.run_path(script, run_name="__main__")
+        return
+    while os.path.exists(os.path.join(folder, "__init__.py")):
+        folder, _, package = folder.rpartition(os.sep)
+        module = f"{package}.{module}"
+    sys.path.append(folder)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _begin(task: Task) -> None:
