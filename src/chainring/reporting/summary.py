@@ -550,7 +550,7 @@ def select_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return those of a mapping's values that can be averaged, see `is_scalar`."""
     # hot path: "keys in the log": to ask each of a hundred tensors takes twice as long
     if set(map(type, values.values())) == {Tensor}:
-        dtypes = set(map(_dtype, values.values()))
+        dtypes = {value.dtype for value in values.values()}  # `torch.compile` knows no attrgetter
         if set(map(Tensor.dim, values.values())) == {0} and not any(dtype.is_complex for dtype in dtypes):
             return values
     return {key: value for key, value in values.items() if is_scalar(value)}
