@@ -350,8 +350,10 @@ class Run:
                 self._claim_directory(trainer, self._directory)
         prepare(trainer)
         self._started_triggers = []
-        for trigger in (trainer.stop_trigger, *(entry.trigger for entry in trainer.entries)):
-            self.initialize_trigger(trigger, trainer)
+        self.initialize_trigger(trainer.stop_trigger, trainer)
+        for entry in trainer.entries:
+            trainer.extension_name = entry.name  # which an error names
+            self.initialize_trigger(entry.trigger, trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
             optional_method(entry, "initialize")(trainer)

@@ -123,11 +123,13 @@ def test_a_run_without_data_is_explained_rehearsed_and_logged(tmp_path):
 
 
 def test_a_trigger_in_epochs_is_refused_before_the_first_update_without_data(tmp_path):
-    """It would never fire."""
+    """It would never fire; the extension is named."""
     trainer = Trainer(updater_of(), (6, "iteration"), str(tmp_path))
+    trainer.extend(extensions.PrintReport(), trigger=(2, "iteration"))
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
-    with pytest.raises(ValueError, match='"epoch" needs an updater that counts epochs'):
+    with pytest.raises(ValueError, match='"epoch" needs an updater that counts epochs') as caught:
         trainer.run()
+    assert caught.value.__notes__ == ["raised in extension 'LogReport' after iteration 0"]
     assert trainer.updater.iteration == 0
 
 
