@@ -91,6 +91,17 @@ def test_of_a_stream_the_place_is_told():
     assert indices.taken() == {"main": {"from": [0, 0], "to": [0, 1]}}
 
 
+def test_of_a_function_the_number_of_the_batch_is_told():
+    """It is called with it; without epochs it is the position as well."""
+    batches = iterators.FunctionIterator(lambda index: torch.ones(2, 1), seed=0)
+    updater = updater_of(batches, [])
+    indices = BatchIndices(updater)
+    for number in range(3):
+        indices.mark()
+        updater.update()
+        assert indices.taken() == {"main": {"from": [0, number], "to": [0, number + 1]}}
+
+
 def test_a_loader_that_another_reads_too_is_not_guessed_at():
     """Which pass is the updater's is not certain then."""
     loader = DataLoader(Numbers(), batch_size=4, shuffle=True)

@@ -68,7 +68,8 @@ class FunctionIterator(Iterator):
 
     @property
     def progress(self) -> tuple[int, int, int | None]:
-        return self.epoch, self._epoch_position, self.epoch_length
+        position = self._index - self._first_index if self.epoch_length is None else self._epoch_position
+        return self.epoch, position, self.epoch_length
 
     @property
     def seed(self) -> int:
