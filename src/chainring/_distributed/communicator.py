@@ -49,7 +49,7 @@ class Communicator:
 
     @property
     def world(self) -> Communicator:
-        """The communicator of all ranks of the run: this one, unless some compute one model together on the same data."""
+        """The communicator of all ranks, which is this one unless some compute one model together on the same data."""
         return self
 
     @property

@@ -903,7 +903,7 @@ class StandardUpdater(Updater):
 
     @property
     def precision(self) -> str:
-        """The precision of the forward pass: ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
+        """The precision of the forward pass, ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
         return self._precision.name
 
     @property
