@@ -8,7 +8,9 @@ import forked
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(
-    page.relative_to(DOCS).with_suffix(".html").as_posix() for page in DOCS.rglob("*.md") if page.stem != "versions-table"
+    page.relative_to(DOCS).with_suffix(".html").as_posix()
+    for page in DOCS.rglob("*.md")
+    if page.stem not in ("versions-table", "growth-table")
 )
 
 
