@@ -36,8 +36,10 @@ class Ranks:
             held.bind(("127.0.0.1", 0))
             port = held.getsockname()[1]
         self.place, self.size = place, size
+        self.ready = context.Barrier(size)  # held, or it is gone before the processes open it
         self.processes = [
-            context.Process(target=_live, args=(rank, size, port, place, kind, fault, group)) for rank in range(size)
+            context.Process(target=_live, args=(rank, size, port, place, kind, fault, group, self.ready))
+            for rank in range(size)
         ]
         for process in self.processes:
             process.start()
@@ -46,8 +48,9 @@ class Ranks:
         """Their exit codes and what each has said, when they have ended: soon enough after it has happened."""
         for rank in ranks:
             self.processes[rank].join(60)
-        since = time.monotonic() - float((self.place / "happened").read_text())
         codes = [self.processes[rank].exitcode for rank in ranks]
+        assert (self.place / "happened").exists(), (codes, [self.said(rank) for rank in ranks])
+        since = time.monotonic() - float((self.place / "happened").read_text())
         assert since < within, (codes, [self.said(rank) for rank in ranks])
         return codes, [self.said(rank) for rank in ranks]
 
@@ -63,7 +66,7 @@ class Ranks:
             process.join()
 
 
-def _live(rank, size, port, place, kind, fault, group):
+def _live(rank, size, port, place, kind, fault, group, ready):
     os.dup2(os.open(place / f"said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()})
@@ -72,6 +75,7 @@ def _live(rank, size, port, place, kind, fault, group):
 
     faulthandler.dump_traceback_later(22)
     importlib.import_module("torch._dynamo")  # as the first step of an optimizer does, which takes seconds
+    ready.wait()  # their imports may end further apart than the timeout
     _make_group(group, rank, size, port, place)
     comm = create_communicator("cpu", timeout=None if group == SHORT else TIMEOUT)
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))

@@ -222,7 +222,7 @@ def test_two_tasks_with_one_rank_are_an_error():
 def test_ranks_that_do_not_come_are_named():
     """By those that have waited for them."""
     place = Place(0, 4, 0, "start", "127.0.0.1", free_port())
-    with pytest.raises(RuntimeError, match=r"of 4 ranks these have not come within 0\.2 s: 1, 2, 3; see"):
+    with pytest.raises(RuntimeError, match=r"of 4 ranks these have not come within 0\.2 s: 1, 2, 3; check"):
         meet(place, timedelta(seconds=0.2))
 
 

@@ -113,7 +113,7 @@ def test_a_reported_speed_is_left_out_and_said_to_be():
     """What two starts report differently while all else is the same is no function of the training."""
     text = report(programs.clocked)
     assert "bit for bit" in text
-    assert "write it differently: date, speed" in text
+    assert "two starts of the program differ in: date, speed" in text
 
 
 def test_a_stop_trigger_that_forgets_is_named():

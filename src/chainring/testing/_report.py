@@ -151,7 +151,7 @@ def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
     if not left_out:
         return []
     more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
-    return [f"Left out, because it differs between two starts of the program: {', '.join(left_out[:_MAX_LINES])}{more}"]
+    return [f"Not compared, because two starts of the program differ in: {', '.join(left_out[:_MAX_LINES])}{more}"]
 
 
 def _first_lines(found: Findings) -> Iterator[str]:
