@@ -20,6 +20,44 @@ _MANY = 16
 """The number of values from which tensors are copied together."""
 
 
+class Stack:
+    """Copies of tensors that were reported together: one tensor, and the key of each of its elements."""
+
+    # hot path: "keys in the log": a tensor for each of a hundred keys takes more than all else that is done with them
+    __slots__ = ("keys", "values")
+
+    def __init__(self, keys: list[str], values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.values[self.keys.index(key)]
+
+
+class Reported:
+    """What has been reported in an iteration. Stacks stay whole until somebody asks for the observation.
+
+    Attributes:
+        values: the reported values; a stack stands in the place of each of its elements.
+        stacks: those in ``values``; ``None`` if the observation has been handed out, which then gets no more of them.
+    """
+
+    __slots__ = ("stacks", "values")
+
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        self.values: dict[str, Any] = {} if values is None else values
+        self.stacks: list[Stack] | None = [] if values is None else None
+
+    def observation(self) -> dict[str, Any]:
+        """Return the values, in which each stack is replaced by its elements from now on."""
+        values, stacks, self.stacks = self.values, self.stacks, None
+        for stack in stacks or ():
+            for key, value in zip(stack.keys, stack.values.unbind(), strict=True):
+                if values[key] is stack:  # and has not been reported again since
+                    values[key] = value
+        return values
+
+
 class _Current(threading.local):
     reporter: Reporter | None
 
@@ -45,16 +83,25 @@ class Reporter:
             report({"loss": 0.5}, model)  # observation is {"main/loss": 0.5}
 
     Attributes:
-        observation: the values reported so far.
+        reported: the values reported so far, and how they are kept.
         watchers: called with the full key and the value of each report; the value is the original one, with its graph.
         media_watchers: called with the key and the content of each `report_image`, `report_text` and `report_histogram`.
     """
 
     def __init__(self) -> None:
-        self.observation: dict[str, Any] = {}
+        self.reported = Reported({})
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
         self.media_watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
+
+    @property
+    def observation(self) -> dict[str, Any]:
+        """The values reported so far, by key."""
+        return self.reported.observation()
+
+    @observation.setter
+    def observation(self, values: dict[str, Any]) -> None:
+        self.reported = Reported(values)
 
     def add_observer(self, name: str, observer: Any) -> None:
         """Register an object under a name: the keys that it reports from now on become ``<name>/<key>``."""
@@ -94,17 +141,16 @@ class Reporter:
                     "for another object call reporter.add_observer(name, it)"
                 )
             prefix = entry[1] + "/"
-        observation = self.observation
         try:
             items = values.items()
         except AttributeError:
             raise TypeError(f'report takes a mapping, such as {{"loss": loss}}; got {type(values).__name__}') from None
+        reported = self.reported
         if len(items) < _MANY or torch.compiler.is_compiling():  # which fuses the copies by itself
             for key, value in items:
-                observation[prefix + key] = _snapshot(value)
+                reported.values[prefix + key] = _snapshot(value)
         else:
-            names = [prefix + key for key in values] if prefix else list(values)
-            observation.update(zip(names, _snapshots(list(values.values())), strict=True))
+            _report_many([prefix + key for key in values] if prefix else list(values), list(values.values()), reported)
         if self.watchers:
             for key, value in items:
                 for watch in self.watchers:
@@ -117,39 +163,50 @@ class Reporter:
 
 class _Scope:
     # hot path: "in stages (a callback)": a generator-based context manager costs a microsecond an iteration more
-    __slots__ = ("_observation", "_outer", "_reporter")
+    __slots__ = ("_other", "_outer", "_reporter")
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
         self._reporter = reporter
-        self._observation = observation
+        self._other = Reported(observation)
 
     def __enter__(self) -> None:
         reporter = self._reporter
         self._outer = current.reporter
-        self._observation, reporter.observation = reporter.observation, self._observation
+        self._other, reporter.reported = reporter.reported, self._other
         current.reporter = reporter
 
     def __exit__(self, *error: object) -> None:
-        self._reporter.observation = self._observation
+        self._reporter.reported = self._other
         current.reporter = self._outer
 
 
-def _snapshots(values: list[Any]) -> list[Any]:
-    """Return reported values as they are now; tensors that are alike are copied at once, and are views of the copy."""
+def _report_many(keys: list[str], values: list[Any], reported: Reported) -> None:
+    """Add values as they are now; tensors that are alike are copied at once."""
     # hot path: "keys in the log": a copy of each takes three times as long
     are_tensors = set(map(type, values)) == {Tensor}
     tensors = values if are_tensors else [value for value in values if type(value) is Tensor]
+    stacked = _stack(tensors)
+    if stacked is None:
+        reported.values.update(zip(keys, map(_snapshot, values), strict=True))
+    elif are_tensors and reported.stacks is not None:
+        stack = Stack(keys, stacked)
+        reported.stacks.append(stack)
+        reported.values.update(dict.fromkeys(keys, stack))
+    else:
+        copies = iter(stacked.unbind())
+        items = [next(copies) if type(value) is Tensor else _snapshot(value) for value in values]
+        reported.values.update(zip(keys, items, strict=True))
+
+
+def _stack(tensors: list[Tensor]) -> Tensor | None:
+    """Return copies of scalars as one tensor; ``None`` if they are not alike."""
     if not tensors or tensors[0].ndim or len(set(map(_dtype, tensors))) > 1:
-        return [_snapshot(value) for value in values]
+        return None
     try:
         with torch.no_grad():
-            copies = torch.stack(tensors).unbind()
+            return torch.stack(tensors)
     except RuntimeError:  # some have dimensions, or lie on another device
-        return [_snapshot(value) for value in values]
-    if are_tensors:
-        return list(copies)
-    remaining = iter(copies)
-    return [next(remaining) if type(value) is Tensor else _snapshot(value) for value in values]
+        return None
 
 
 def _snapshot(value: Any) -> Any:

@@ -29,6 +29,7 @@ from chainring._messages import warn
 from chainring.converters import to_device
 from chainring.reporting import _counts
 from chainring.reporting._exact import ExactSum, Moments
+from chainring.reporting.reporter import Stack
 from chainring.serializers.base import (
     AbstractSerializer,
     Serializer,
@@ -219,15 +220,28 @@ class DictMeans(Stateful):
         keys_of_rows = list(map(tuple, all_rows))
         for keys in dict.fromkeys(keys_of_rows):
             has_keys = [row_keys == keys for row_keys in keys_of_rows]
-            values = list(chain.from_iterable(map(dict.values, compress(all_rows, has_keys))))
+            rows = [list(row.values()) for row in compress(all_rows, has_keys)]
             weights = list(compress(all_weights, has_keys))
-            weight_vector = _stack(weights)
-            if self._add_table(keys, _stack(values), weight_vector):
-                continue
-            for index, key in enumerate(keys):
-                column = values[index :: len(keys)]
-                if not self._add_table((key,), _stack(column), weight_vector):
-                    self._add_column(key, column, weights)
+            weight_vector, start = _stack(weights), 0
+            for _, part in groupby(rows[0], _as_stack):
+                end = start + len(list(part))
+                self._add_rows(keys[start:end], [row[start:end] for row in rows], weights, weight_vector)
+                start = end
+
+    def _add_rows(
+        self, keys: tuple[str, ...], rows: list[list[Any]], weights: list[Any], weight_vector: Tensor | None
+    ) -> None:
+        """Add rows of values, one of each key, or of a stack in the place of each of its elements."""
+        if self._add_table(keys, _join_stacks(keys, rows), weight_vector):
+            return
+        rows = [
+            [value if _as_stack(value) is None else value[key] for key, value in zip(keys, row, strict=True)] for row in rows
+        ]
+        if self._add_table(keys, _stack(list(chain.from_iterable(rows))), weight_vector):
+            return
+        for key, column in zip(keys, map(list, zip(*rows, strict=True)), strict=True):
+            if not self._add_table((key,), _stack(column), weight_vector):
+                self._add_column(key, column, weights)
 
     def _add_table(self, keys: tuple[str, ...], values: Tensor | None, weights: Tensor | None) -> bool:
         """Add rows of values, one of each key; return False if they could not be stacked."""
@@ -386,7 +400,7 @@ class IntervalMeans:
 
     def observe(self, trainer: Trainer, weight: Any = None) -> None:
         """Add what has been reported so far in this iteration, by default with the weight of the update."""
-        values = trainer.observation
+        values = trainer.reported.values
         if self._keys is not None:
             values = {key: values[key] for key in self._keys if key in values}
         if values:
@@ -588,6 +602,20 @@ def _stack(scalars: list[Any]) -> Tensor | None:
         return torch.stack(scalars)
     except RuntimeError:  # some have dimensions, or lie on another device
         return None
+
+
+def _as_stack(value: Any) -> Stack | None:
+    return value if type(value) is Stack else None
+
+
+def _join_stacks(keys: tuple[str, ...], rows: list[list[Any]]) -> Tensor | None:
+    """Return the values of rows each of which is one stack, and all of it; else ``None``."""
+    stacks = [row[0] for row in rows]
+    if set(map(type, stacks)) != {Stack} or len({(stack.values.dtype, stack.values.device) for stack in stacks}) > 1:
+        return None
+    names = list(keys)
+    is_whole = all(stack.keys == names and row.count(stack) == len(names) for stack, row in zip(stacks, rows, strict=True))
+    return torch.stack([stack.values for stack in stacks]) if is_whole and not stacks[0].values.is_complex() else None
 
 
 def _append(chunks: list[_Chunk], chunk: _Chunk) -> bool:

@@ -12,7 +12,7 @@ from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._hints import hinting
 from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
-from chainring.reporting.reporter import Reporter
+from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._store import open_store
 from chainring.serializers.base import (
@@ -68,7 +68,7 @@ class Trainer(Stateful):
     Attributes:
         url: the address of the run, if it is in an object store.
         reporter: collects the reported values.
-        observation: the values that the updater and the extensions have reported in this iteration so far.
+        reported: what the updater and the extensions have reported in this iteration so far, and how it is kept.
         extension_name: the name of the extension that is being initialized, called or finalized, ``None`` outside of
             extensions.
         is_rehearsing: True during `rehearse`.
@@ -102,7 +102,7 @@ class Trainer(Stateful):
         self.out = out
         self.config = dict(config or {})
         self.reporter = Reporter()
-        self.observation: dict[str, Any] = {}
+        self.reported = Reported()
         self.extension_name: str | None = None
         self.is_rehearsing = False
         self.is_replaying = False
@@ -122,6 +122,15 @@ class Trainer(Stateful):
             if name in _hints.TRAINER:
                 raise AttributeError(f"a Trainer has no attribute {name!r}: {_hints.TRAINER[name]}", name=name, obj=self)
             return object.__getattribute__(self, name)  # again, for the error that a property has raised
+
+    @property
+    def observation(self) -> dict[str, Any]:
+        """The values that the updater and the extensions have reported in this iteration so far, by key."""
+        return self.reported.observation()
+
+    @observation.setter
+    def observation(self, values: dict[str, Any]) -> None:
+        self.reported = Reported(values)
 
     @property
     def comm(self) -> Communicator:
@@ -313,13 +322,13 @@ class Trainer(Stateful):
     def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
         """Run one iteration; return False if there are no data left for it."""
         # hot path: "no extension", "an idle extension more"
-        previous = self.observation
-        self.observation = self.reporter.observation = {}
+        previous = self.reported
+        self.reported = self.reporter.reported = Reported()
         try:
             self.updater.update()
         except StopIteration as error:
             raise_unless_end(self.updater, error)
-            self.observation = previous
+            self.reported = previous
             return False
         for entry in entries:
             if entry.observe is not None:

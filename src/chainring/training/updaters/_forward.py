@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chainring._checks import find_call_error
 from chainring._distributed.sharding import to_full
-from chainring.reporting.reporter import current, report
+from chainring.reporting.reporter import Reported, current, report
 from chainring.reporting.summary import is_scalar, select_scalars
 
 Loss = Tensor | Mapping[str, Any]
@@ -36,11 +36,11 @@ def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
     if isinstance(output, Tensor):
         output = output if type(output) is Tensor else to_full(output)
         reporter = current.reporter
-        if reporter is not None and (key := f"{name}/loss") not in reporter.observation and output.ndim == 0:
+        if reporter is not None and (key := f"{name}/loss") not in reporter.reported.values and output.ndim == 0:
             if reporter.watchers:
                 reporter.report({key: output})
             else:  # hot path: "no extension" of benchmarks/overhead.py. A third of the time of a report.
-                reporter.observation[key] = output.detach().clone()
+                reporter.reported.values[key] = output.detach().clone()
         return output, None
     if isinstance(output, Mapping) and "loss" in output:
         report({f"{name}/{key}": value for key, value in select_scalars(output).items()})
@@ -65,15 +65,14 @@ def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
     # hot path: "no extension" of benchmarks/overhead.py. As in a scope of the reporter, which is two calls.
-    observation = reporter.observation
-    during: dict[str, Any] = {}
-    reporter.observation = during
+    reported = reporter.reported
+    during = reporter.reported = Reported({})
     try:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:
-        reporter.observation = observation
-    if during:  # a new key, such as the size of a gradient in a tensor's hook, is a report as any other
-        observation.update({**during, **observation})
+        reporter.reported = reported
+    if during.values:  # a new key, such as the size of a gradient in a tensor's hook, is a report as any other
+        reported.values.update({**during.values, **reported.values})
 
 
 def check_loss(loss: Any) -> None:
