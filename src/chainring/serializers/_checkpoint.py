@@ -317,7 +317,8 @@ class Checkpoint:
     def __init__(self, state: StateCollector) -> None:
         self._values, tensors = _values.encode_values(state.target)
         self._referred, self._comm = state.referred, (comm := state.comm.world)
-        sharded = {name: tensors[name] for name in sorted(name for name, tensor in tensors.items() if is_sharded(tensor))}
+        others = [name for name, tensor in tensors.items() if type(tensor) is not Tensor]  # of parts, and of parameters
+        sharded = {name: tensors[name] for name in sorted(others) if is_sharded(tensors[name])}
         self.tensors = {name: tensor for name, tensor in tensors.items() if name not in sharded} if comm.rank == 0 else {}
         self.is_sharded, self._offsets = bool(sharded), dict[str, _safetensors.ShardOffsets]()
         if sharded:

@@ -140,11 +140,13 @@ class _Encoder:
         return [self.value(below, key, depth + 1), self.value(below, item, depth + 1)]
 
     def _tensor(self, path: str, tensor: Tensor, depth: int) -> dict[str, Any]:
-        is_plain = type(tensor) in _TENSORS or is_sharded(tensor)
-        if not is_plain or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        is_refused = type(tensor) not in _TENSORS and not is_sharded(tensor)
+        if is_refused or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
-        name = self._keep(path, tensor.detach() if tensor.requires_grad else tensor, depth)
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        name = self._keep(path, tensor, depth)
         return {"$here": 0} if name == path and not self._native_arrays else {"$tensor": name}
 
     def _numpy(self, path: str, value: Any, depth: int) -> dict[str, Any]:

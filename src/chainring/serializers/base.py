@@ -969,14 +969,14 @@ def _move(value: Any, device: torch.device | None) -> Any:
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the name of the first tensor that is the same view of the same memory, by name: its own unless it is tied."""
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    if len(set(addresses.values())) == len(addresses):
-        return dict(zip(addresses, addresses, strict=True))
-    counts = Counter(addresses.values())
+    addresses = list(map(Tensor.data_ptr, tensors.values()))
+    if len(set(addresses)) == len(addresses):
+        return dict(zip(tensors, tensors, strict=True))
+    counts = Counter(addresses)
     first: dict[Any, str] = {}
     return {
         name: first.setdefault(address if counts[address] == 1 else _view_of(tensors[name]), name)
-        for name, address in addresses.items()
+        for name, address in zip(tensors, addresses, strict=True)
     }
 
 
