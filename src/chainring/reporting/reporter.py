@@ -34,7 +34,7 @@ class Stack:
         return self.values[self.keys.index(key)]
 
 
-class Reported:
+class ReportedValues:
     """What has been reported in an iteration. Stacks stay whole until somebody asks for the observation.
 
     Attributes:
@@ -89,7 +89,7 @@ class Reporter:
     """
 
     def __init__(self) -> None:
-        self.reported = Reported({})
+        self.reported = ReportedValues({})
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
         self.media_watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
@@ -101,7 +101,7 @@ class Reporter:
 
     @observation.setter
     def observation(self, values: dict[str, Any]) -> None:
-        self.reported = Reported(values)
+        self.reported = ReportedValues(values)
 
     def add_observer(self, name: str, observer: Any) -> None:
         """Register an object under a name: the keys that it reports from now on become ``<name>/<key>``."""
@@ -167,7 +167,7 @@ class _Scope:
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
         self._reporter = reporter
-        self._other = Reported(observation)
+        self._other = ReportedValues(observation)
 
     def __enter__(self) -> None:
         reporter = self._reporter
@@ -180,7 +180,7 @@ class _Scope:
         current.reporter = self._outer
 
 
-def _report_many(keys: list[str], values: list[Any], reported: Reported) -> None:
+def _report_many(keys: list[str], values: list[Any], reported: ReportedValues) -> None:
     """Add values as they are now; tensors that are alike are copied at once."""
     # hot path: "keys in the log": a copy of each takes three times as long
     are_tensors = set(map(type, values)) == {Tensor}

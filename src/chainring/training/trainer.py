@@ -12,7 +12,7 @@ from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._hints import hinting
 from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
-from chainring.reporting.reporter import Reported, Reporter
+from chainring.reporting.reporter import ReportedValues, Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._store import open_store
 from chainring.serializers.base import (
@@ -102,7 +102,7 @@ class Trainer(Stateful):
         self.out = out
         self.config = dict(config or {})
         self.reporter = Reporter()
-        self.reported = Reported()
+        self.reported = ReportedValues()
         self.extension_name: str | None = None
         self.is_rehearsing = False
         self.is_replaying = False
@@ -130,7 +130,7 @@ class Trainer(Stateful):
 
     @observation.setter
     def observation(self, values: dict[str, Any]) -> None:
-        self.reported = Reported(values)
+        self.reported = ReportedValues(values)
 
     @property
     def comm(self) -> Communicator:
@@ -323,7 +323,7 @@ class Trainer(Stateful):
         """Run one iteration; return False if there are no data left for it."""
         # hot path: "no extension", "an idle extension more"
         previous = self.reported
-        self.reported = self.reporter.reported = Reported()
+        self.reported = self.reporter.reported = ReportedValues()
         try:
             self.updater.update()
         except StopIteration as error:
