@@ -38,14 +38,26 @@ class Lapping(StandardUpdater):
         super().update()
 
 
+class _InStages(Lapping):
+    """Has stages of its own, which are those of the class."""
+
+    def update_core(self) -> None:
+        super().update_core()
+
+
 def bare(epochs: int, out: Path, **settings: Any) -> None:
     """No extension; ``settings`` are the number of layers and the updater's."""
     _trainer(epochs, out, **settings).run()
 
 
-def staged(epochs: int, out: Path) -> None:
-    """Train with a callback, which is the least that leads through the stages of an update."""
+def with_callback(epochs: int, out: Path) -> None:
+    """Train with a callback."""
     bare(epochs, out, callbacks=UpdateCallbacks(update_on_start=lambda context: None))
+
+
+def staged(epochs: int, out: Path) -> None:
+    """Train by an ``update_core`` that does what that of the class does, stage by stage."""
+    bare(epochs, out, updater_class=_InStages)
 
 
 def recorded(epochs: int, out: Path) -> None:
@@ -291,9 +303,11 @@ def _fresh(out: Path) -> str:
     return tempfile.mkdtemp(dir=out)
 
 
-def _trainer(epochs: int, out: Path, layers: int = 2, **settings: Any) -> Trainer:
+def _trainer(
+    epochs: int, out: Path, layers: int = 2, updater_class: type[StandardUpdater] = Lapping, **settings: Any
+) -> Trainer:
     model = Loss(layers)
-    updater = Lapping(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
+    updater = updater_class(SerialIterator(TupleDataset(X, T), BATCH), sgd(model), model, **settings)
     return Trainer(updater, (epochs, "epoch"), out=_fresh(out))
 
 

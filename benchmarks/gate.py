@@ -44,7 +44,8 @@ ATTEMPTS = 4
 OVERHEAD = [
     overhead.BARE,
     "a recorder",
-    "in stages (a callback)",
+    "a callback",
+    "in stages (an own update_core)",
     "the script's extensions",
     "the same and a snapshot an epoch",
 ]

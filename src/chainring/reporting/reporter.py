@@ -162,7 +162,7 @@ class Reporter:
 
 
 class _Scope:
-    # hot path: "in stages (a callback)": a generator-based context manager costs a microsecond an iteration more
+    # hot path: "in stages (an own update_core)": a generator-based context manager costs a microsecond an iteration more
     __slots__ = ("_other", "_outer", "_reporter")
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:

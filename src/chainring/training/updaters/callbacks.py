@@ -68,7 +68,7 @@ class UpdateCallbacks:
     Each stage is also an attribute, a tuple: ``callbacks.update_on_start += (show,)``.
 
     Attributes:
-        needs_stages: True if a stage other than ``batch_on_finish`` has callbacks, so that updates run stage by stage.
+        are_within: True if a stage other than ``batch_on_finish`` has callbacks, so that they run within the computation.
 
     Raises:
         TypeError: an argument contains something that is not callable.
@@ -108,7 +108,7 @@ class UpdateCallbacks:
         is_stage = name in _STAGES
         super().__setattr__(name, _as_tuple(name, value) if is_stage else value)
         if is_stage:
-            self.needs_stages = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
+            self.are_within = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
         """Register a callback; this is possible during a run too.
@@ -136,7 +136,7 @@ class UpdateCallbacks:
 
     def __bool__(self) -> bool:
         """Return True if there is any callback."""
-        return self.needs_stages or bool(self.batch_on_finish)
+        return self.are_within or bool(self.batch_on_finish)
 
     def _list_callbacks(self, stage: str) -> tuple[Callback, ...]:
         if stage not in _STAGES:

@@ -322,7 +322,7 @@ class StandardUpdater(Updater):
         """
         marks = [(source, source.mark()) for source in self._rewindable]
         try:
-            if self._uses_fast_path and not self.callbacks.needs_stages:
+            if self._uses_fast_path and not (self.callbacks.are_within and self._compiled_gradients is not None):
                 self._update_straight()
             else:
                 self._update_in_stages()
@@ -339,16 +339,18 @@ class StandardUpdater(Updater):
         # hot path: "no extension" of benchmarks/overhead.py. The stages are a fifth of the time of a small update.
         batch = next(self._iterators["main"])
         inputs = self.converter(batch, self.device)
-        if self.callbacks.batch_on_finish:
-            self._state.context = UpdateContext(self, self.iteration, 0)
+        if self.callbacks:
+            self._state = UpdateState(UpdateContext(self, self.iteration, 0))
             inputs = self._finish_batch(inputs, count_examples(batch))
-        weight = self._compute(inputs)
+        weight = self._compute_with_callbacks(inputs) if self.callbacks.are_within else self._compute(inputs)
         if weight is None:
             weight = batch.weight if type(batch) is Batch else require_count(count_examples(batch))
         self.weight = weight
 
     def _update_without_data(self) -> None:
-        weight = self._compute(())
+        if self.callbacks:
+            self._state = UpdateState(UpdateContext(self, self.iteration, 0))
+        weight = self._compute_with_callbacks(()) if self.callbacks.are_within else self._compute(())
         self.weight = 1 if weight is None else weight
 
     def _compute_eagerly(self, inputs: Any) -> Any:
@@ -359,6 +361,26 @@ class StandardUpdater(Updater):
         run_backward(loss)
         for optimizer in self._optimizers.values():
             step_optimizer(optimizer)
+        return weight
+
+    def _compute_with_callbacks(self, inputs: Any) -> Any:
+        """Do as `_compute_eagerly` does, with callbacks; those of communication are for several ranks."""
+        # hot path: "a callback" of benchmarks/overhead.py
+        callbacks, context = self.callbacks, self._state.context
+        for optimizer in self._optimizers.values():
+            clear_gradients(optimizer)
+        run(callbacks.forward_on_start, context)
+        loss, weight = self._forward(self._models["main"], inputs)
+        context.loss = loss
+        run(callbacks.forward_on_finish, context)
+        check_loss(loss)
+        run(callbacks.backward_on_start, context)
+        run_backward(loss)
+        run(callbacks.backward_on_finish, context)
+        run(callbacks.update_on_start, context)
+        for optimizer in self._optimizers.values():
+            step_optimizer(optimizer)
+        run(callbacks.update_on_finish, context)
         return weight
 
     def _update_in_stages(self) -> None:
@@ -399,7 +421,8 @@ class StandardUpdater(Updater):
 
     def _compute_micro_batches(self) -> None:
         if self.accumulate == 1:
-            self._seed_virtual_rank(0)
+            if self._virtual is not None:
+                self._virtual.seed_generators(0)
             self.update_core()
             self.weight = require_count(self._state.weights.get(0, self._state.examples))
         else:
@@ -432,10 +455,6 @@ class StandardUpdater(Updater):
         self._compute_micro_batches()
         part.weight = self.weight
 
-    def _seed_virtual_rank(self, micro_step: int) -> None:
-        if self._virtual is not None:
-            self._virtual.seed_generators(micro_step)
-
     def _meet(self, virtual: VirtualRanks, names: list[str]) -> None:
         """Let optimizers step as soon as all virtual ranks have come to that step."""
         optimizers = [self.get_optimizer(name) for name in names]
@@ -456,7 +475,8 @@ class StandardUpdater(Updater):
             # Stashed gradients are exchanged each time, since the last backward does not see them.
             if self._virtual is None:
                 self._wrapped.set_gradient_sync(state.is_last_micro_batch or self._stashes)
-            self._seed_virtual_rank(micro_step)
+            if self._virtual is not None:
+                self._virtual.seed_generators(micro_step)
             state.backward_weight = None
             try:
                 with nullcontext() if outer is None else report_scope(observation):
@@ -632,7 +652,7 @@ class StandardUpdater(Updater):
             TypeError, ValueError: the loss is not a scalar tensor that depends on a parameter.
         """
         check_loss(loss)
-        loss = to_full(loss)
+        loss = loss if type(loss) is Tensor else to_full(loss)
         state = self._state
         weight = self._note_weight(weight)
         if state.stepped:
@@ -646,8 +666,12 @@ class StandardUpdater(Updater):
                 weight = weight.to(torch.promote_types(loss.dtype, torch.float32))
             share = weight / self._reference_weight
             loss = loss if type(share) is float and share == 1.0 else loss * share
-        with self._sending():
-            run_backward(loss if scaler is None else scaler.scale(loss), retain_graph)
+        loss = loss if scaler is None else scaler.scale(loss)
+        if self._overlaps or self._virtual is not None:
+            with self._sending():
+                run_backward(loss, retain_graph)
+        else:
+            run_backward(loss, retain_graph)
         if callbacks.backward_on_finish:
             run(callbacks.backward_on_finish, context)
 
@@ -753,12 +777,14 @@ class StandardUpdater(Updater):
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
         scaler, optimizers = self._precision.scaler, [self.get_optimizer(name) for name in names]
         self._finish_gradients(names, optimizers)
-        with self._stepping():
+        step = step_optimizer if scaler is None else scaler.step
+        if self._exchange_watch is None:
             for optimizer in optimizers:
-                if scaler is None:
-                    step_optimizer(optimizer)
-                else:
-                    scaler.step(optimizer)
+                step(optimizer)
+        else:
+            with self._exchange_watch.stepping():
+                for optimizer in optimizers:
+                    step(optimizer)
         if self.callbacks.update_on_finish:
             run(self.callbacks.update_on_finish, self._state.context)
         self._state.stepped += optimizers
@@ -778,9 +804,11 @@ class StandardUpdater(Updater):
                 scaler.unscale_(optimizer)
         if self.callbacks.update_on_start:
             # The gradients of the others are not final: another backward may have reached them, on each rank by itself.
-            are_all = len(optimizers) == len(self._optimizers)
-            with nullcontext() if are_all else only_gradients_of(optimizers, self._optimizers.values()):
+            if len(optimizers) == len(self._optimizers):
                 run(self.callbacks.update_on_start, self._state.context)
+            else:
+                with only_gradients_of(optimizers, self._optimizers.values()):
+                    run(self.callbacks.update_on_start, self._state.context)
 
     def _step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
         optimizer = self.get_optimizer(name)
