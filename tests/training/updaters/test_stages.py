@@ -1,9 +1,12 @@
 """The stages of an update and the callbacks around them."""
 
+from functools import partial
+
 import pytest
 import torch
 from toys import Regression, observed_update, parameters_of, regression_data, same_regression, updater_of
 
+from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
 from chainring.training import ParallelUpdater, StandardUpdater, UpdateCallbacks
 
@@ -271,6 +274,62 @@ def test_updates_are_the_same_with_callbacks_and_without():
         heard.update()
     assert len(events) == 1
     assert all(map(torch.equal, parameters_of(plain), parameters_of(heard)))
+
+
+class InStages(StandardUpdater):
+    """Runs stage by stage, since it has a stage of its own."""
+
+    def update_core(self):
+        super().update_core()
+
+
+def _weighted(model, x=None, t=None):
+    loss = model.predictor.weight.square().mean() if x is None else (model.predictor(x) - t).square().mean()
+    return {"loss": loss, "weight": 3 if x is None else len(x) - 1}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("has_data", "loss_func"), [(True, None), (True, _weighted), (False, _weighted)], ids=["plain", "weighted", "no data"]
+)
+def test_callbacks_see_the_same_in_the_straight_update_and_stage_by_stage(has_data, loss_func, precision):
+    """The batch, the loss, the number of examples, the weight of the update, and the gradients as far as they are."""
+
+    def seen_by(kind):
+        events, model = [], same_regression()
+
+        def note(stage, context):
+            gradients = [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.parameters()]
+            loss = None if context.loss is None else context.loss.item()
+            events.append((stage, context.iteration, str(context.batch), loss, context.examples, gradients))
+
+        callbacks = UpdateCallbacks(**{name: partial(note, name) for name in STAGES})
+        data = SerialIterator(regression_data(), 4, shuffle=False) if has_data else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        updater = kind(data, optimizer, model, loss_func=loss_func, precision=precision, callbacks=callbacks)
+        for _ in range(3):
+            updater.update()
+            events.append((updater.weight, [parameter.tolist() for parameter in parameters_of(updater)]))
+        return events
+
+    straight = seen_by(StandardUpdater)
+    assert straight == seen_by(InStages)
+    assert len(straight) == 3 * (7 + has_data)
+
+
+def test_a_callback_may_compute_more_gradients_by_the_updater():
+    """What it adds before the step counts, in the straight update as stage by stage."""
+
+    def trained(kind):
+        def add(context):
+            context.updater.backward(context.updater.get_model("main").predictor.weight.square().mean())
+
+        updater = updater_of(kind=kind, callbacks=UpdateCallbacks(update_on_start=add))
+        for _ in range(3):
+            updater.update()
+        return parameters_of(updater)
+
+    assert all(map(torch.equal, trained(StandardUpdater), trained(InStages)))
 
 
 def test_a_callback_for_an_unknown_stage_is_refused():

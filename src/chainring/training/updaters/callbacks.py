@@ -68,6 +68,7 @@ class UpdateCallbacks:
     Each stage is also an attribute, a tuple: ``callbacks.update_on_start += (show,)``.
 
     Attributes:
+        are_any: True if there is any callback.
         are_within: True if a stage other than ``batch_on_finish`` has callbacks, so that they run within the computation.
 
     Raises:
@@ -108,6 +109,7 @@ class UpdateCallbacks:
         is_stage = name in _STAGES
         super().__setattr__(name, _as_tuple(name, value) if is_stage else value)
         if is_stage:
+            self.are_any = any(vars(self).get(stage) for stage in _STAGES)
             self.are_within = any(vars(self).get(stage) for stage in _STAGES if stage != "batch_on_finish")
 
     def add(self, stage: str, callback: Callback, *, first: bool = False) -> None:
@@ -136,7 +138,7 @@ class UpdateCallbacks:
 
     def __bool__(self) -> bool:
         """Return True if there is any callback."""
-        return self.are_within or bool(self.batch_on_finish)
+        return self.are_any
 
     def _list_callbacks(self, stage: str) -> tuple[Callback, ...]:
         if stage not in _STAGES:

@@ -337,23 +337,26 @@ class StandardUpdater(Updater):
     def _update_fast(self) -> None:
         """Run an update with nothing between its stages."""
         # hot path: "no extension" of benchmarks/overhead.py. The stages are a fifth of the time of a small update.
+        if self.callbacks.are_any:
+            self._begin_with_callbacks()
         batch = next(self._iterators["main"])
         inputs = self.converter(batch, self.device)
-        if self.callbacks:
-            self._state = UpdateState(UpdateContext(self, self.iteration, 0))
+        if self.callbacks.are_any:
             inputs = self._finish_batch(inputs, count_examples(batch))
-        weight = self._compute_with_callbacks(inputs) if self.callbacks.are_within else self._compute(inputs)
+        weight = self._compute(inputs)
         if weight is None:
             weight = batch.weight if type(batch) is Batch else require_count(count_examples(batch))
         self.weight = weight
 
     def _update_without_data(self) -> None:
-        if self.callbacks:
-            self._state = UpdateState(UpdateContext(self, self.iteration, 0))
-        weight = self._compute_with_callbacks(()) if self.callbacks.are_within else self._compute(())
+        if self.callbacks.are_any:
+            self._begin_with_callbacks()
+        weight = self._compute(())
         self.weight = 1 if weight is None else weight
 
     def _compute_eagerly(self, inputs: Any) -> Any:
+        if self.callbacks.are_any:
+            return self._compute_with_callbacks(inputs)
         for optimizer in self._optimizers.values():
             clear_gradients(optimizer)
         loss, weight = self._forward(self._models["main"], inputs)
@@ -363,12 +366,18 @@ class StandardUpdater(Updater):
             step_optimizer(optimizer)
         return weight
 
+    def _begin_with_callbacks(self) -> None:
+        """Begin an update whose callbacks may add to the gradients, from the first on."""
+        if self._compiled_gradients is None:  # a compiled update writes its gradients into tensors that stay
+            for optimizer in self._optimizers.values():
+                clear_gradients(optimizer)
+        self._state = UpdateState(UpdateContext(self, self.iteration, 0))
+        self.weight = 0
+
     def _compute_with_callbacks(self, inputs: Any) -> Any:
-        """Do as `_compute_eagerly` does, with callbacks; those of communication are for several ranks."""
+        """Compute an update that has begun with callbacks; those of communication are for several ranks."""
         # hot path: "a callback" of benchmarks/overhead.py
         callbacks, context = self.callbacks, self._state.context
-        for optimizer in self._optimizers.values():
-            clear_gradients(optimizer)
         run(callbacks.forward_on_start, context)
         loss, weight = self._forward(self._models["main"], inputs)
         context.loss = loss
