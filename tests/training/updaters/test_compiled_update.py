@@ -202,9 +202,10 @@ def test_with_a_hook_of_a_gradient_it_runs_as_it_is(tmp_path):
         assert_close(expected, ran(compiled))
 
 
-def test_what_cannot_be_compiled_runs_as_it_is_and_one_warning_says_why(tmp_path):
-    """To the last bit, and a resumed run does not try again."""
-    compiled = trainer_of(tmp_path / "compiled", 4, net=Reading, compile=True)
+@pytest.mark.parametrize("callbacks", [None, UpdateCallbacks(batch_on_finish=lambda context: None)])
+def test_what_cannot_be_compiled_runs_as_it_is_and_one_warning_says_why(tmp_path, callbacks):
+    """To the last bit, also where a callback looks at the batch, and a resumed run does not try again."""
+    compiled = trainer_of(tmp_path / "compiled", 4, net=Reading, compile=True, callbacks=callbacks)
     with pytest.warns(UserWarning, match=STANDS) as caught:
         end = ran(compiled)
     assert len([each for each in caught if STANDS in str(each.message)]) == 1

@@ -355,7 +355,7 @@ class StandardUpdater(Updater):
         self.weight = 1 if weight is None else weight
 
     def _compute_eagerly(self, inputs: Any) -> Any:
-        if self.callbacks.are_any:
+        if self.callbacks.are_any and self._compiled_gradients is None:
             return self._compute_with_callbacks(inputs)
         for optimizer in self._optimizers.values():
             clear_gradients(optimizer)
