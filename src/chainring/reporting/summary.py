@@ -400,7 +400,8 @@ class IntervalMeans:
 
     def observe(self, trainer: Trainer, weight: Any = None) -> None:
         """Add what has been reported so far in this iteration, by default with the weight of the update."""
-        values = trainer.reported.values
+        reported = getattr(trainer, "reported", None)  # a trainer of the user's may have an observation alone
+        values = trainer.observation if reported is None else reported.values
         if self._keys is not None:
             values = {key: values[key] for key in self._keys if key in values}
         if values:
