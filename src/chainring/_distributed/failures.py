@@ -32,7 +32,7 @@ from chainring._distributed.watchdog import (
 )
 
 T = TypeVar("T")
-_FAILURE, _RECEIVED = "chainring/failure", "chainring/received"  # keys of the store
+_FAILURE, _RECEIVED, _PARTED = "chainring/failure", "chainring/received", "chainring/parted"  # keys of the store
 _QUESTION, _STATUS = "chainring/question", "chainring/status"
 _POLL_PERIOD = 0.25  # seconds
 _RECEIVE_TIMEOUT = 3.0  # seconds
@@ -183,8 +183,19 @@ class FailureBroadcast:
         self._closed.set()
         for thread in self._threads:
             thread.join(_RECEIVE_TIMEOUT if self._store_answers() else _POLL_PERIOD)
+        if self._first is None and not self._is_leaving and not any(thread.is_alive() for thread in self._threads):
+            self._part()
         noting(self._board.note, False)
         self._board.close()
+
+    def _part(self) -> None:
+        """Let rank 0 go last, a second at most: torch prints many lines on a rank that finds the store gone."""
+        until = time.monotonic() + _SILENCE
+        with contextlib.suppress(Exception):  # it is gone
+            here = self._store.add(_PARTED, 1)
+            while self._rank == 0 and here < self._size and time.monotonic() < until:
+                time.sleep(_POLL_PERIOD / 50)
+                here = self._store.add(_PARTED, 0)
 
     # the thread of the store
 
@@ -212,6 +223,8 @@ class FailureBroadcast:
             self._store_at = time.monotonic()
             with contextlib.suppress(queue.Empty):
                 self._tasks.get(timeout=_POLL_PERIOD)()
+            if self._closed.is_set():
+                return
             with contextlib.suppress(Exception):  # the store is gone, or one of someone else fails
                 self._poll()
                 self._answer_questions()
