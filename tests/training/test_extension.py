@@ -143,7 +143,8 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
     trainer = a_trainer(tmp_path)
     trainer.extend(a_function)
     trainer.extend(Named())
-    with pytest.raises(KeyError, match=r"no extension 'a_funktion'; registered: \['a_function', 'mine'\]"):
+    expected = r"no extension 'a_funktion': did you mean 'a_function'\? registered: \['a_function', 'mine'\]"
+    with pytest.raises(KeyError, match=expected):
         trainer.get_extension("a_funktion")
 
 

@@ -87,8 +87,9 @@ def run(options: argparse.Namespace) -> None:
         damaged = {} if len(options.runs) > 1 else {"damaged": list(written.damaged)}
         print_json({"file": str(written.file), "bytes": written.size, "rows": written.rows, **facts, **damaged})
         return
-    counted = ", ".join(f"{count:,} {name}" for name, count in facts.items())
-    print(f"{printable(written.file)}: {written.size:,} bytes, {written.rows:,} rows, {counted}")
+    counts = {"bytes": written.size, "rows": written.rows, **facts}
+    counted = ", ".join(f"{count:,} {name if count != 1 else name.removesuffix('s')}" for name, count in counts.items())
+    print(f"{printable(written.file)}: {counted}")
     for name in written.damaged:
         print(f"damaged: {printable(name)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -248,7 +249,9 @@ class Trainer(Stateful):
         if not isinstance(name, str):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
         if name not in self._entries:
-            raise KeyError(f"no extension {name!r}; registered: {list(self._entries)}")
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            meant = f": did you mean {near[0]!r}?" if near else ";"
+            raise KeyError(f"no extension {name!r}{meant} registered: {list(self._entries)}")
         return self._entries[name].extension
 
     def _get_extension_of(self, wanted: type[Any]) -> Any:
