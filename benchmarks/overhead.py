@@ -58,7 +58,7 @@ def rows_of(out: Path, peers: dict[str, _peers.Loop]) -> list[Row]:
             budget=12.0,
         ),
         Row(RAW_BF16, _loops.raw_bf16),
-        Row("bf16, in stages", partial(_chainring.bare, out=out, precision="bf16"), over=RAW_BF16),
+        Row("bf16", partial(_chainring.bare, out=out, precision="bf16"), over=RAW_BF16),
         *[Row(name, loop, over=RAW) for name, loop in peers.items()],
     ]
 
