@@ -131,3 +131,22 @@ def test_an_observation_that_was_handed_out_gets_only_numbers_later(tmp_path):
     for observation in held:
         assert all(type(value) is torch.Tensor for value in observation.values())
         assert [float(observation[f"more {number}"]) for number in range(20)] == list(range(20))
+
+
+@pytest.mark.parametrize("make", [extensions.LogReport, extensions.Recorder, extensions.FailOnNonNumber])
+def test_an_extension_that_runs_in_each_iteration_leaves_the_values_together(make, tmp_path):
+    """It reads those that it wants, and a hundred others cost nothing more."""
+    together = []
+
+    def look(trainer):
+        together.append(bool(trainer.reported.stacks))
+
+    torch.manual_seed(0)
+    model = Reporting("plain", True)
+    iterator = SerialIterator([torch.ones(3)] * 8, 4)
+    updater = StandardUpdater(iterator, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    trainer = Trainer(updater, (3, "iteration"), out=str(tmp_path))
+    trainer.extend(make())
+    trainer.extend(look, name="look", trigger=(1, "iteration"), priority=-100)
+    trainer.run()
+    assert together == [True] * 3

@@ -48,6 +48,10 @@ class ReportedValues:
         self.values: dict[str, Any] = {} if values is None else values
         self.stacks: list[Stack] | None = [] if values is None else None
 
+    def __getitem__(self, key: str) -> Any:
+        value = self.values[key]
+        return value[key] if type(value) is Stack else value
+
     def observation(self) -> dict[str, Any]:
         """Return the values, in which each stack is replaced by its elements from now on."""
         values, stacks, self.stacks = self.values, self.stacks, None

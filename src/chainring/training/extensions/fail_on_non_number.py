@@ -281,8 +281,9 @@ def _copy_to_host(value: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 def _losses(trainer: Trainer) -> list[Tensor]:
     """Return the losses that this rank has reported in this update."""
-    reported = [value for key, value in trainer.observation.items() if key.rpartition("/")[2] == "loss"]
-    return [value for value in reported if isinstance(value, Tensor) and value.is_floating_point()]
+    reported = trainer.reported
+    losses = [reported[key] for key in reported.values if key.rpartition("/")[2] == "loss"]
+    return [value for value in losses if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def _on_any_rank(world: Communicator, flag: Tensor) -> Tensor:

@@ -133,11 +133,11 @@ class Recorder(Extension):
         if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):
             self._close_block(self._file)
         self._last = iteration
-        observation = trainer.observation
-        if list(observation) != self._keys:
-            self._keys = list(observation)
+        reported = trainer.reported
+        if list(reported.values) != self._keys:
+            self._keys = list(reported.values)
             self._losses = _find_losses(self._keys)
-        losses = [observation[name] for name in self._losses]
+        losses = [reported[name] for name in self._losses]
         assert self._batches is not None
         self._rows.append(_Row(iteration, self._batches.take(), self._generators.take(), self._losses, losses))
 
