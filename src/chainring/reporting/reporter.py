@@ -16,7 +16,7 @@ from torch import Tensor
 from chainring._distributed.sharding import to_full
 
 _dtype = attrgetter("dtype")
-_MANY = 16
+_MANY = 8
 """The number of values from which tensors are copied together."""
 
 
