@@ -177,9 +177,9 @@ def test_throughput_and_the_profile_have_the_names_of_the_page():
     (*_, row) = rows_of(page["trainer"])
     names = {"iterations_per_second", "examples_per_second", "peak_memory_mib"}
     assert {f"throughput/{name}" for name in names} <= row.keys()
-    (*_, row) = rows_of(page["watched"])
     names = {"cpu_percent", "process_cpu_percent", "memory_percent", "process_memory_mib"}
-    assert {f"system/{name}" for name in names} <= row.keys()
+    reported = set().union(*rows_of(page["watched"]))  # a row of less than 10 ms has no times of the machine
+    assert {f"system/{name}" for name in names} <= reported
     with open("profiled/profile.txt") as table:
         phases = [line.split()[0] for line in table.read().splitlines()[2:]]
     assert phases[:4] == ["data", "forward", "backward", "update"]
