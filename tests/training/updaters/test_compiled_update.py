@@ -288,6 +288,48 @@ def test_gradients_that_share_memory_are_clipped_once(tmp_path):
     assert_close(*ends)
 
 
+class Product(nn.Module):
+    """A parameter whose gradient is what the batch or a number of the model says: the compiler returns that itself."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.ones(4, 3))
+        self.register_buffer("factor", torch.full((4, 3), 2.0))
+
+    def forward(self, x):
+        other = {"batch": x, "buffer": self.factor, "constant": torch.tensor([[1.0, 2.0, 3.0]] * 4)}[self.kind]
+        return (self.weight * other * torch.ones(4, 3)).sum() / 1.0 + 0.0 * x.mean()
+
+
+def triple(optimizer, args, settings):
+    """A hook that writes to gradients."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(3)
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {}], ids=["in stages", "fused"])
+@pytest.mark.parametrize("kind", ["batch", "buffer", "constant"])
+def test_a_gradient_that_is_another_tensor_is_not_written_into_that(kind, settings):
+    """What adds to gradients or clips them leaves the data and the buffers of the model alone."""
+    ends = []
+    for compiles in (False, True):
+        data, model = torch.ones(4, 3), Product(kind)
+        source = iterators.FunctionIterator(lambda index, data=data: data, epoch_length=4)
+        callbacks = UpdateCallbacks(update_on_start=clip_grad_norm(0.5)) if settings else UpdateCallbacks()
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        updater = training.StandardUpdater(
+            source, optimizer, model, loss_func=lambda model, x: model(x), callbacks=callbacks, compile=compiles, **settings
+        )
+        if not settings:
+            optimizer.register_step_pre_hook(triple)
+        for _ in range(3):
+            updater.update()
+        assert data.tolist() == torch.ones(4, 3).tolist()
+        assert model.factor.tolist() == torch.full((4, 3), 2.0).tolist()
+        ends.append(model.weight.detach())
+    torch.testing.assert_close(*ends)
+
+
 def test_a_loss_scaler_goes_with_it(tmp_path):
     """In fp16, where the loss is scaled before the backward and the gradients are checked before the step."""
     plain, compiled = (ran(trainer_of(tmp_path / str(each), 6, precision="fp16", compile=each)) for each in (False, True))

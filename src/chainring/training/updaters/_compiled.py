@@ -138,24 +138,31 @@ class CompiledUpdate:
         self._parameters = list_parameters(self._optimizers)
         self._learning_rates: list[_LearningRate] = []
         self._device = self._parameters[0].device
+        self._one = torch.ones((), dtype=_dtype_of_numbers(self._device), device=self._device)
+        self._captures = self._device.type == "cuda"
         update = partial(_update, forward, precision, self._parameters, self._optimizers)
-        self._compiled = _Compiled(update, captures=self._device.type == "cuda")
+        self._compiled = _Compiled(update, self._captures)
 
     def __call__(self, inputs: Any) -> Any:
         """Compute an update and return its weight, ``None`` if none came with the loss."""
         if not self._compiled.is_of_use:
             return self._eagerly(inputs)
         steps = not any(map(_steps_outside, self._optimizers))
-        weight = None
+        # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
+        fills = steps or self._captures
+        found: Any = None
         try:
-            self._prepare()
+            self._prepare(fills)
             if not self._compiled.is_eager:
-                weight = self._compiled(steps, inputs)
+                found = self._compiled(fills, steps, inputs, self._one)
         finally:
             for rate in self._learning_rates:
                 rate.to_number()
         if self._compiled.is_eager:
             return self._eagerly(inputs)
+        weight, gradients = found
+        if not fills:
+            _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
         for optimizer in self._optimizers:
             if steps:
                 vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
@@ -167,8 +174,8 @@ class CompiledUpdate:
                 reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
         return weight
 
-    def _prepare(self) -> None:
-        """Make learning rates tensors and allocate gradients: a compiled function writes into tensors that exist."""
+    def _prepare(self, fills: bool) -> None:
+        """Make learning rates tensors, and allocate gradients that the compiled function ``fills``, or release them."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if len(groups) != len(self._learning_rates):
             self._learning_rates = [_LearningRate(self._device) for _ in groups]
@@ -176,7 +183,7 @@ class CompiledUpdate:
         for rate, group in zip(self._learning_rates, groups, strict=True):
             rate.to_tensor(group)
         for parameter in self._parameters:
-            if not parameter.requires_grad:
+            if not (fills and parameter.requires_grad):
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -262,16 +269,21 @@ def _update(
     precision: Precision,
     parameters: Sequence[Tensor],
     optimizers: Sequence[Optimizer],
+    fills: bool,
     steps: bool,
     inputs: Any,
+    one: Tensor,
 ) -> Any:
+    """Compute the gradients, which are returned, or where it ``fills`` written to those that exist, as steps need them."""
     loss, weight = _loss(forward, precision, inputs)
     check_loss(loss)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not fills:  # by a number that is not known yet: the gradient of (weight * x).sum() would be x itself, of the data
+        return weight, torch.autograd.grad(loss * one, trained)
     for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained), strict=True):
         assert parameter.grad is not None  # see _prepare
         parameter.grad.copy_(gradient)
     with torch.no_grad():
         for optimizer in optimizers if steps else ():
             inspect.unwrap(type(optimizer).step)(optimizer)  # without the record of the profiler
-    return weight
+    return weight, None
