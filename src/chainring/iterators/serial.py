@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,6 +29,7 @@ from chainring.serializers.base import AbstractSerializer, Serializer, announce_
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
 
+_BLOCK_SIZE = 65_536  # positions of an order that are computed at once
 _LITTLE_ENDIAN = np.dtype("<i8")
 _SAMPLED = ("seed", "epoch", "size")
 
@@ -320,23 +321,33 @@ class SerialIterator(IndexedIterator):
         return Batch(examples)
 
 
+class _Block(NamedTuple):
+    """A part of the order of an epoch."""
+
+    seed: int
+    epoch: int
+    first: int
+    last: int
+    indices: Indices
+
+
 class _EpochOrders:
-    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last block is kept."""
+    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept."""
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
         self._dataset_size = dataset_size
         self._shuffle = shuffle
         self._sampler = sampler
-        self._block_range: tuple[int, int, int, int] = (0, -1, 0, 0)  # seed, epoch, first and last position of _block
-        self._block: Indices = np.empty(0, np.int64)
+        # The newest first, and if it is not large the one before, since a Recorder asks for the epoch that has just ended.
+        self._blocks: list[_Block] = []
         self.size = dataset_size if sampler is None else len(self._sample_twice(sampler))
-        self._block_size = 65_536 if sampler is None else max(self.size, 1)
+        self._block_size = _BLOCK_SIZE if sampler is None else max(self.size, 1)
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
         """Return the indices at positions ``start`` to ``stop`` of an epoch's order."""
-        block_seed, block_epoch, first, last = self._block_range
-        if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
-            return self._block[start - first : stop - first]
+        for block_seed, block_epoch, first, last, block in self._blocks:
+            if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
+                return block[start - first : stop - first]
         if self._sampler is None and not self._shuffle:
             return np.arange(start, stop)
         boundary = start - start % self._block_size + self._block_size
@@ -352,8 +363,9 @@ class _EpochOrders:
                     "an order sampler must return as many indices for every epoch; "
                     f"it gave {self.size} for the first and {len(block)} for epoch {epoch}"
                 )
-        self._block, self._block_range = block, (seed, epoch, first, last)
-        return self._block[start - first : stop - first]
+        earlier = [each for each in self._blocks[:1] if len(each.indices) <= _BLOCK_SIZE]
+        self._blocks = [_Block(seed, epoch, first, last, block), *earlier]
+        return block[start - first : stop - first]
 
     def _sample_twice(self, sampler: OrderSampler) -> Indices:
         """Return the order of the first epoch; refuse a sampler that draws it from a generator."""

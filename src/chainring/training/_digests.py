@@ -118,9 +118,11 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.int64]]:
         places.setdefault(tensor.device, []).append(index)
     found: dict[int, NDArray[np.int64]] = {}
     for indices in places.values():
-        values = torch.cat([tensors[index].to(torch.int64) for index in indices]).cpu().numpy()
-        ends = np.cumsum([len(tensors[index]) for index in indices])
-        found |= zip(indices, np.split(values, ends[:-1]), strict=True)
+        parts = [tensors[index].to(torch.int64) for index in indices]
+        values, end = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy(), 0
+        for index in indices:
+            start, end = end, end + len(tensors[index])
+            found[index] = values[start:end]
     return [found[index] for index in range(len(tensors))]
 
 

@@ -172,6 +172,24 @@ def test_the_digest_of_a_batch_is_that_of_its_indices(tmp_path):
     assert serial == joined
 
 
+def test_the_order_of_an_epoch_is_asked_for_once(tmp_path):
+    """Also where a block of rows ends in the next epoch, and the batches of both are digested."""
+    asked = []
+
+    def order(seed, epoch, size):
+        asked.append(epoch)
+        return np.random.default_rng((seed, epoch)).permutation(size)
+
+    batches = iterators.SerialIterator(data(200), 5, order_sampler=order)
+    asked.clear()
+    model = network()
+    updater = training.StandardUpdater(batches, torch.optim.Adam(model.parameters()), model)
+    trainer = training.Trainer(updater, (5, "epoch"), out=str(tmp_path))
+    trainer.extend(Recorder())
+    trainer.run()
+    assert asked == [0, 1, 2, 3, 4]
+
+
 def test_the_digest_of_a_batch_of_a_loader_is_that_of_its_content(tmp_path):
     """One changed label of one example shows in its batch alone; a batch without anything on the host is not known."""
     x, y = torch.randn(24, 4), torch.arange(24) % 2

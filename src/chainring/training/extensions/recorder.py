@@ -353,7 +353,7 @@ class _Losses:
 def _as_tensor(value: Any) -> Tensor:
     """Return a number as a tensor of a type that a ledger has."""
     if isinstance(value, Tensor):
-        tensor = value.detach()
+        tensor = value.detach() if value.requires_grad else value
     elif isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "iuf" and value.dtype.itemsize <= 8:
         tensor = torch.from_numpy(np.array(value))
     elif isinstance(value, Integral) and -(2**63) <= int(value) < 2**63:
