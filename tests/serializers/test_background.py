@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from chainring.serializers._checkpoint import BackgroundWriter, StagingBuffers
+from chainring.serializers._background import BackgroundWriter, StagingBuffers
 
 
 def place(tensor):
@@ -134,6 +134,71 @@ def background():
 
 def fail(error):
     raise error
+
+
+@pytest.fixture
+def idle(background):
+    """A writer that has written something, and whose thread waits."""
+    background.start(lambda: None)
+    background.wait()
+    return background
+
+
+TRANSPOSED = torch.randn(3, 2).t()
+BESIDE = {
+    "values": {"a": torch.randn(2, 3), "b": torch.ones(3)},
+    "a dtype": {"a": torch.randn(2, 3, dtype=torch.float64), "b": torch.ones(3)},
+    "a dtype that rounds": {"a": torch.tensor([[1, 2, 3], [4, 5, 6]]), "b": torch.ones(3)},
+    "a shape that could be expanded": {"a": torch.randn(3), "b": torch.ones(3)},
+    "a shape that could not": {"a": torch.randn(2, 3), "b": torch.ones(4)},
+    "strides": {"a": TRANSPOSED, "b": torch.ones(3)},
+    "a tie": {"a": (tied := torch.randn(2, 3)), "b": tied},
+    "a part of another": {"a": tied, "b": tied[0]},
+    "names": {"c": torch.randn(2, 3), "d": torch.ones(3)},
+    "fewer": {"a": torch.randn(2, 3)},
+    "more": {"a": torch.randn(2, 3), "b": torch.ones(3), "c": torch.zeros(1)},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("change", BESIDE)
+def test_a_copy_beside_a_call_is_the_same_as_without(idle, change):
+    """Whatever has changed since the last one, and when it changes back."""
+    staging, before = StagingBuffers(), {"a": torch.randn(2, 3), "b": torch.zeros(3)}
+    staging.copy(before)
+    for tensors in (BESIDE[change], BESIDE[change], before):
+        copies, name = staging.copy_beside(tensors, lambda: threading.current_thread().name, idle)
+        assert copies.keys() == tensors.keys()
+        assert all(same(copies[key], tensor.clone()) for key, tensor in tensors.items())
+        assert len(set(map(place, copies.values()))) == len({id(tensor) for tensor in tensors.values()})
+        assert "chainring" in name or name == threading.current_thread().name
+
+
+def test_the_call_runs_in_the_thread_that_is_idle(idle):
+    """So that tensors are copied meanwhile; without a thread, none is begun for it."""
+    staging, tensors = StagingBuffers(), {"a": torch.ones(2)}
+    staging.copy(tensors)
+    assert staging.copy_beside(tensors, threading.current_thread, idle)[1] is not threading.current_thread()
+    assert staging.copy_beside(tensors, threading.current_thread, BackgroundWriter())[1] is threading.current_thread()
+
+
+def test_an_error_of_the_call_is_raised_and_the_next_copy_is_right(idle):
+    """As when a value cannot be saved."""
+    staging, tensors = StagingBuffers(), {"a": torch.ones(2)}
+    staging.copy(tensors)
+    with pytest.raises(TypeError, match="not saved"):
+        staging.copy_beside({"a": torch.zeros(2)}, lambda: fail(TypeError("not saved")), idle)
+    copies, answer = staging.copy_beside(tensors, lambda: "saved", idle)
+    assert (copies["a"].tolist(), answer) == ([1, 1], "saved")
+
+
+def test_nothing_is_called_beside_what_is_being_written(background):
+    """The call then runs at once, in the thread that needs its result."""
+    gate, staging, tensors = threading.Event(), StagingBuffers(), {"a": torch.ones(2)}
+    staging.copy(tensors)
+    background.start(lambda: gate.wait(20))
+    assert staging.copy_beside(tensors, threading.current_thread, background)[1] is threading.current_thread()
+    gate.set()
 
 
 def test_a_call_runs_in_a_thread_of_its_own(background):

@@ -6,13 +6,11 @@ Nothing is ever unpickled.
 from __future__ import annotations
 
 import errno
-import operator
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -48,7 +46,6 @@ from chainring.serializers.base import (
     StateCollector,
     buffer_layouts,
     entry_names,
-    find_aliases,
     is_module,
     load_entries,
     own_states,
@@ -60,6 +57,7 @@ from chainring.serializers.base import (
 )
 
 if TYPE_CHECKING:
+    from chainring.serializers._background import BackgroundWriter, StagingBuffers
     from chainring.serializers.foreign import ForeignPlan
 
 STATE = "state.json"
@@ -368,6 +366,20 @@ class Checkpoint:
             participate(comm, store, write)
 
 
+def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread: BackgroundWriter) -> Checkpoint:
+    """Return a checkpoint of copies, which lie in the staging buffers: training may continue while it is committed."""
+    # hot path: "stop for a snapshot" in benchmarks/growth.py; tensors are copied while the thread encodes the values
+    found = _values.find_tensors(state.target.values()) if state.comm.world.rank == 0 else None
+    if found is None:  # the other ranks write their parts of sharded tensors alone, which all of them agree on first
+        checkpoint = Checkpoint(state)
+        checkpoint.tensors = staging.copy(checkpoint.tensors)
+        return checkpoint
+    copies, checkpoint = staging.copy_beside({id(tensor): tensor for tensor in found}, partial(Checkpoint, state), thread)
+    given = checkpoint.tensors.items()  # with others, which were made of arrays, or are keys
+    checkpoint.tensors = {name: copies[id(each)] if id(each) in copies else each.clone() for name, each in given}
+    return checkpoint
+
+
 def part_key(name: str, number: int) -> str:
     """Return the name in a file of one of the shards that a rank writes of a tensor; names of tensors have no zero."""
     return f"{name}\0{number}" if number else name
@@ -591,96 +603,3 @@ def replacing(target: Place) -> AbstractContextManager[BinaryIO]:
     from chainring.serializers._object_store import replacing_object
 
     return replacing_object(os.fspath(target))
-
-
-class StagingBuffers:
-    """Memory of the host for a copy of tensors, kept from one copy to the next; pinned where there is an accelerator."""
-
-    # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, "stop for a snapshot" in benchmarks/growth.py
-    # Fresh memory costs a page fault every 4 kB, which takes longer than the copy itself.
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self._layouts: list[object] = []  # of the tensors that were copied last
-
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies on the host, which the next call overwrites; tensors that share memory share it there too."""
-        aliases = find_aliases(tensors)
-        names = [name for name, first in aliases.items() if name is first]
-        originals = [tensors[name] for name in names]
-        layouts: list[object] = [*map(_dtype_and_shape, originals), *map(Tensor.stride, originals)]
-        if layouts != self._layouts or names != [*self._buffers]:
-            self._buffers = {name: self._buffer(name, tensors[name]) for name in names}
-            self._layouts = layouts
-        if originals:
-            with torch.no_grad():  # one call for all, since a call for each takes longer than to copy a small one
-                torch._foreach_copy_(list(self._buffers.values()), originals, non_blocking=True)
-        for device in {tensor.device for tensor in originals if not tensor.is_cpu}:
-            torch.accelerator.synchronize(device)
-        return {name: self._buffers[first] for name, first in aliases.items()}
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        like = torch.empty_like(tensor, device="meta")  # for its strides, which clone() would choose
-        if buffer is not None and _layout(buffer) == _layout(like):
-            return buffer
-        return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
-
-
-_dtype_and_shape = operator.attrgetter("dtype", "shape")
-
-
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return _dtype_and_shape(tensor), tensor.stride()
-
-
-class BackgroundWriter:
-    """Runs one call at a time in a thread of its own. A failure is raised by the next call, or at the end."""
-
-    def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
-
-    def start(self, call: Callable[[], None], after: Iterable[BackgroundWriter] = ()) -> None:
-        """Do as `wait` does, and start a call, which begins when those under way in ``after`` have ended."""
-        self.wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="chainring-snapshot")
-        earlier = _running(after)
-
-        def begin() -> None:
-            futures.wait(earlier)
-            call()
-
-        self._running = self._thread.submit(begin)
-
-    @staticmethod
-    def wait_for(others: Iterable[BackgroundWriter]) -> None:
-        """Wait until the current call of another writer has ended; that writer raises its error, if it has failed."""
-        futures.wait(_running(others))
-
-    def wait(self) -> None:
-        """Wait until nothing is running.
-
-        Raises:
-            Exception: what the last call has raised; once.
-        """
-        if (running := self._running) is not None:
-            try:
-                running.result()
-            finally:
-                if running.done():  # and not interrupted while it waited
-                    self._running = None
-
-    def close(self) -> None:
-        """Wait as `wait` does, and end the thread."""
-        thread, self._thread = self._thread, None
-        try:
-            self.wait()
-        finally:
-            if thread is not None:
-                thread.shutdown()
-
-
-def _running(others: Iterable[BackgroundWriter]) -> list[Future[None]]:
-    return [other._running for other in others if other._running is not None]

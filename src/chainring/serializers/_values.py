@@ -49,13 +49,13 @@ def encode(state: Mapping[str, Any]) -> tuple[bytes, dict[str, Tensor]]:
 
     Values are numbers of Python and NumPy, strings, bytes, ``None``, tensors, arrays, and lists, tuples, sets, dicts,
     ``OrderedDict`` and ``Counter`` of them, with any of the plain ones as keys. A tensor is named by its path, one
-    within a container by a path below it. Tensors are not copied; arrays are.
+    within a container by a path below it. Tensors are not copied, and need no gradient; arrays are copied.
 
     Raises:
         TypeError: a value that could not be restored; the message names its path and type.
     """
     values, tensors = encode_values(state)
-    return to_text(values), tensors
+    return to_text(values), {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def to_text(values: Mapping[str, Any]) -> bytes:
@@ -67,6 +67,26 @@ def encode_values(state: Mapping[str, Any], native_arrays: bool = False) -> tupl
     """Do as `encode` does, with values as JSON types; ``native_arrays`` keeps arrays of NumPy beside the tensors."""
     encoder = _Encoder(state, native_arrays)
     return {path: encoder.value(path, value, 0) for path, value in state.items()}, encoder.tensors
+
+
+def find_tensors(values: Iterable[Any], depth: int = 0) -> list[Tensor] | None:
+    """Return the tensors in values and their containers, but for sets and keys; ``None`` if they are not all plain."""
+    # hot path: "stop for a snapshot" in benchmarks/growth.py
+    if depth > MAX_DEPTH:
+        return None
+    found: list[Tensor] = []
+    for value in values:
+        cls = type(value)
+        if cls in _TENSORS:
+            found.append(value)
+        elif cls in _CONTAINERS:
+            below = find_tensors(value if cls is list or cls is tuple else value.values(), depth + 1)
+            if below is None:
+                return None
+            found += below
+        elif isinstance(value, Tensor):
+            return None
+    return found
 
 
 def decode(text: bytes, tensors: Mapping[str, Tensor | StoredTensor]) -> dict[str, Any]:
@@ -144,8 +164,6 @@ class _Encoder:
         if is_refused or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             description = f"{type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}, device {tensor.device}"
             raise TypeError(f"{path}: a {description} cannot be saved; save a plain tensor, to_dense() or dequantize()")
-        if tensor.requires_grad:
-            tensor = tensor.detach()
         name = self._keep(path, tensor, depth)
         return {"$here": 0} if name == path and not self._native_arrays else {"$tensor": name}
 
@@ -301,6 +319,7 @@ def _numpy_dtype(text: Any) -> np.dtype[Any]:
 
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+_CONTAINERS = (dict, list, tuple, OrderedDict)
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: lambda value: value if abs(value) < _LARGEST_INT else {"$int": hex(value)},
     float: _float,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +25,8 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._messages import info
 from chainring._naming import has_buffers, name_cleaner, submodules
+
+K = TypeVar("K")
 
 
 class AbstractSerializer:
@@ -967,13 +969,13 @@ def _move(value: Any, device: torch.device | None) -> Any:
     return value
 
 
-def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the name of the first tensor that is the same view of the same memory, by name: its own unless it is tied."""
+def find_aliases(tensors: Mapping[K, Tensor]) -> dict[K, K]:
+    """Return the key of the first tensor that is the same view of the same memory, by key: its own unless it is tied."""
     addresses = list(map(Tensor.data_ptr, tensors.values()))
     if len(set(addresses)) == len(addresses):
         return dict(zip(tensors, tensors, strict=True))
     counts = Counter(addresses)
-    first: dict[Any, str] = {}
+    first: dict[Any, K] = {}
     return {
         name: first.setdefault(address if counts[address] == 1 else _view_of(tensors[name]), name)
         for name, address in zip(tensors, addresses, strict=True)

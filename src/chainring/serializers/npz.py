@@ -273,7 +273,7 @@ def _to_array(name: str, tensor: Tensor) -> tuple[Array, dict[str, Any]]:
         raise TypeError(f"{name}: an npz file has no {tensor.dtype}; convert it to a dtype that holds its values")
     if not tensor.is_contiguous():
         description["order"] = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if dtype in _DTYPES_NUMPY_LACKS:
         description["dtype"] = dtype
         host = host.view(_INTEGERS[host.itemsize])

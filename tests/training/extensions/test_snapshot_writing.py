@@ -5,7 +5,9 @@ import io
 import os
 import threading
 
+import numpy as np
 import pytest
+import torch
 from snapshots import EVERY, Gate, Net, Witness, at, differing, fail_rename, holds, names, only, run, trainer_of
 
 from chainring import serializers, training
@@ -53,6 +55,34 @@ def test_the_next_snapshot_waits_for_the_one_before(tmp_path, monkeypatch):
     gate, witness = Gate(monkeypatch, seconds=0.3), Witness()
     run(tmp_path, 3, (snapshot(), only(1, 2)), witness, at(3, gate.opened.set))
     assert all(holds(tmp_path / f"snapshot_iter_{k}", witness.states[k]) for k in (1, 2))
+
+
+TIED, WEIGHT = torch.randn(3), torch.nn.Parameter(torch.randn(2))
+
+
+@pytest.mark.parametrize(
+    "forms",
+    [
+        [torch.ones(2), torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.ones(2)],
+        [torch.ones(2, 3), torch.ones(3), torch.ones(4), torch.ones(3, 2).t()],
+        [{"a": [TIED, (TIED, 1)]}, {"a": [TIED, (TIED.clone(), 1)]}, {"a": [TIED[:2], (TIED, 1)]}, {}],
+        [WEIGHT, {"b": WEIGHT}, np.arange(3), [np.arange(4), torch.arange(4)]],
+        [{"c": 1}, {"c": {2.5}}, {"c": None}, {"c": {(1, 2): torch.ones(1)}}],
+    ],
+    ids=["dtypes", "shapes", "ties", "parameters and arrays", "values"],
+)
+def test_state_whose_form_changes_between_snapshots_is_saved_as_it_is_then(tmp_path, forms):
+    """Copied beside the encoding into what held the last copy, it is what a snapshot at once holds."""
+
+    class Changing(training.Extension):
+        def serialize(self, serializer):
+            serializer("form", forms[(trainer.updater.iteration - 1) % len(forms)])
+
+    witness = Witness()
+    trainer = trainer_of(tmp_path, 8, (snapshot(), EVERY), witness)
+    trainer.extend(Changing(), trigger=(100, "iteration"))
+    trainer.run()
+    assert all(holds(tmp_path / f"snapshot_iter_{k}", witness.states[k]) for k in range(1, 9))
 
 
 def test_the_training_is_bit_for_bit_that_without_snapshots(tmp_path):
@@ -200,21 +230,25 @@ def test_a_failed_write_is_a_note_of_the_error_that_ended_the_run(tmp_path, monk
     )
 
 
-def test_an_unserializable_value_is_refused_at_once_with_its_path(tmp_path):
-    """While the training waits, and not later by the thread."""
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize(
+    "value",
+    [object(), torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.nn.UninitializedParameter()],
+    ids=["object", "sparse", "meta", "lazy"],
+)
+def test_what_cannot_be_saved_is_refused_at_once_with_its_path(tmp_path, value, first):
+    """While the training waits, and not later by the thread; in the first snapshot or a later one."""
 
     class Odd(training.Extension):
-        def __call__(self, trainer):
-            pass
-
         def serialize(self, serializer):
-            serializer("value", object())
+            serializer("value", value if trainer.updater.iteration == first else torch.ones(2))
 
-    trainer = trainer_of(tmp_path, 9, (snapshot(), EVERY), Odd())
+    trainer = trainer_of(tmp_path, 9, (snapshot(), EVERY))
+    trainer.extend(Odd(), trigger=(100, "iteration"))
     with pytest.raises(TypeError, match="extensions/Odd/value"):
         trainer.run()
-    assert trainer.updater.iteration == 1
-    assert names(tmp_path) == []
+    assert trainer.updater.iteration == first
+    assert names(tmp_path) == [f"snapshot_iter_{k}" for k in range(1, first)]
 
 
 def test_a_models_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):

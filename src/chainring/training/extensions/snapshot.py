@@ -16,11 +16,11 @@ from chainring._checks import is_integer
 from chainring._distributed.sharding import is_sharded
 from chainring._messages import warn
 from chainring._naming import name_cleaner
+from chainring.serializers._background import BackgroundWriter, StagingBuffers
 from chainring.serializers._checkpoint import (
-    BackgroundWriter,
     Checkpoint,
-    StagingBuffers,
     capture,
+    checkpoint_of_copies,
     is_saved_as_file,
     load_snapshot,
     module_tensors,
@@ -253,11 +253,9 @@ class Snapshot(Extension):
             return None
         self._begun_iteration = iteration
         with without_collections():
-            checkpoint = self._capture(trainer, comm)
-            if not comm.is_main and not checkpoint.is_sharded:
-                return None
-            if self.asynchronous:
-                checkpoint.tensors = self._staging.copy(checkpoint.tensors)
+            checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous)
+        if not comm.is_main and not checkpoint.is_sharded:
+            return None
         if not comm.is_main:
             return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
         takers = {entry.name: entry.extension._series for entry in due} or {str(trainer.extension_name): self._series}
@@ -273,11 +271,11 @@ class Snapshot(Extension):
         if self.target is None:
             self.saved_iteration = iteration
 
-    def _capture(self, trainer: Trainer, comm: Communicator | None = None) -> Checkpoint:
+    def _capture(self, trainer: Trainer, comm: Communicator | None = None, is_copied: bool = False) -> Checkpoint:
         root = trainer if self.target is None else self.target
         state = capture(root, Path(trainer.out), comm)
         left_out = 0 if self.frozen else _leave_out_frozen(state, root)
-        checkpoint = Checkpoint(state)
+        checkpoint = checkpoint_of_copies(state, self._staging, self._background) if is_copied else Checkpoint(state)
         if left_out:
             checkpoint.about["left out"] = f"{left_out} parameters that need no gradient, by frozen=False"
         return checkpoint
