@@ -73,8 +73,8 @@ docs: install  ## build the documents into build/docs, warnings being errors
 
 # Chainer runs on nothing newer than Python 3.11 and NumPy 1.23; with another Python its half of these tests is skipped.
 $(VENV)/.chainer: $(VENV)/.installed
-	$(PIP) --no-deps pytorch-pfn-extras==0.9.0
-	$(PIP) keras==3.15.1
+	$(PIP) --no-deps pytorch-pfn-extras
+	$(PIP) keras
 	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
 	  $(BIN)/python -m venv $(VENV)/chainer && \
 	  $(VENV)/chainer/bin/python -m pip install --quiet "numpy==1.23.5" "setuptools<60" wheel "matplotlib<3.8" pillow && \
