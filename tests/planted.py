@@ -8,6 +8,7 @@ trains it, with the changes as a JSON object.
 import json
 import random
 import sys
+from functools import partial
 
 import numpy as np
 import torch
@@ -100,6 +101,12 @@ def ulp(tensor, place):
         flat[place] = torch.nextafter(flat[place], torch.full_like(flat[place], 9.0))
 
 
+def enlarge(tensor, place):
+    """Change one number so much that what follows from it does not depend on how a processor rounds."""
+    with torch.no_grad():
+        tensor.view(-1)[place] *= 1.1
+
+
 def at(iteration, change):
     """An extension that does something once."""
 
@@ -143,8 +150,8 @@ def add_extensions(trainer, model, optimizer, recorded, changes):
     if "evaluated" in changes:
         trainer.extend(at(changes["evaluated"], lambda trainer: chainring.report({"score": changes["score"]})))
     if "later" in changes:
-        iteration, change = changes["later"]
-        trainer.extend(at(iteration, LATER.get(change, change)))
+        iteration, name = changes["later"]
+        trainer.extend(at(iteration, LATER[name]))
     trainer.extend(extensions.LogReport(trigger=(changes.get("rows", ROWS), "iteration")))
     trainer.extend(extensions.snapshot(autoload=True), trigger=(changes.get("every", SNAPSHOTS), "iteration"))
     if recorded:
@@ -175,16 +182,16 @@ def decay_more(trainer):
     optimizer_of(trainer).param_groups[0]["weight_decay"] = 0.5
 
 
-def change_weight(trainer):
-    ulp(model_of(trainer).last.weight, 3)
+NUMBERS = {  # of a trainer: a tensor, and a place in it
+    "weight": lambda trainer: (model_of(trainer).last.weight, 3),
+    "variance": lambda trainer: (model_of(trainer).norm.running_var, 3),
+    "moment": lambda trainer: (optimizer_of(trainer).state[model_of(trainer).last.bias]["exp_avg"], 0),
+}
 
 
-def change_variance(trainer):
-    ulp(model_of(trainer).norm.running_var, 3)
-
-
-def change_moment(trainer):
-    ulp(optimizer_of(trainer).state[model_of(trainer).last.bias]["exp_avg"], 0)
+def change(how, name, trainer):
+    """Change one number, by `ulp` or by `enlarge`."""
+    how(*NUMBERS[name](trainer))
 
 
 def draw(trainer):
@@ -197,8 +204,12 @@ def draw_in_vain(trainer):
     np.random.rand()
 
 
-CHANGES = (decay_more, change_weight, change_variance, change_moment, draw, draw_in_vain)
-LATER = {change.__name__: change for change in CHANGES}  # for changes in JSON
+LATER = {  # by names, for changes in JSON
+    "decay_more": decay_more,
+    "draw": draw,
+    "draw_in_vain": draw_in_vain,
+    **{f"{how.__name__} {name}": partial(change, how, name) for how in (ulp, enlarge) for name in NUMBERS},
+}
 
 # What is changed; the first iteration that differs, what differs there, and the first tensor that does, of those that are
 # recorded after every fourth iteration; a part of the name of a setting that differs.
@@ -223,12 +234,12 @@ DIFFERENCES = {
     "one ulp of a weight": ({"ulp": "first.weight"}, 0, "tensor", FIRST, ""),
     "one ulp of a bias": ({"ulp": "last.bias"}, 0, "tensor", BIAS, ""),
     "one ulp of a scale": ({"ulp": "norm.weight"}, 0, "tensor", "updater/model:main/norm/weight", ""),
-    "one ulp in the middle": ({"later": (13, change_weight)}, 16, "tensor", FIRST, "once"),
-    "one ulp of a buffer": ({"later": (9, change_variance)}, 12, "tensor", VARIANCE, "once"),
-    "one ulp of a moment": ({"later": (5, change_moment)}, 8, "tensor", MOMENT, "once"),
-    "weight decay in the middle": ({"later": (11, decay_more)}, 12, "tensor", FIRST, "once"),
-    "a number drawn in the middle": ({"later": (17, draw)}, 18, "loss", FIRST, "once"),
-    "a number that nothing uses": ({"later": (17, draw_in_vain)}, 18, "generators", None, "once"),
+    "a weight in the middle": ({"later": (13, "enlarge weight")}, 14, "loss", FIRST, "once"),
+    "a buffer in the middle": ({"later": (9, "enlarge variance")}, 12, "tensor", VARIANCE, "once"),
+    "a moment in the middle": ({"later": (5, "enlarge moment")}, 7, "loss", FIRST, "once"),
+    "weight decay in the middle": ({"later": (11, "decay_more")}, 12, "tensor", FIRST, "once"),
+    "a number drawn in the middle": ({"later": (17, "draw")}, 18, "loss", FIRST, "once"),
+    "a number that nothing uses": ({"later": (17, "draw_in_vain")}, 18, "generators", None, "once"),
     "a kernel": ({"kernel": True}, 4, "", FIRST, ""),  # in which iteration the loss shows it depends on the processor
     "an activation": ({"activation": nn.Tanh}, 1, "loss", FIRST, ""),
     "the rate of dropout": ({"dropout": 0.31}, 1, "loss", FIRST, ""),

@@ -155,7 +155,7 @@ def later(*names):
 PLANTS = {
     "a learning rate": (lambda draw: {"lr": draw.uniform(0.001, 0.1)}, "lr", False),
     "one pixel": (lambda draw: {"pixel": draw.randrange(planted.EXAMPLES)}, "", True),
-    "one ulp at a random iteration": (later("change_weight", "change_variance", "change_moment"), "", False),
+    "one ulp at a random iteration": (later("ulp weight", "ulp variance", "ulp moment"), "", False),
     "a seed": (lambda draw: {"seed": draw.randint(1, 2**31)}, "seeds.torch", False),
     "a kernel": (lambda draw: {"kernel": any_iteration(draw)}, "", True),
     "one example": (lambda draw: {"example": draw.randrange(planted.EXAMPLES)}, "", False),

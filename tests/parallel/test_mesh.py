@@ -70,13 +70,16 @@ def trained(world, shape=None, is_sharded=False):
 
 @pytest.mark.parametrize(("shape", "is_sharded"), [((1, 2), False), ((2, 1), True), ((2, 2), False), ((2, 2), True)])
 def test_a_mesh_of_ranks_follows_the_path_of_one_process(shape, is_sharded):
-    """Gradients of the first update within 1e-6, parameters after twenty updates within 1e-5, on every rank of the mesh."""
+    """Gradients of the first update within 1e-6 or two roundings, parameters after twenty updates within 1e-5, on every rank.
+
+    A gradient of 15, rounded once, is 1e-6 off, and how many of its sums are rounded apart depends on the processor.
+    """
     gradients, parameters = trained(None)
     for rank in on_ranks(shape[0] * shape[1], trained, shape, is_sharded):
         assert isinstance(rank, tuple), rank
-        for found, expected, tolerance in zip(rank, (gradients, parameters), (1e-6, 1e-5), strict=True):
+        for found, expected, (atol, rtol) in zip(rank, (gradients, parameters), ((1e-6, 2**-22), (1e-5, 0)), strict=True):
             for one, other in zip(found, expected, strict=True):
-                torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=0, atol=tolerance)
+                torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=rtol, atol=atol)
 
 
 def places(world):

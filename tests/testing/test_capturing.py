@@ -14,9 +14,9 @@ MODULES = {
     "one label": "main",
     "one ulp of a bias": "main/last",
     "one ulp of a scale": "main/norm",
-    "one ulp in the middle": "main/last",
-    "one ulp of a buffer": None,  # of running statistics, from which only an evaluation computes
-    "one ulp of a moment": "main/last",
+    "a weight in the middle": "main/last",
+    "a buffer in the middle": None,  # of running statistics, from which only an evaluation computes
+    "a moment in the middle": "main/last",
     "a number drawn in the middle": "main/drop",
     "a number that nothing uses": None,
     "a kernel": "main/act",
@@ -37,9 +37,9 @@ FIRST_STEPS = {
     "one pixel": (1, "module"),
     "one pixel that comes later": (10, "module"),
     "one ulp of a weight": (0, "tensor"),
-    "one ulp in the middle": (13, "tensor"),
-    "one ulp of a buffer": (9, "tensor"),
-    "one ulp of a moment": (5, "tensor"),
+    "a weight in the middle": (13, "tensor"),
+    "a buffer in the middle": (9, "tensor"),
+    "a moment in the middle": (5, "tensor"),
     "weight decay in the middle": (12, "tensor"),
     "a number drawn in the middle": (17, "generators"),
     "a number that nothing uses": (17, "generators"),
@@ -77,6 +77,13 @@ def test_the_first_module_whose_output_differs_is_named(base, tmp_path, name):
         assert (first.iteration, first.what) == FIRST_STEPS[name]
 
 
+@pytest.mark.parametrize("name", planted.NUMBERS)
+def test_one_ulp_is_seen_where_it_is_changed(base, tmp_path, name):
+    """Whatever becomes of it in the iterations that follow, which depends on how a processor rounds."""
+    first = first_difference(base, captured(tmp_path / "run", later=(13, f"ulp {name}")))
+    assert (first.iteration, first.what) == (13, "tensor")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -102,7 +109,7 @@ def test_the_settings_of_the_optimizers_are_compared(base, tmp_path):
 def test_in_less_detail_the_iteration_is_the_same(tmp_path):
     """Of many iterations no modules are kept, and one digest of all tensors."""
     one = captured(tmp_path / "one", in_detail=False)
-    other = captured(tmp_path / "other", in_detail=False, later=(13, planted.change_weight))
+    other = captured(tmp_path / "other", in_detail=False, later=(13, "ulp weight"))
     assert first_difference(one, other).iteration == first_tensor(one, other).iteration == 13
     assert first_module(one, other) is None
     assert len(str(one)) < 40_000
