@@ -70,7 +70,7 @@ def trained(world, shape=None, is_sharded=False):
 
 @pytest.mark.parametrize(("shape", "is_sharded"), [((1, 2), False), ((2, 1), True), ((2, 2), False), ((2, 2), True)])
 def test_a_mesh_of_ranks_follows_the_path_of_one_process(shape, is_sharded):
-    """Gradients of the first update within 1e-6 or two roundings, parameters after twenty updates within 1e-5, on every rank.
+    """Gradients of the first update within 1e-6 or two roundings, parameters after twenty within 1e-5, on every rank.
 
     A gradient of 15, rounded once, is 1e-6 off, and how many of its sums are rounded apart depends on the processor.
     """
