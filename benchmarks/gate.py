@@ -50,7 +50,8 @@ OVERHEAD = [
     "the same and a snapshot an epoch",
 ]
 RANKS = {"two ranks, a plain model": 0, "two virtual ranks on two ranks": 2}
-EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED)]
+COMPILED = epochs.COMPILED_FUSED, epochs.FUSED
+EPOCHS = [(epochs.SCRIPT, epochs.LOADER), (epochs.SCRIPT_FUSED, epochs.FUSED), (epochs.COMPILED, epochs.FUSED), COMPILED]
 
 
 def iterations(out: Path) -> dict[str, float]:
@@ -69,9 +70,11 @@ def keys(out: Path) -> dict[str, float]:
 
 
 def whole_epochs(out: Path) -> dict[str, float]:
-    """Of an epoch of the script."""
-    rows, _ = epochs.rows_of(out, 50)
-    return _ratios(EPOCHS, {row.name: row for row in rows}, Plan(_epochs.STEPS, ROUNDS, EPOCHS_OF_ROUND))
+    """Of an epoch of the script; of one of layers of 1,000 units, which takes seconds, where it is compiled."""
+    small, large = ({row.name: row for row in epochs.rows_of(out, units)[0]} for units in (50, 1_000))
+    found = _ratios(EPOCHS, small, Plan(_epochs.STEPS, ROUNDS, EPOCHS_OF_ROUND))
+    wide = _ratios([COMPILED], large, Plan(_epochs.STEPS, ROUNDS, 1))
+    return found | {f"{name}, 1,000 units": ratio for name, ratio in wide.items()}
 
 
 def _ratios(pairs: list[tuple[str, str]], rows: dict[str, Row], plan: Plan) -> dict[str, float]:
