@@ -98,6 +98,11 @@ class UpdateState:
         precedes_closure: optimizers that had gradients before they were given a closure.
     """
 
+    __slots__ = (
+        "backward_weight", "closures", "context", "deferred", "examples", "has_loss_weight", "is_last_micro_batch",
+        "precedes_closure", "stashed", "stepped", "total_weights", "weights",
+    )  # fmt: skip
+
     def __init__(self, context: UpdateContext) -> None:
         self.context = context
         self.examples: Any = 1
@@ -198,9 +203,9 @@ class StandardUpdater(Updater):
         accumulate_across_epochs: bool = True,
         virtual_ranks: int | None = None,
     ) -> None:
-        self._models = check_models(model)
-        self._optimizers = check_optimizers(optimizer, self._models)
-        self._iterators = as_iterators(iterator)
+        self._models = _Registered("model", check_models(model))
+        self._optimizers = _Registered("optimizer", check_optimizers(optimizer, self._models))
+        self._iterators = _Registered("iterator", as_iterators(iterator))
         self.constructed = {name: hyperparameters(optimizer) for name, optimizer in self._optimizers.items()}
         check_settings(converter, loss_func, accumulate, accumulate_across_epochs, callbacks)
         if not self._overrides("update_core"):
@@ -240,6 +245,7 @@ class StandardUpdater(Updater):
 
     def _choose_path(self, compiles: bool) -> None:
         """Decide which steps an update needs; that follows from the settings."""
+        self._has_ranks = self.comm.world.size > 1
         overrides_core = self._overrides("update_core")
         overrides_stage = self._overrides("update_core", "next_batch", "autocast", "backward", "step")
         # True if there is more than one micro-batch or rank, or virtual rank, to average.
@@ -250,7 +256,7 @@ class StandardUpdater(Updater):
         self._ends_with_epoch = self.accumulate > 1 and not self.accumulate_across_epochs
         # True if gradients wait apart for the last micro-batch, because an overridden update_core may add foreign ones.
         self._stashes = self.accumulate > 1 and overrides_core
-        watches = (self.comm.world.size > 1 or self._virtual is not None) and self._overrides("update_core", "step")
+        watches = (self._has_ranks or self._virtual is not None) and self._overrides("update_core", "step")
         self._exchange_watch = ExchangeWatch(self._optimizers) if watches else None
         is_shared = self.comm.world.size > self.comm.size
         self._model_watch = ModelRanksWatch(self.comm, self._models) if is_shared else None
@@ -266,13 +272,23 @@ class StandardUpdater(Updater):
         self._begun: RankSum | None = None
         self._uses_fast_path = not (self._averages or overrides_stage or self._precision.scaler or self._steps_by_closure)
         self._update_straight = self._update_fast if self._iterators else self._update_without_data
+        # True if a step has nothing to do but that of the optimizer, beside callbacks.
+        self._steps_at_once = not (self._averages or self._precision.scaler or self._has_ranks)
+        self._finish_step = self._step_optimizers if self._virtual is None else self._meet
         # hot path: "no extension" of benchmarks/overhead.py. A context manager that does nothing is three calls.
-        self._forward = self._compute_loss if self._precision.name == "fp32" else self._compute_loss_in_autocast
+        is_fp32 = self._precision.name == "fp32"
+        self._forward = self._compute_loss if is_fp32 else self._compute_loss_in_autocast
+        self._is_plain_forward = is_fp32 and not self._overrides("autocast")
         self._compute: Callable[[Any], Any] = self._compute_eagerly
         self._compiled_gradients: CompiledGradients | None = None
-        if compiles and (reason := self._find_not_compiled(overrides_stage, is_plain)):
-            warn_not_compiled(reason)
-        elif compiles:
+        if compiles:
+            self._compile(self._find_not_compiled(overrides_stage, is_plain))
+
+    def _compile(self, obstacle: str | None) -> None:
+        """Compile updates, or at least their gradients, unless there is an obstacle, which a warning then names."""
+        if obstacle:
+            warn_not_compiled(obstacle)
+        else:
             model = self._models["main"]
             forward = model if self.loss_func is None else partial(self.loss_func, model)
             optimizers = list(self._optimizers.values())
@@ -406,6 +422,14 @@ class StandardUpdater(Updater):
             self._compute_micro_batches()
         else:
             self._compute_virtual_ranks(self._virtual)
+        if not self._steps_at_once:
+            self._finish_update()
+        if self._spans_batches:
+            self.previous_epoch_detail = self._epoch_detail_before
+            self.is_new_epoch = getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before
+
+    def _finish_update(self) -> None:
+        """Do what is left of an update that averages gradients or scales its loss, or of several ranks."""
         if self._averages and self._state.has_loss_weight and (observation := current_observation()) is not None:
             observation["main/weight"] = self._total_weight  # of all micro-batches and ranks, and not their mean
         if self._precision.scaler is not None:
@@ -415,19 +439,17 @@ class StandardUpdater(Updater):
             self._exchange_watch.check(self.comm, self._models, self._wrapped, has_weighed)
         if self.comm.size > 1 and self._virtual is None and (buffers := list_buffers(list(self._models.values()))):
             self.comm.broadcast(buffers)
-        if self._spans_batches:
-            self.previous_epoch_detail = self._epoch_detail_before
-            self.is_new_epoch = getattr(self._iterators.get("main"), "epoch", 0) != self._epoch_before
-        if self.comm.world.size > 1:
+        if self._has_ranks:
             note_iteration(self.iteration + 1)
 
     def _begin_update(self) -> None:
         self._state = UpdateState(UpdateContext(self, self.iteration, 0))
         self.weight = 0
         main = self._iterators.get("main")
-        # The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its weight
-        # over that of a full update, and the sums of the gradients are corrected once, at the end.
-        self._reference_weight = self.accumulate * getattr(main, "batch_size", 1)
+        if self._averages:
+            # The sizes of the micro-batches are not known before the last has come. So each loss is multiplied by its weight
+            # over that of a full update, and the sums of the gradients are corrected once, at the end.
+            self._reference_weight = self.accumulate * getattr(main, "batch_size", 1)
         if self._spans_batches:
             self._epoch_before = getattr(main, "epoch", 0)
             self._epoch_detail_before = getattr(main, "epoch_detail", None)
@@ -468,12 +490,13 @@ class StandardUpdater(Updater):
         self._compute_micro_batches()
         part.weight = self.weight
 
-    def _meet(self, virtual: VirtualRanks, names: list[str]) -> None:
+    def _meet(self, names: list[str]) -> None:
         """Let optimizers step as soon as all virtual ranks have come to that step."""
+        assert self._virtual is not None
         optimizers = [self.get_optimizer(name) for name in names]
         for optimizer in optimizers if self._state.stashed else ():
             unstash(optimizer, self._state.stashed)
-        virtual.meet(names, optimizers, [self._state.total_weights.pop(name) for name in names])
+        self._virtual.meet(names, optimizers, [self._state.total_weights.pop(name) for name in names])
         self._state.stepped += optimizers
 
     def _accumulate(self) -> None:
@@ -570,9 +593,12 @@ class StandardUpdater(Updater):
             if (loss := self._add_compiled_gradients(compiled, batch)) is not None:
                 run(callbacks.backward_on_finish, self._state.context)
                 return loss
-        with self._precision.autocast() if compiles else self.autocast():
+        if self._is_plain_forward and not callbacks.forward_on_start and is_whole:
             loss, weight = self._compute_loss(self._models["main"], batch)
-            self._state.context.loss = loss
+        else:
+            with self._precision.autocast() if compiles else self.autocast():
+                loss, weight = self._compute_loss(self._models["main"], batch)
+                self._state.context.loss = loss
         self._state.has_loss_weight = self._state.has_loss_weight or weight is not None
         self.backward(loss, weight)
         return loss
@@ -600,10 +626,10 @@ class StandardUpdater(Updater):
             StopIteration: the data have run out.
             KeyError: there is no iterator of that name.
         """
-        iterator = _look_up(self._iterators, name, "iterator")
+        iterator = self._iterators[name]
         if self._virtual is None:
             batch = next(iterator)
-            examples = count_examples(batch)
+            examples = batch.weight if type(batch) is Batch else count_examples(batch)
         else:
             batch, examples = self._virtual.take(name, iterator)
         if name == "main":
@@ -754,7 +780,11 @@ class StandardUpdater(Updater):
 
                     self.step(closure=closure)
         """
-        if closure is None:
+        if closure is None and self._steps_at_once and not self.callbacks.are_any:
+            # hot path: "in stages" of benchmarks/overhead.py, where each function that is called takes half a microsecond
+            step_optimizer(optimizer := self.get_optimizer(name))
+            self._state.stepped.append(optimizer)
+        elif closure is None:
             self._step([name])
         elif self._virtual is not None:
             raise ValueError(NO_CLOSURES)
@@ -781,15 +811,9 @@ class StandardUpdater(Updater):
         for name in names:
             self._state.total_weights[name] = self._state.total_weights.get(name, 0) + self._state.backward_weight
 
-    def _finish_step(self, names: list[str]) -> None:
-        if self._virtual is None:
-            self._step_optimizers(names)
-        else:
-            self._meet(self._virtual, names)
-
     def _step_optimizers(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
-        scaler, optimizers = self._precision.scaler, [self.get_optimizer(name) for name in names]
+        scaler, optimizers = self._precision.scaler, list(map(self.get_optimizer, names))
         self._finish_gradients(names, optimizers)
         step = step_optimizer if scaler is None else scaler.step
         if self._exchange_watch is None:
@@ -954,19 +978,19 @@ class StandardUpdater(Updater):
         return counted or self._epoch_source is not _NO_EPOCHS
 
     def get_iterator(self, name: str) -> Any:
-        return _look_up(self._iterators, name, "iterator")
+        return self._iterators[name]
 
     def get_all_iterators(self) -> dict[str, Any]:
         return dict(self._iterators)
 
     def get_model(self, name: str) -> nn.Module:
-        return _look_up(self._models, name, "model")
+        return self._models[name]
 
     def get_all_models(self) -> dict[str, nn.Module]:
         return dict(self._models)
 
     def get_optimizer(self, name: str) -> Optimizer:
-        return _look_up(self._optimizers, name, "optimizer")
+        return self._optimizers[name]
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
         return dict(self._optimizers)
@@ -1003,8 +1027,12 @@ class StandardUpdater(Updater):
         }
 
 
-def _look_up(registered: Mapping[str, T], name: str, role: str) -> T:
-    try:
-        return registered[name]
-    except KeyError:
-        raise KeyError(f"no {role} {name!r}; registered: {sorted(registered)}") from None
+class _Registered(dict[str, T]):
+    """Objects by name; the error about an unknown name lists the known ones."""
+
+    def __init__(self, role: str, objects: Mapping[str, T]) -> None:
+        super().__init__(objects)
+        self._role = role
+
+    def __missing__(self, name: str) -> T:
+        raise KeyError(f"no {self._role} {name!r}; registered: {sorted(self)}")
