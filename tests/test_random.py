@@ -155,6 +155,58 @@ def test_states_are_read_again_only_when_they_have_changed():
     assert taken(states) == states.digest(first) != second
 
 
+@pytest.mark.parametrize("drawn_ahead", [(), ("python",), ("numpy",), ("torch",), ("python", "numpy", "torch")])
+def test_states_are_put_back_with_the_normals_that_were_drawn_ahead(drawn_ahead):
+    """Whatever was drawn and seeded since, the next numbers are those that would have come; as often as it is asked."""
+    draw_normals = {
+        "python": lambda: random.gauss(0, 1),
+        "numpy": np.random.standard_normal,
+        "torch": lambda: float(torch.empty(1, dtype=torch.float64).normal_()),
+    }
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    for name in drawn_ahead:
+        draw_normals[name]()
+    state, expected = _random.take_generators(), None
+    for _ in range(3):
+        _random.put_generators(state)
+        drawn = [draw() for _ in range(3) for draw in draw_normals.values()]
+        assert expected is None or drawn == expected
+        expected = drawn
+        random.seed(9), np.random.seed(9), torch.manual_seed(9)
+        for draw in draw_normals.values():
+            draw()
+
+
+def test_a_bit_generator_of_numpy_that_a_block_replaces_is_put_back():
+    """It is the same object in the same state; what was drawn from the other one does not matter."""
+    before = np.random.get_bit_generator()
+    np.random.seed(4)
+    expected = np.random.RandomState(4).rand(5).tolist()
+    try:
+        with _random.preserve_host_rng():
+            np.random.rand()
+            np.random.set_bit_generator(np.random.PCG64(3))
+            np.random.rand()
+        assert np.random.get_bit_generator() is before
+        assert np.random.rand(5).tolist() == expected
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_the_state_of_another_bit_generator_is_put_back():
+    """Of one whose memory is not known."""
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(3))
+        expected = np.random.RandomState(np.random.PCG64(3)).rand(2).tolist()
+        np.random.rand()
+        with _random.preserve_host_rng():
+            np.random.rand(7)
+        assert np.random.rand() == expected[1]
+    finally:
+        np.random.set_bit_generator(before)
+
+
 def test_another_bit_generator_of_numpy_is_digested_too():
     """From the moment on in which it is set, and that of before when it is back."""
     states, before = _random.GeneratorStates(), np.random.get_bit_generator()

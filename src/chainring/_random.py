@@ -10,13 +10,12 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Indices = NDArray[np.int64]
 
@@ -195,19 +194,22 @@ def set_rng_state(state: dict[str, Any]) -> None:
         device.set_rng_state(state["accelerator"])
 
 
-def take_generators() -> tuple[Any, ...]:
+Restore = Callable[[], None]
+"""Puts the state of a generator back as it was."""
+
+
+def take_generators() -> tuple[Restore, ...]:
     """Return the state of every generator for `put_generators`: in less time than `get_rng_state`, and not to be saved."""
     device = _accelerator()
-    return *_take_host(), None if device is None else device.get_rng_state()
+    if device is None:
+        return _take_host()
+    return *_take_host(), partial(device.set_rng_state, device.get_rng_state())
 
 
-def put_generators(state: tuple[Any, ...]) -> None:
-    """Restore what `take_generators` returned."""
-    *host, on_device = state
-    _put_host(*host)
-    device = _accelerator()
-    if device is not None and on_device is not None:
-        device.set_rng_state(on_device)
+def put_generators(state: tuple[Restore, ...]) -> None:
+    """Restore what `take_generators` returned, as often as wanted."""
+    for restore in state:
+        restore()
 
 
 @contextmanager
@@ -227,17 +229,43 @@ def preserve_host_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        _put_host(*state)
+        put_generators(state)
 
 
-def _take_host() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+def _take_host() -> tuple[Restore, ...]:
+    return _take_python(), _take_numpy(), partial(torch.set_rng_state, torch.get_rng_state())
 
 
-def _put_host(python: Any, numpy: Any, torch_state: Tensor) -> None:
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(torch_state)
+def _take_python() -> Restore:
+    view = _memory_of_python()
+    generator = PYTHON
+    if view is None or type(generator) is not random.Random:  # of another class, reading a state may do something
+        return partial(random.setstate, random.getstate())
+    content, normal = view.raw, generator.gauss_next  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        view.raw, generator.gauss_next = content, normal  # type: ignore[attr-defined]
+
+    return restore
+
+
+def _take_numpy() -> Restore:
+    # hot path: "images, Pillow" of benchmarks/data.py. NumPy's own functions take 70 us to read a state and put it back.
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    views = _memory_of_numpy(bits)
+    if not views:
+        return partial(np.random.set_state, np.random.get_state(legacy=False))
+    with bits.lock:
+        contents = [view.raw for view in views]
+
+    def restore() -> None:
+        if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
+            np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
+        with bits.lock:
+            for view, content in zip(views, contents, strict=True):
+                view.raw = content
+
+    return restore
 
 
 def _accelerator() -> Any:
@@ -326,6 +354,8 @@ class GeneratorStates:
 
 
 PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
+NUMPY: Any = getattr(np.random.random, "__self__", None)  # and behind those of ``numpy.random``
+_TWISTER_SIZE = 2500  # bytes of 624 words and a position
 _FIRST_WORDS = struct.Struct("<8I")
 _TORCH_STATE, _TORCH_WORDS, _TORCH_SIZE = 5056, 24, 2620  # bytes of its state, before its words there, and of the object
 _NORMAL = struct.Struct("<d?")
@@ -360,6 +390,40 @@ def views_of_numpy(bits: Any) -> list[Any]:
     key, place = state["state"]["key"], state["state"]["pos"]
     is_found = words.raw + position.raw == _FIRST_WORDS.pack(*key[:8].tolist()) + struct.pack("<i", place)
     return [words, position] if is_found else []
+
+
+@cache
+def _memory_of_python() -> Any:
+    """Return a view of the whole state of Python's generator but its normal; ``None`` where it is not found."""
+    view = view_of_python()
+    return None if view is None else (ctypes.c_char * _TWISTER_SIZE).from_address(ctypes.addressof(view))
+
+
+@lru_cache(8)
+def _memory_of_numpy(bits: Any) -> tuple[Any, ...]:
+    """Return views of the state of NumPy's generator and of its normal drawn ahead; none where they are not found."""
+    found, place = views_of_numpy(bits), _place_of_normal()
+    if not found or place is None or type(NUMPY) is not np.random.RandomState:
+        return ()
+    words = (ctypes.c_char * _TWISTER_SIZE).from_address(ctypes.addressof(found[0]))
+    return words, (ctypes.c_char * 16).from_address(id(NUMPY) + place)
+
+
+@cache
+def _place_of_normal() -> int | None:
+    """Return where in a generator of NumPy the normal that it has drawn ahead lies, behind the flag that there is one.
+
+    The place is that in a generator of its own, of which the normal is known, to see the flag change.
+    """
+    own = np.random.RandomState(5)
+    own.standard_normal()
+    state: Any = own.get_state(legacy=False)
+    with_normal = ctypes.string_at(id(own), type(own).__basicsize__)
+    own.standard_normal()
+    without = ctypes.string_at(id(own), type(own).__basicsize__)
+    place = with_normal.find(struct.pack("<d", state["gauss"])) - 8
+    flags = [struct.unpack_from("<i", memory, place)[0] for memory in (with_normal, without)] if place >= 0 else []
+    return place if flags == [1, 0] and sys.implementation.name == "cpython" else None
 
 
 @cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -309,7 +311,7 @@ class SerialIterator(IndexedIterator):
         dataset = self.dataset
         if not self._seeds_examples:
             return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
-        examples, fetch, ask = [], self._seeder.fetch, lambda index: dataset[index]
+        examples, fetch, ask = [], self._seeder.fetch, partial(getitem, dataset)
         with preserve_host_rng(), self._seeder.batch():
             for order_key, indices in segments:
                 for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
