@@ -26,6 +26,7 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._last = _Description([], [], [])
+        self._devices: set[torch.device] = set()  # the accelerators that hold some of the tensors
         self._buffers: list[Tensor] = []  # one for each that is distinct
         self._copies: list[Tensor] = []  # the buffer of each
 
@@ -36,8 +37,9 @@ class StagingBuffers:
             self._buffers = [self._buffer(place, originals[i]) for place, i in enumerate(found.distinct)]
             buffers = dict(zip(found.distinct, self._buffers, strict=True))
             self._copies, self._last = [buffers[first] for first in found.first], found
+            self._devices = {tensor.device for tensor in originals if not tensor.is_cpu}
         self._fill(originals)
-        for device in self._last.devices():
+        for device in self._devices:
             torch.accelerator.synchronize(device)
         return dict(zip(tensors, self._copies, strict=True))
 
@@ -54,7 +56,7 @@ class StagingBuffers:
         def call_and_compare() -> tuple[T, bool]:
             return call(), _describe(originals) == self._last  # which may be of tensors that the call refuses
 
-        may_fit = len(originals) == len(self._copies) and not self._last.devices()
+        may_fit = len(originals) == len(self._copies) and not self._devices
         answer = thread.submit(call_and_compare) if may_fit else None
         if answer is None:
             result = call()
@@ -89,10 +91,6 @@ class _Description(NamedTuple):
     first: list[int]
     distinct: list[int]
     layouts: list[Any]
-
-    def devices(self) -> set[torch.device]:
-        """Return the accelerators that hold some of the tensors."""
-        return {device for device, *_ in self.layouts[: len(self.first)] if device.type != "cpu"}
 
 
 def _describe(tensors: Sequence[Tensor]) -> _Description:

@@ -375,8 +375,8 @@ def checkpoint_of_copies(state: StateCollector, staging: StagingBuffers, thread:
         checkpoint.tensors = staging.copy(checkpoint.tensors)
         return checkpoint
     copies, checkpoint = staging.copy_beside({id(tensor): tensor for tensor in found}, partial(Checkpoint, state), thread)
-    given = checkpoint.tensors.items()  # with others, which were made of arrays, or are keys
-    checkpoint.tensors = {name: copies[id(each)] if id(each) in copies else each.clone() for name, each in given}
+    find, given = copies.get, checkpoint.tensors.items()  # with others, which were made of arrays, or are keys
+    checkpoint.tensors = {name: each.clone() if (copy := find(id(each))) is None else copy for name, each in given}
     return checkpoint
 
 
