@@ -415,6 +415,8 @@ def _place_of_normal() -> int | None:
 
     The place is that in a generator of its own, of which the normal is known, to see the flag change.
     """
+    if sys.implementation.name != "cpython":
+        return None
     own = np.random.RandomState(5)
     own.standard_normal()
     state: Any = own.get_state(legacy=False)
@@ -423,7 +425,7 @@ def _place_of_normal() -> int | None:
     without = ctypes.string_at(id(own), type(own).__basicsize__)
     place = with_normal.find(struct.pack("<d", state["gauss"])) - 8
     flags = [struct.unpack_from("<i", memory, place)[0] for memory in (with_normal, without)] if place >= 0 else []
-    return place if flags == [1, 0] and sys.implementation.name == "cpython" else None
+    return place if flags == [1, 0] else None
 
 
 @cache
