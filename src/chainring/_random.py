@@ -354,7 +354,6 @@ class GeneratorStates:
 
 
 PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
-NUMPY: Any = getattr(np.random.random, "__self__", None)  # and behind those of ``numpy.random``
 _TWISTER_SIZE = 2500  # bytes of 624 words and a position
 _FIRST_WORDS = struct.Struct("<8I")
 _TORCH_STATE, _TORCH_WORDS, _TORCH_SIZE = 5056, 24, 2620  # bytes of its state, before its words there, and of the object
@@ -402,11 +401,12 @@ def _memory_of_python() -> Any:
 @lru_cache(8)
 def _memory_of_numpy(bits: Any) -> tuple[Any, ...]:
     """Return views of the state of NumPy's generator and of its normal drawn ahead; none where they are not found."""
+    generator = getattr(np.random.random, "__self__", None)  # behind the functions of ``numpy.random``
     found, place = views_of_numpy(bits), _place_of_normal()
-    if not found or place is None or type(NUMPY) is not np.random.RandomState:
+    if not found or place is None or type(generator) is not np.random.RandomState:
         return ()
     words = (ctypes.c_char * _TWISTER_SIZE).from_address(ctypes.addressof(found[0]))
-    return words, (ctypes.c_char * 16).from_address(id(NUMPY) + place)
+    return words, (ctypes.c_char * 16).from_address(id(generator) + place)
 
 
 @cache
