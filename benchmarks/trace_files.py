@@ -10,13 +10,14 @@ README's first script on one process, a model of two layers with `LogReport` and
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -147,7 +148,7 @@ def main() -> int:
     print(f"{'event':24}{'files':>6}{'functions':>11}{'limit':>7}")
     for name, event in EVENTS.items():
         calls: Calls = defaultdict(set)
-        with tempfile.TemporaryDirectory() as out:
+        with tempfile.TemporaryDirectory() as out, redirect_stdout(io.StringIO()):  # of the messages to the user
             event(Path(out) / "result", calls)
         limit = LIMITS.get(name)
         failed |= limit is not None and len(calls) > limit
