@@ -66,6 +66,7 @@ class Forked:
                 self.returncode = int(self._answers.readline())
         finally:
             killing.cancel()
+            killing.join()
         return self.returncode
 
     def communicate(self, timeout=60):
@@ -81,6 +82,7 @@ class Forked:
             reading.join()
         finally:
             killing.cancel()
+            killing.join()
         self.wait(timeout)
         return out, errors[0]
 
