@@ -168,7 +168,7 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
         return [*lines, "All of them are recorded, and nothing was replayed"]
     lines.append(_parameters(answer["not_finite"]))
     if answer["not_finite"] is not None and found["may_go_back"]:
-        lines.append("FailOnNonNumber sends the run back to a snapshot then, so that later iterations are without them")
+        lines.append("FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run")
     if answer["assumed"]:
         lines.append(_unknown(answer["assumed"], found))
     if answer["looked_at"][1] > answer["known_to"]:
