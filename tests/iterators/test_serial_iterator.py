@@ -186,11 +186,11 @@ def test_resuming_amid_a_billion_examples_takes_milliseconds_and_fetches_nothing
     iterator = SerialIterator(Vast(), 10, seed=1)
     state = iterator.state_dict() | {"position": 123_456_780, "epoch": 2}
     resumed = SerialIterator(Vast(), 10, seed=1)
-    start = time.perf_counter()
+    start = time.process_time()
     resumed.load_state_dict(state)
     assert resumed.dataset.asked == 0
     batch = list(next(resumed))
-    assert time.perf_counter() - start < 0.1
+    assert time.process_time() - start < 0.1
     assert batch == epoch_order(1, 2, 10**9, 123_456_780, 123_456_790).tolist()
     assert resumed.dataset.asked == 10
 
