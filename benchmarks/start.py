@@ -12,6 +12,7 @@ examples themselves cost nothing. From ``run()`` to the first update: ``overhead
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -50,9 +51,10 @@ class Endless:
 
 
 def import_seconds(module: str) -> float:
-    """On top of NumPy and torch, in a fresh process."""
-    done = subprocess.run([sys.executable, "-c", IMPORT.format(module=module)], check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    """On top of NumPy and torch, in a fresh process that may write, or read, compiled files, as those of users may."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    program = [sys.executable, "-c", IMPORT.format(module=module)]
+    return float(subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
 def resume_seconds() -> float:
