@@ -40,7 +40,6 @@ class RemoteRun:
         self._lease = self.store.lease = Lease(bucket, self.store.stamps)
         self._files: Mirror | None = None
         try:
-            self.store.renew_links()
             self._files = self.store.files = Mirror(bucket, folder, self._lease)
             self._files.fetch()
         except BaseException:
