@@ -219,12 +219,34 @@ class ObjectStore(Store):
             self.files.persist(path)
 
     def link(self, name: str, target: str) -> None:
-        self._check_lease()
         tag, earlier = self._find_link(check_name(name))
+        self._check_lease()  # after that look: whoever takes the lease from here on changes the tag, see `renew_links`
         if tag != MISSING and earlier is None:
             raise FileExistsError(f"{self.place}/{name} is in the way of a link to {target!r}; choose another name")
+        self._put_link(name, target, tag)
+
+    def _put_link(self, name: str, target: str, expected: Tag) -> None:
         content = {"chainring": "link", "target": check_name(target), "nonce": secrets.token_hex(8)}
-        self.bucket.put(name, json.dumps(content).encode(), tag)
+        try:
+            self.bucket.put(name, json.dumps(content).encode(), expected)
+        except ChangedError:
+            if self.lease is not None:
+                self.lease.renew()  # which says who has taken it
+            raise
+
+    def renew_links(self) -> None:
+        """Put every link as it is, so that its tag changes, on whose condition an earlier writer may be about to put it.
+
+        A name that was free can still be linked by that writer.
+        """
+        for name in self.links():
+            is_renewed = False
+            while not is_renewed:
+                tag, target = self._find_link(name)
+                with suppress(ChangedError):  # by that writer, just before
+                    if target is not None:
+                        self._put_link(name, target, tag)
+                    is_renewed = True
 
     def link_target(self, name: str) -> str | None:
         return _link_target(self.bucket, name)

@@ -403,6 +403,10 @@ class Store(ABC):
         """Remove a link."""
 
     @abstractmethod
+    def renew_links(self) -> None:
+        """Keep an earlier writer, which may not know yet that it has lost the store, from changing links."""
+
+    @abstractmethod
     def exists(self, name: str) -> bool:
         """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
 
@@ -549,6 +553,9 @@ class DirectoryStore(Store):
 
     def unlink(self, name: str) -> None:
         os.unlink(self.root / name)
+
+    def renew_links(self) -> None:
+        """Do nothing: there is no other writer while the lock of the directory is held."""
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.root / name)

@@ -365,6 +365,7 @@ class Run:
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
         _check_names(trainer.entries)
+        trainer.store.renew_links()  # before it is seen which of them belong to other runs
         loaded = self.loaded_state
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in getattr(entry.extension, "writes", ())} | {RECORD}
