@@ -82,7 +82,7 @@ $(VENV)/.chainer: $(VENV)/.installed
 	touch $@
 
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
-	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest tests/migration
+	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/migration
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --group bench
