@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports point to a lower row, private things stay private, functions stay small."""
+"""The house keeps its shape: imports point to a lower row, private things stay private, a function is one story."""
 
 import ast
 import re
@@ -13,15 +13,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ROWS = [
     "cli",
     "testing html_report",
+    "_runs",
     "training.extensions",
     "training",
     "training.updaters training.triggers parallel nn",
     "reporting iterators",
     "serializers",
     "_distributed _remote datasets writers _environment",
+    "_places",
     "_random _files _media _naming _messages _progress _version _checks _hints converters",
 ]
-LONGEST_FUNCTION = 40
+LONGEST_FUNCTION = 60
 
 
 def parts_of(path):
@@ -105,8 +107,8 @@ def test_private_names_stay_in_their_file():
     assert not wrong
 
 
-def test_functions_stay_small():
-    """A function is at most 40 lines without its docstring."""
+def test_a_function_is_one_story():
+    """It has at most 60 lines without its docstring."""
     long = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
