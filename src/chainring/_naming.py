@@ -78,3 +78,13 @@ def has_buffers(model: nn.Module) -> bool:
 
 def _wrapped_attribute(cls: type, wrappers: dict[str, str]) -> str | None:
     return next((wrappers[base.__name__] for base in cls.__mro__ if base.__name__ in wrappers), None)
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the name of each parameter by its id, such as ``main/predictor/l1/weight``; of a tied one the first."""
+    names: dict[int, str] = {}
+    for model_name, model in models.items():
+        clean = name_cleaner(model)
+        for path, parameter in model.named_parameters():
+            names.setdefault(id(parameter), f"{model_name}/{clean(path).replace('.', '/')}")
+    return names

@@ -26,6 +26,7 @@ from chainring._files import Sink, atomic_write, is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
+from chainring.serializers._models import buffer_layouts, restore_layouts
 from chainring.serializers._parts import StoredTensors
 from chainring.serializers._store import (
     MANIFEST,
@@ -44,13 +45,11 @@ from chainring.serializers._store import (
 from chainring.serializers.base import (
     DictionaryDeserializer,
     StateCollector,
-    buffer_layouts,
     entry_names,
     is_module,
     load_entries,
     own_states,
     read_stored,
-    restore_layouts,
     serialize_method,
     state_entries,
     without_collections,

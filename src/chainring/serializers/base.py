@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import empty_shard_like, is_sharded, is_summand, shard_like, to_full, to_local
 from chainring._messages import info
-from chainring._naming import has_buffers, name_cleaner, submodules
+from chainring._naming import name_cleaner, submodules
 
 K = TypeVar("K")
 
@@ -859,84 +858,6 @@ def _is_same_tensor(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or is_lazy(one) or is_lazy(other):
         return False
     return is_sharded(one) == is_sharded(other) and _view_of(to_local(one)) == _view_of(to_local(other))
-
-
-Layouts = dict[str, Any]
-"""By the path of a buffer its dtype and shape, or ``None``."""
-_ABSENT, _LAZY = "absent", "lazy"
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return by path the modules that have a saved buffer, and its name there."""
-    clean = name_cleaner(model)
-    found = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name in module._buffers:
-            if name not in module._non_persistent_buffers_set:
-                found[clean(f"{path}.{name}" if path else name).replace(".", "/")] = module, name
-    return found
-
-
-def buffer_layouts(model: nn.Module) -> Layouts:
-    """Return the dtype and shape of each saved buffer of a model."""
-    if not has_buffers(model):
-        return {}
-    return {path: _layout_of(module._buffers[name]) for path, (module, name) in _buffers(model).items()}
-
-
-def _layout_of(buffer: Tensor | None) -> Any:
-    if buffer is None or is_lazy(buffer):
-        return None if buffer is None else _LAZY
-    return [str(buffer.dtype), *buffer.shape]
-
-
-def serialize_layouts(serializer: AbstractSerializer, name: str, model: nn.Module, initial: Layouts) -> None:
-    """Save which buffers of a model have changed their shape or dtype since the script made them, or make them so."""
-    current = buffer_layouts(model)
-    changed: dict[str, Any] = {
-        path: [initial.get(path, _ABSENT), current.get(path, _ABSENT)]
-        for path in {**initial, **current}
-        if current.get(path, _ABSENT) != initial.get(path, _ABSENT) != _LAZY
-    }
-    key = f"changed_buffers:{name}"
-    if isinstance(serializer, Serializer):
-        if changed:
-            serializer(key, changed)
-        return
-    recorded, below = visit_optional(serializer, key, {}), serializer[f"model:{name}"]
-    for path in changed.keys() - recorded.keys():
-        # It has changed here before state is loaded, as in a rehearsal, and becomes again what the script had made.
-        first, saved = initial.get(path, _ABSENT), visit_optional(below, path, None)
-        if saved is None or _layout_of(saved) == first:
-            _replace_buffer(model, path, saved, first == _ABSENT)
-    restore_layouts(model, initial, recorded, lambda path: visit_optional(below, path, None))
-
-
-def restore_layouts(
-    model: nn.Module, initial: Layouts, recorded: Mapping[str, Any], read: Callable[[str], Tensor | None]
-) -> None:
-    """Replace the buffers that changed in the saved run by what ``read`` returns, where the script makes them as it did."""
-    current = buffer_layouts(model)
-    for path, (before, after) in recorded.items():
-        if before == initial.get(path, _ABSENT) and after != current.get(path, _ABSENT):
-            _replace_buffer(model, path, read(path), after == _ABSENT)
-
-
-def _replace_buffer(model: nn.Module, path: str, value: Tensor | None, is_absent: bool) -> None:
-    clean = name_cleaner(model)
-    modules = {clean(name).replace(".", "/"): module for name, module in model.named_modules()}
-    place, _, name = path.rpartition("/")
-    module, name = _buffers(model).get(path, (modules.get(place), name))
-    if module is None:  # the module that has it was added too, which no state can make
-        return
-    like = module._buffers.get(name)
-    if like is None:
-        like = next(itertools.chain(module.parameters(), module.buffers(), model.parameters(), model.buffers()), None)
-    if name in module._buffers:
-        delattr(module, name)
-    vars(module).pop(name, None)
-    if not is_absent:
-        module.register_buffer(name, value if value is None or like is None else value.to(like.device))
 
 
 def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from chainring import _random
-from chainring._naming import unwrap
+from chainring._naming import parameter_names, unwrap
 from chainring.reporting.summary import is_scalar
 from chainring.testing._parting import Finding
 from chainring.training._digests import StateDigests
 from chainring.training._unsaved import checksum, describe, describe_leaves
-from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from chainring import _random
-from chainring._naming import unwrap
+from chainring._naming import parameter_names, unwrap
 from chainring.reporting.summary import is_scalar
 from chainring.training._unsaved import as_tensor, bytes_of, checksum, describe, describe_leaves, is_time, leaves
-from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from chainring._distributed.sharding import to_local
 from chainring._files import parse_strict
 from chainring._messages import warn
+from chainring._naming import parameter_names
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE, load
 from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, Manifest, SavedSnapshot, Store
@@ -28,7 +29,6 @@ from chainring.testing._batches import BatchIndices
 from chainring.training._run_directory import RECORD, read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
-from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -18,10 +18,10 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._environment import versions
-from chainring._naming import name_cleaner, unwrap
+from chainring._naming import name_cleaner, parameter_names, unwrap
+from chainring.serializers._optimizers import hyperparameters
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import Trigger, describe_setting
-from chainring.training.updaters.base import hyperparameters, parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
 if TYPE_CHECKING:

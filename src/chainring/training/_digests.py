@@ -24,8 +24,8 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import Shard, assign_writers, is_sharded
 from chainring._naming import unwrap
 from chainring._random import digest, stable_hash
+from chainring.serializers._optimizers import OptimizerState
 from chainring.serializers.base import StateCollector
-from chainring.training.updaters.base import OptimizerState
 
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater

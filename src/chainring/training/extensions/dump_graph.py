@@ -15,10 +15,10 @@ from torch import Tensor
 
 from chainring._files import replace_file
 from chainring._messages import warn
+from chainring._naming import parameter_names
 from chainring.reporting.reporter import Reporter
 from chainring.serializers.base import AbstractSerializer
 from chainring.training.extension import Extension
-from chainring.training.updaters.base import parameter_names
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

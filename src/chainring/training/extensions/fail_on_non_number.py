@@ -19,7 +19,7 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_full, to_local
 from chainring._messages import info
-from chainring._naming import unwrap
+from chainring._naming import parameter_names, unwrap
 from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers.base import (
     DictionaryDeserializer,
@@ -29,7 +29,6 @@ from chainring.serializers.base import (
     own_states,
 )
 from chainring.training.extension import Extension, RollBack
-from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from chainring._checks import is_integer
 from chainring._distributed.sharding import fsdp_modules, is_sharded, reshard
+from chainring._naming import parameter_names
 from chainring.iterators.loader import as_iterator
 from chainring.training.updaters._closures import can_step, needs_closure
 from chainring.training.updaters._forward import check_loss_func
-from chainring.training.updaters.base import parameter_names
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
 

@@ -25,6 +25,7 @@ from chainring.datasets._columns import Uncounted, count_examples, require_count
 from chainring.iterators.base import Batch, Iterator
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
+from chainring.serializers._optimizers import hyperparameters
 from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
     as_iterators,
@@ -72,7 +73,7 @@ from chainring.training.updaters._wrapped import (
     list_buffers,
     warn_of_untied,
 )
-from chainring.training.updaters.base import Updater, hyperparameters
+from chainring.training.updaters.base import Updater
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext, run
 
 T = TypeVar("T")
