@@ -6,7 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-SOURCE = Path(__file__).parent.parent / "src" / "chainring"
+import forked
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "chainring"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # One line a row, the uppermost first. An import points to a lower row, or stays in its own package.
@@ -118,3 +121,14 @@ def test_a_function_is_one_story():
                 if length > LONGEST_FUNCTION:
                     long.append(f"{parts_of(path)}: {node.name} has {length} lines")
     assert not long
+
+
+def test_a_walk_has_a_length():
+    """No event of a run takes a reader through more files or functions than its limit, which contributors read."""
+    counted = forked.run([ROOT / "benchmarks" / "trace_files.py"])
+    assert counted.returncode == 0, counted.stdout + counted.stderr
+    limits = re.findall(r"^(.*?) +\d+ +\d+ +(\d+)/(\d+)$", counted.stdout, re.MULTILINE)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(limits) == 4
+    for row in limits:
+        assert "| {} | {} | {} |".format(*row) in page

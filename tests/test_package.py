@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 import chainring
-import forked
 from test_architecture import ROWS
 
 ROOT = Path(__file__).parent.parent
@@ -84,10 +83,3 @@ def test_the_map_for_contributors_shows_every_room():
     picture = (ROOT / "docs" / "house.svg").read_text()
     shown = [name.removesuffix("/").replace("/", ".") for name in re.findall(r'font-weight="600">([^<]+)<', picture)]
     assert shown == [name for row in ROWS for name in row.split() if name != "_version"]
-
-
-def test_contributors_read_how_many_files_an_event_goes_through():
-    """As it is counted now: within its limits, and the very table that the page has."""
-    counted = forked.run([ROOT / "benchmarks" / "trace_files.py"])
-    assert counted.returncode == 0, counted.stderr
-    assert counted.stdout in (ROOT / "CONTRIBUTING.md").read_text()

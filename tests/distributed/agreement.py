@@ -79,17 +79,17 @@ ROWS = [
     Row(
         "path", "plain, DDP, FSDP2 with 2 and 3 ranks: batches and held-out sets of all sizes, accumulation",
         "the losses of one rank to 1e-5, its examples in its order",
-        len(WORLDS) * len(SETTINGS), 4 * len(WORLDS) * len(SETTINGS), one_path,
+        4 * len(WORLDS) * len(SETTINGS), one_path,
     ),
     Row(
         "meshes",
         "meshes of 2x1, 1x2, 2x2: tensor parallel with and without FSDP2, HSDP; clipping, accumulation, averages, tails",
         "gradients of one process to 1e-6, its examples in its order; after 20 updates parameters and losses to 1e-5",
-        4, 4 * len(MESHES), on_a_mesh,
+        4 * len(MESHES), on_a_mesh,
     ),
     Row(
         "examples", "the same with dropout, with BatchNorm", "its examples in its order; a stream of draws for each rank",
-        len(RANDOM), 4 * len(RANDOM), same_examples,
+        4 * len(RANDOM), same_examples,
     ),
-    Row("refused", "a batch smaller than the world", "every rank says so, and what to do", 4, 16, too_small),
+    Row("refused", "a batch smaller than the world", "every rank says so, and what to do", 16, too_small),
 ]  # fmt: skip

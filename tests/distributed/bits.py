@@ -172,13 +172,13 @@ ROWS = [
     Row(
         "bits", "virtual_ranks=7 and 8, each column on 1, 2, 3 ranks, in the large table on 1, 2, 3, 4, 5, 7",
         "one SHA-256 of parameters, optimizer, log and the last snapshot",
-        len(COLUMNS), 5 * len(COLUMNS), any_size,
+        5 * len(COLUMNS), any_size,
     ),
     Row(
-        "mixed", "settings drawn at random, on one rank and on 2 to 6", "the same SHA-256", 3, 150, mixed,
+        "mixed", "settings drawn at random, on one rank and on 2 to 6", "the same SHA-256", 150, mixed,
     ),
     Row(
         "moves", "virtual_ranks=8, SIGKILL of a rank at three random moments, gone on each time with 1 to 5 ranks",
-        "the same SHA-256 as of one process that nothing happened to", len(MOVING), 20 * len(MOVING), moves,
+        "the same SHA-256 as of one process that nothing happened to", 20 * len(MOVING), moves,
     ),
 ]  # fmt: skip

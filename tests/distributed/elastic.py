@@ -84,10 +84,10 @@ def alone(bench, number, draw, place):
 ROWS = [
     Row(
         "restarts", "SIGKILL of a rank under torchrun --max-restarts 2",
-        "it is replaced, and the run goes on from the newest snapshot to the same end, bit for bit", 1, 28, replaced,
+        "it is replaced, and the run goes on from the newest snapshot to the same end, bit for bit", 28, replaced,
     ),
     Row(
         "alone", "virtual_ranks=8 under torchrun --nnodes 1:2, of which the second is lost with all its processes",
-        "the first goes on without it, to the bits of one process", 1, 10, alone,
+        "the first goes on without it, to the bits of one process", 10, alone,
     ),
 ]  # fmt: skip

@@ -127,11 +127,11 @@ def run(place, command, code=0):
 ROWS = [
     Row(
         "launched", "two ranks started by accelerate, submitit, and mpirun, mpiexec or srun where they are installed",
-        "they end as with torchrun's variables, bit for bit", len(commands()), 3 * len(commands()), launched,
+        "they end as with torchrun's variables, bit for bit", 3 * len(commands()), launched,
     ),
     Row(
         "ray", "SIGKILL of one of two workers of Ray's TorchTrainer",
-        "both are started again, and the run goes on from the newest snapshot to the same bits", 1, 6, killed_worker,
+        "both are started again, and the run goes on from the newest snapshot to the same bits", 6, killed_worker,
     ),
-    Row("rayraise", "an error in one of two workers of Ray's", "all end, and its traceback is told", 1, 6, raising_worker),
+    Row("rayraise", "an error in one of two workers of Ray's", "all end, and its traceback is told", 6, raising_worker),
 ]  # fmt: skip

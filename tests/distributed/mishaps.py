@@ -124,23 +124,23 @@ def stalls(bench, number, draw, place):
 
 
 ROWS = [
-    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 6, 80, raises),
+    Row("raises", "a rank raises in its dataset or its loss", "all end at once with its traceback", 80, raises),
     Row(
         "write", "SIGKILL of a rank in its write, of sharded models",
         "the others end at once; no unreadable snapshot; resume exact",
-        6, 80, killed_in_write,
+        80, killed_in_write,
     ),
     Row(
         "late", "writes that begin late, of sharded models", "each snapshot has the state of its iteration; resume exact",
-        4, 28, held_up,
+        28, held_up,
     ),
-    Row("slow", "a slow rank", "nothing but that", 4, 28, slow),
+    Row("slow", "a slow rank", "nothing but that", 28, slow),
     Row(
         "sigterm", "SIGTERM to one rank at a random moment",
-        "all end after the same iteration with one snapshot and exit 143; resume exact", 6, 268, terminated,
+        "all end after the same iteration with one snapshot and exit 143; resume exact", 268, terminated,
     ),
     Row(
         "stalls", "SIGSTOP, a data set that sleeps, a deadlock in an extension",
-        f"named with its last iteration and its stack within {TIMEOUT:g} s + 10 s; resume exact", 3, 50, stalls,
+        f"named with its last iteration and its stack within {TIMEOUT:g} s + 10 s; resume exact", 50, stalls,
     ),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Runs of several ranks beside runs of one: the same path, the same examples, and what happens to one happens to all.
 
-python tests/distributed/run.py                       a few of each, in minutes
+python tests/distributed/run.py                       one try of each row, in minutes
 python tests/distributed/run.py --large               many of each
 python tests/distributed/run.py --only killed --try 7 one try again
 

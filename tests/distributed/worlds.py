@@ -37,7 +37,6 @@ class Row:
         name: on the command line.
         done: what is done.
         expected: what must be true afterwards.
-        check: how many tries in ``make check``.
         large: how many in ``make faults``.
         attempt: ``attempt(bench, number, draw, place)`` makes one try in an empty directory and returns what it was.
     """
@@ -45,7 +44,6 @@ class Row:
     name: str
     done: str
     expected: str
-    check: int
     large: int
     attempt: Callable
 

@@ -28,7 +28,6 @@ class Row:
         done: the fault.
         expected: what must be true afterwards.
         counted: the key of the counts that the numbers are of.
-        check: how many in ``make check``.
         large: how many in ``make faults``.
         attempt: ``attempt(bench, number, draw, place)`` makes one try in an empty directory and returns its counts.
         inside: of how many one must have been inside a write; 0 where that is not asked.
@@ -38,7 +37,6 @@ class Row:
     done: str
     expected: str
     counted: str
-    check: int
     large: int
     attempt: Callable
     inside: int = 0

@@ -35,5 +35,5 @@ def moved(bench, number, draw, place):
 
 
 ROWS = [
-    Row("clock", "clock and times of files moved by a year either way", "nothing depends on it", "moves", 2, 6, moved),
+    Row("clock", "clock and times of files moved by a year either way", "nothing depends on it", "moves", 6, moved),
 ]

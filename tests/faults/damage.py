@@ -149,10 +149,10 @@ def besides(bench, number, draw, place):
 ROWS = [
     Row(
         "damage", "bit flips, truncation, deletion, extra files, zeros, links over all files of snapshots",
-        "noticed, said, an older one continued; none sound: refused", "damages", 100, 2000, at_random,
+        "noticed, said, an older one continued; none sound: refused", "damages", 2000, at_random,
     ),
     Row(
         "besides", "the same over log, log.jsonl, run.json, .lock and the link",
-        "parameters exact; the log too, or a warning that it begins anew", "damages", 10, 100, besides,
+        "parameters exact; the log too, or a warning that it begins anew", "damages", 100, besides,
     ),
 ]  # fmt: skip

@@ -101,6 +101,6 @@ def _check_error(kind, index, workers, output):
 ROWS = [
     Row(
         "data", "worker killed; dataset raises at a random index; stalled dataset",
-        "the original error with the index, at once; resume exact", "faults", 10, 100, at_random,
+        "the original error with the index, at once; resume exact", "faults", 100, at_random,
     ),
 ]  # fmt: skip

@@ -294,6 +294,6 @@ KINDS[8:8] = [("ranks", functools.partial(plant_ranks, False))]
 ROWS = [
     Row(
         "parting", "two runs that differ by one thing: a rate, an example, a pixel, a seed, one ulp, a kernel, ranks",
-        "`chainring diff` names the first iteration, tensor and module, or finds them the same", "differences", 10, 50, part,
+        "`chainring diff` names the first iteration, tensor and module, or finds them the same", "differences", 50, part,
     ),
 ]  # fmt: skip

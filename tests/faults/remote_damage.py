@@ -159,11 +159,11 @@ def besides(bench, number, draw, place):
 ROWS = [
     Row(
         "remotedamage", "objects of snapshots in a store removed, replaced, cut, lengthened, bits flipped, zeros",
-        "noticed, said, an older one continued; none sound: refused", "damages", 24, 600, at_random,
+        "noticed, said, an older one continued; none sound: refused", "damages", 600, at_random,
     ),
     Row(
         "remotebesides", "the same over log, log.jsonl, run.json, the link and the lease there",
-        "parameters exact; the log too, or a warning that it begins anew; or refused with the name", "damages", 10, 150,
+        "parameters exact; the log too, or a warning that it begins anew; or refused with the name", "damages", 150,
         besides,
     ),
 ]  # fmt: skip

@@ -107,6 +107,6 @@ ROWS = [
         "remote", "SIGKILL of runs in an object store at random instants, in every second try with 500, 503, time-outs, cut "
         "connections and slow links",
         "the outcome of the uninterrupted run on a disk; no unreadable snapshot",
-        "kills", 40, 1000, at_random, inside=5,
+        "kills", 1000, at_random, inside=5,
     ),
 ]  # fmt: skip

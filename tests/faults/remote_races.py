@@ -42,6 +42,6 @@ def races(bench, number, draw, place):
 ROWS = [
     Row(
         "races", "two processes that begin to write to the same place in an object store at once",
-        "one goes on, the other is refused with its name", "races", RACES, 200, races,
+        "one goes on, the other is refused with its name", "races", 200, races,
     ),
 ]  # fmt: skip

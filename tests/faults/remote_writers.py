@@ -98,10 +98,10 @@ def _valid(url):
 ROWS = [
     Row(
         "writers", "two runs that begin to write to the same place in an object store at once",
-        "one ends as ever, the other says which process writes there", "races", 3, 50, races,
+        "one ends as ever, the other says which process writes there", "races", 50, races,
     ),
     Row(
         "stopped", "SIGSTOP of a run in an object store for longer than its lease, another takes over, SIGCONT",
-        "the other ends as ever; the first says who has taken its lease, and commits nothing", "stops", 2, 50, stopped,
+        "the other ends as ever; the first says who has taken its lease, and commits nothing", "stops", 50, stopped,
     ),
 ]  # fmt: skip

@@ -75,10 +75,10 @@ def poisoned(bench, number, draw, place):
 ROWS = [
     Row(
         "replay", "any iteration of a run that was killed three times is replayed, NaN that were rolled back included",
-        "its state is that of the run, to the last bit", "iterations", 6, 200, any_iteration,
+        "its state is that of the run, to the last bit", "iterations", 200, any_iteration,
     ),
     Row(
         "poison", f"one wrong example in {poisoned_program.ITERATIONS:,} iterations",
-        "`chainring bisect` names its iteration and it", "batches", 1, 50, poisoned,
+        "`chainring bisect` names its iteration and it", "batches", 50, poisoned,
     ),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Does to a run what machines do, and sees that its end is that of the run to which nothing was done.
 
-    python tests/faults/run.py                     a few of each fault, in minutes
+    python tests/faults/run.py                     one try of each row, in minutes
     python tests/faults/run.py --large             many of each, in hours
     python tests/faults/run.py --only kill --try 7 one try again
 

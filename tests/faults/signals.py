@@ -64,6 +64,6 @@ def _check_end(attempt, out):
 ROWS = [
     Row(
         "sigterm", "SIGTERM at random instants, to the process and to its group",
-        "one snapshot at the end of that iteration, exit 143, resume exact", "signals", 20, 300, at_random,
+        "one snapshot at the end of that iteration, exit 143, resume exact", "signals", 300, at_random,
     ),
 ]  # fmt: skip
