@@ -20,6 +20,7 @@ import chainring
 from chainring import iterators, training
 from chainring.datasets import DatasetMixin
 from chainring.training import extensions, triggers
+from chainring.training._observer import Observer
 from chainring.training._unsaved import describe_leaves
 
 EXAMPLES, BATCH, ITERATIONS, POISON = 37, 4, 60, 13  # of the examples one is not a number
@@ -49,18 +50,18 @@ class Net(nn.Module):
         return loss
 
 
-class Keeping(training.Trainer):
-    """Writes down its state where a snapshot would be taken of it."""
+class Keeping(Observer):
+    """Writes down the state of a trainer where a snapshot would be taken of it."""
 
-    kept, kill_at = None, None
+    def __init__(self, kept, kill_at):
+        self.kept, self.kill_at = kept, kill_at
 
-    def ends(self):
-        if self.kept is not None:
-            with open(self.kept, "a") as file:
-                file.write(json.dumps([self.updater.iteration, state_of(self)]) + "\n")
-        if self.updater.iteration == self.kill_at:
+    def ends(self, trainer, ends):
+        with open(self.kept, "a") as file:
+            file.write(json.dumps([trainer.updater.iteration, state_of(trainer)]) + "\n")
+        if trainer.updater.iteration == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().ends()
+        return ends()
 
 
 def state_of(trainer):
@@ -77,7 +78,7 @@ def make_trainer(out="result", workers=2, length=ITERATIONS):
     data = iterators.SerialIterator(Noisy(), BATCH)
     if workers:
         data = iterators.MultiprocessIterator(Noisy(), BATCH, n_processes=workers)
-    trainer = Keeping(training.StandardUpdater(data, optimizer, model), (length, "iteration"), out=out)
+    trainer = training.Trainer(training.StandardUpdater(data, optimizer, model), (length, "iteration"), out=out)
     trainer.extend(extensions.LRScheduler(torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)), trigger=(9, "iteration"))
     trainer.extend(extensions.LinearShift("weight_decay", (0.0, 0.1), (5, 50)))
     trainer.extend(extensions.ExponentialMovingAverage(model, 0.9))
@@ -97,6 +98,5 @@ def read_kept(path):
 
 if __name__ == "__main__":
     trainer = make_trainer(sys.argv[1], length=int(sys.argv[4]) if len(sys.argv) > 4 else ITERATIONS)
-    trainer.kept = sys.argv[2]
-    trainer.kill_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    trainer.watch(Keeping(sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None))
     trainer.run()

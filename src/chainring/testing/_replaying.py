@@ -26,6 +26,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import STATE, load
 from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, Manifest, SavedSnapshot, Store
 from chainring.testing._batches import BatchIndices
+from chainring.training._observer import Observer
 from chainring.training._run_directory import RECORD, read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
@@ -188,7 +189,7 @@ def not_finite_parameters(trainer: Trainer) -> list[str]:
     return [names.get(key, "?") for key, value in numbers.items() if not bool(torch.isfinite(value).all())]
 
 
-class Replay:
+class Replay(Observer):
     """Repeats iterations of a run with a trainer that has not run, and ends after one of them.
 
     Args:
@@ -209,6 +210,8 @@ class Replay:
         may_go_back: whether an extension may send the run back to a snapshot.
         is_exact: False if the run was one of several ranks, and one process computes other bits.
     """
+
+    is_replay = True
 
     def __init__(
         self,
@@ -237,7 +240,7 @@ class Replay:
         self._has_begun = False
         if trainer.comm.world.size > 1:
             raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
-        self._trainer_ends, self._update = trainer.ends, trainer.updater.update
+        self._update = trainer.updater.update
         trainer.out = str(directory / "out")
         os.makedirs(trainer.out)
         self.origin = self._load(latest)
@@ -255,8 +258,7 @@ class Replay:
         """
         trainer = self.trainer
         with self._undo:
-            self._set(trainer, "is_replaying", True)
-            self._set(trainer, "ends", self._ends)
+            self._undo.callback(trainer.watch(self))
             self._set(trainer.updater, "update", self._watched_update)
             self._quiet_snapshots()
             try:
@@ -346,9 +348,9 @@ class Replay:
 
     # --- in the run ---
 
-    def _ends(self) -> bool:
-        """Return whether the replay ends at the head of this iteration; take the place of `Trainer.ends`."""
-        trainer, iteration = self.trainer, self.trainer.updater.iteration
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
+        """Return whether the replay ends at the head of this iteration."""
+        iteration = trainer.updater.iteration
         if not self._has_begun:
             self._begin()
         elif iteration <= self._reached:
@@ -362,11 +364,11 @@ class Replay:
         if iteration == self._until and not self._goes_on:
             self._finish()
             return True
-        ends = self._trainer_ends()
+        would_end = ends()
         if self._goes_on and iteration > self._until and self._newest_written > self._until:
             return True
         is_by_the_clock = _follows_clock(trainer.stop_trigger) and trainer.interruption.signum is None
-        return ends and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
+        return would_end and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
 
     def _begin(self) -> None:
         self._has_begun = True

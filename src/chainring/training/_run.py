@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,6 @@ from chainring.serializers.base import (
 )
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
-from chainring.training._signals import Interruption
 from chainring.training.extension import RollBack
 from chainring.training.triggers import IntervalTrigger
 from chainring.training.triggers.base import describe_setting, serialize_extension_trigger
@@ -268,59 +267,36 @@ class Run:
         self.store: Store | None = None  # in which this process alone writes, while the run continues
         self._directory: RunDirectory | None = None
         self._remote: RemoteRun | None = None
+        self._initialized: list[Entry] = []  # extensions
         self._started_triggers: list[Any] = []
         self._rollback: str | None = None  # the reason, if the run has gone back to a snapshot
 
-    @contextmanager
-    def session(self, trainer: Trainer) -> Iterator[None]:
-        """Start the run, and end it come what may; raise the first error, or `Interrupted` if a signal has ended it."""
+    def reporting_position(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Return a context in which this rank can say where it is, for one that waits for it."""
+        if trainer.comm.world.size == 1:
+            return nullcontext()
+        return reporting_position(lambda: (trainer.updater.iteration, trainer.extension_name))
+
+    def open(self, trainer: Trainer) -> None:
+        """Take ``out`` for this process, compare the ranks, load the newest state, and start from it."""
         self.has_begun = True
-        initialized: list[Entry] = []
-        failure: BaseException | None = None
         several = trainer.comm.world.size > 1
-        position = reporting_position(partial(_read_position, trainer)) if several else nullcontext()
-        with Interruption(trainer.comm) as trainer.interruption, position:
-            try:
-                if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
-                    trainer.comm.begin()  # ranks that compute a model together need no comm
-                if trainer.comm.is_main:  # the only rank that writes there
-                    self._open(trainer)
-                if several:
-                    check_agreement(trainer)
-                    check_out(trainer.store, trainer.comm)
-                if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
-                    check_generators(trainer.comm)
-                self._start(trainer, initialized, lambda: _load_newest(trainer, self.loaded_state))
-                yield
-            except BaseException as error:
-                reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
-                reason = error if reason is None else reason
-                reason.__suppress_context__ |= reason is not error  # which would be printed with the same words
-                reason.add_note(f"raised {_position(trainer)}")
-                if (hint := find_hint(reason)) is not None:
-                    reason.add_note(hint)
-                failure = trainer.comm.failed(reason)
-            failure = _end(trainer, initialized, failure)
-            if self._remote is not None:
-                failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.close)
-            trainer.comm.end()
-            self.ended_at = time.monotonic()
-            if self._directory is not None:
-                self._directory.release()
-            if failure is None and trainer.interruption.signum is not None and not trainer.interruption.is_nested:
-                failure = trainer.interruption.error()
-        if failure is not None:
-            raise failure
+        if several or not any(map(is_tensor_parallel, trainer.updater.get_all_models().values())):
+            trainer.comm.begin()  # ranks that compute a model together need no comm
+        if trainer.comm.is_main:  # the only rank that writes there
+            if trainer.url is not None:
+                from chainring.training._remote_run import RemoteRun  # which few programs need
 
-    def _open(self, trainer: Trainer) -> None:
-        """Take the place in which the run writes for this process."""
-        if trainer.url is not None:
-            from chainring.training._remote_run import RemoteRun  # which few programs need
-
-            self._remote = RemoteRun(trainer.url, trainer.out)
-            self.store = self._remote.store
-        create_out(trainer.out)
-        self._directory = RunDirectory(trainer.out, trainer.store)
+                self._remote = RemoteRun(trainer.url, trainer.out)
+                self.store = self._remote.store
+            create_out(trainer.out)
+            self._directory = RunDirectory(trainer.out, trainer.store)
+        if several:
+            check_agreement(trainer)
+            check_out(trainer.store, trainer.comm)
+        if trainer.comm.world.size > trainer.comm.size and not trainer.is_resumed:
+            check_generators(trainer.comm)
+        self._start(trainer, lambda: _load_newest(trainer, self.loaded_state))
 
     def roll_back(self, trainer: Trainer, reason: RollBack) -> None:
         """Start the run again from its newest snapshot; raise ``reason`` if there is none."""
@@ -330,7 +306,44 @@ class Run:
         for entry in trainer.entries:
             optional_method(entry, "finalize")()
         self._rollback = str(reason)
-        self._start(trainer, [], lambda: _load_sound(trainer, trainer.entries, state))
+        self._start(trainer, lambda: _load_sound(trainer, trainer.entries, state))
+
+    def explain(self, trainer: Trainer, error: BaseException) -> BaseException:
+        """Return the error that ends the run, with notes that say where it was raised and what helps."""
+        reason = getattr(error, "otherwise", None) if isinstance(error, RollBack) else None
+        reason = error if reason is None else reason
+        reason.__suppress_context__ |= reason is not error  # which would be printed with the same words
+        reason.add_note(f"raised {_position(trainer)}")
+        if (hint := find_hint(reason)) is not None:
+            reason.add_note(hint)
+        return trainer.comm.failed(reason)
+
+    def close(self, trainer: Trainer, failure: BaseException | None) -> BaseException | None:
+        """Call every ``on_error`` and every ``finalize``, and give ``out`` back, come what may.
+
+        Return the first error, with the later ones as its notes; without one `Interrupted`, if a signal has ended the run.
+        """
+        position = _position(trainer)
+        for entry in self._initialized if failure is not None else ():
+            trainer.extension_name = entry.name
+            failure = _try_call(f"on_error of {entry.name!r}", failure, entry.on_error, trainer, failure)
+        # Now, because finalizing may take long or hang; without a log, the error is printed once, with its traceback.
+        if isinstance(failure, Exception) and logger.hasHandlers():
+            logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
+        for entry in trainer.entries:
+            trainer.extension_name = entry.name
+            failure = _try_call(f"finalize of {entry.name!r}", failure, optional_method(entry, "finalize"))
+        trainer.extension_name = None
+        failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
+        if self._remote is not None:
+            failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.close)
+        trainer.comm.end()
+        self.ended_at = time.monotonic()
+        if self._directory is not None:
+            self._directory.release()
+        if failure is None and trainer.interruption.signum is not None and not trainer.interruption.is_nested:
+            return trainer.interruption.error()
+        return failure
 
     def initialize_trigger(self, trigger: Any, trainer: Trainer) -> None:
         """Initialize a trigger once a run, however many extensions and other triggers share it."""
@@ -338,8 +351,8 @@ class Run:
             self._started_triggers.append(trigger)
             trigger.initialize(trainer)
 
-    def _start(self, trainer: Trainer, initialized: list[Entry], load: Callable[[], None]) -> None:
-        """Load a state if there is one, and start from it; extensions are added to ``initialized`` when they are."""
+    def _start(self, trainer: Trainer, load: Callable[[], None]) -> None:
+        """Load a state if there is one, and start from it."""
         self.started_at = None  # state may be loaded until it is set
         with telling_changes(self.loaded_state.untold):
             load()
@@ -357,7 +370,8 @@ class Run:
         for entry in trainer.entries:
             trainer.extension_name = entry.name
             optional_method(entry, "initialize")(trainer)
-            initialized.append(entry)
+            if entry not in self._initialized:
+                self._initialized.append(entry)
         trainer.extension_name = None
         _call_before_training(trainer)
         self._restore_generators(trainer)
@@ -474,29 +488,9 @@ def _call_before_training(trainer: Trainer) -> None:
         trainer.observation, trainer.reporter.media_watchers = observation, watchers
 
 
-def _read_position(trainer: Trainer) -> tuple[int, str | None]:
-    return trainer.updater.iteration, trainer.extension_name
-
-
 def _position(trainer: Trainer) -> str:
     extension = "" if trainer.extension_name is None else f"in extension {trainer.extension_name!r} "
     return f"{extension}after iteration {trainer.updater.iteration}"
-
-
-def _end(trainer: Trainer, initialized: list[Entry], failure: BaseException | None) -> BaseException | None:
-    """Call every ``on_error`` and every ``finalize``; return the first error, with the later ones as its notes."""
-    position = _position(trainer)
-    for entry in initialized if failure is not None else ():
-        trainer.extension_name = entry.name
-        failure = _try_call(f"on_error of {entry.name!r}", failure, entry.on_error, trainer, failure)
-    # Now, because finalizing may take long or hang; without a log, the error is printed once, with its traceback.
-    if isinstance(failure, Exception) and logger.hasHandlers():
-        logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
-    for entry in trainer.entries:
-        trainer.extension_name = entry.name
-        failure = _try_call(f"finalize of {entry.name!r}", failure, optional_method(entry, "finalize"))
-    trainer.extension_name = None
-    return _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
 
 
 def _try_call(name: str, failure: BaseException | None, call: Callable[..., None], *arguments: Any) -> BaseException | None:

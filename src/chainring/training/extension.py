@@ -44,7 +44,18 @@ class Extension(Stateful):
     """Base class of extensions: actions that a trainer runs when their triggers fire.
 
     A subclass defines ``__call__``; everything else is optional. Any callable of one argument, the trainer, can be an
-    extension too: this class only provides defaults, and documents the methods that a trainer looks for.
+    extension too: this class only provides defaults, and documents the methods that a trainer looks for. A trainer calls
+    them in this order, of all extensions by descending priority, and of equal ones as they were registered::
+
+        saved state is loaded; initialize(trainer); __call__(trainer) if invoke_before_training
+        while not stop_trigger(trainer):
+            updater.update()
+            for each extension but snapshots:
+                observe(trainer); __call__(trainer) if trigger(trainer)
+            for each snapshot:
+                observe(trainer); it is due if trigger(trainer)
+            if one is due: before_snapshot(trainer) of all others; __call__(trainer) of those that are due
+        on_error(trainer, exception) if there was one; finalize()
 
     Example::
 

@@ -6,7 +6,8 @@ import contextlib
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from chainring import _hints, _random
 from chainring._distributed.communicator import Communicator, as_communicator
@@ -28,6 +29,7 @@ from chainring.serializers.base import (
     visit_setting,
 )
 from chainring.training import _preview
+from chainring.training._observer import Observer, surround
 from chainring.training._run import Identity, Run, identify, optional_method
 from chainring.training._run_directory import resolve_out
 from chainring.training._signals import Interruption
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater
 
 _E = TypeVar("_E")
+_Step: TypeAlias = tuple[Entry, Callable[[], Any] | None, Callable[["Trainer"], bool] | None, Callable[[], Any]]
+"""What an iteration does with an extension: observe, ask the trigger, call; ``None`` where there is nothing to do."""
 
 
 class Trainer(Stateful):
@@ -73,8 +77,6 @@ class Trainer(Stateful):
         extension_name: the name of the extension that is being initialized, called or finalized, ``None`` outside of
             extensions.
         is_rehearsing: True during `rehearse`.
-        is_replaying: True while `chainring.testing.replay` repeats iterations of an earlier run; no results are sent to
-            services.
         is_final_snapshot: True while snapshots are taken because the run ends, whether or not their triggers fire.
         interruption: the signal that requested the end of the run, if there was one.
 
@@ -106,10 +108,10 @@ class Trainer(Stateful):
         self.reported = ReportedValues()
         self.extension_name: str | None = None
         self.is_rehearsing = False
-        self.is_replaying = False
         self.is_final_snapshot = False
         self.interruption = Interruption()
         self._entries: dict[str, Entry] = {}
+        self._observers: list[Observer] = []
         self._run = Run()
         for extension in extensions:
             self.extend(extension)
@@ -173,6 +175,11 @@ class Trainer(Stateful):
     def is_resumed(self) -> bool:
         """True if the run continues an earlier one."""
         return self._run.loaded_state.exists
+
+    @property
+    def is_replaying(self) -> bool:
+        """True if the run repeats iterations of an earlier one, so that no results are sent to services."""
+        return any(observer.is_replay for observer in self._observers)
 
     @property
     def entries(self) -> list[Entry]:
@@ -245,7 +252,7 @@ class Trainer(Stateful):
             TypeError: ``name`` is neither a name nor a class.
         """
         if isinstance(name, type):
-            return self._get_extension_of(name)
+            return self._only_extension_of(name)
         if not isinstance(name, str):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
         if name not in self._entries:
@@ -254,29 +261,26 @@ class Trainer(Stateful):
             raise KeyError(f"no extension {name!r}{meant} registered: {list(self._entries)}")
         return self._entries[name].extension
 
-    def _get_extension_of(self, wanted: type[Any]) -> Any:
-        of_class = {name: entry.extension for name, entry in self._entries.items() if isinstance(entry.extension, wanted)}
-        exact = {name: extension for name, extension in of_class.items() if type(extension) is wanted}
-        found = exact or of_class
-        if not found:
-            raise KeyError(f"no extension of class {wanted.__name__}; registered: {self._named_classes()}")
-        first, *others = found.values()
+    def _only_extension_of(self, cls: type[Any]) -> Any:
+        named = {name: entry.extension for name, entry in self._entries.items() if isinstance(entry.extension, cls)}
+        named = {name: extension for name, extension in named.items() if type(extension) is cls} or named
+        if not named:
+            registered = (f"{name} ({type(entry.extension).__name__})" for name, entry in self._entries.items())
+            raise KeyError(f"no extension of class {cls.__name__}; registered: {', '.join(registered) or 'none'}")
+        first, *others = named.values()
         if any(other is not first for other in others):
             raise ValueError(
-                f"get_extension({wanted.__name__}) returns the only extension of that class, and there are {len(found)}: "
-                f"{', '.join(found)}; give the name of one of them"
+                f"get_extension({cls.__name__}) returns the only extension of that class, and there are {len(named)}: "
+                f"{', '.join(named)}; give the name of one of them"
             )
         return first
-
-    def _named_classes(self) -> str:
-        return ", ".join(f"{name} ({type(entry.extension).__name__})" for name, entry in self._entries.items()) or "none"
 
     def run(self) -> None:
         """Train until the stop trigger fires or the data run out.
 
         Each iteration starts an empty observation, runs one update, and calls every extension whose trigger fires,
-        highest priority first. Snapshots are taken last, after all triggers have been checked. A trainer can run only
-        once.
+        highest priority first. Snapshots are taken last, after all triggers have been checked; `Extension` shows the loop.
+        A trainer can run only once.
 
         After SIGTERM or the first SIGINT, the current iteration is completed; then all snapshots are taken and everything
         is finalized.
@@ -285,105 +289,118 @@ class Trainer(Stateful):
             RuntimeError: it has run before.
             Interrupted: a signal has ended the run; if it is not caught, the process exits with code 143 or 130.
         """
-        if self._run.has_begun:
+        run, failure = self._run, None
+        if run.has_begun:
             raise RuntimeError("a trainer can run only once; make a new one, and load a snapshot or state_dict to continue")
-        entries = [entry for entry in self.entries if not entry.is_snapshot]
-        snapshots = [entry for entry in self.entries if entry.is_snapshot]
-        with self._run.session(self), self.reporter.scope(self.observation):
-            is_running, first = True, self.updater.iteration
-            while is_running:
-                try:
-                    while not self.ends():
-                        if not self._iterate(entries, snapshots):
-                            self._warn_of_early_end()
+        with Interruption(self.comm) as self.interruption, run.reporting_position(self):
+            try:
+                run.open(self)
+                with self.reporter.scope(self.observation):
+                    while True:
+                        try:
+                            self._iterate()
                             break
-                    else:
-                        if self.is_resumed and self.updater.iteration == first and not self.interruption.ends_run:
-                            info(_describe_finished(self))
-                    is_running = False
-                except RollBack as reason:
-                    self._run.roll_back(self, reason)
-            self.interruption.settle()
-            is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
-            self._take_final_snapshots(self.entries, is_interrupted)
+                        except RollBack as reason:
+                            run.roll_back(self, reason)
+                    self.interruption.settle()
+                    is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
+                    self._take_final_snapshots(is_interrupted)
+            except BaseException as error:
+                failure = run.explain(self, error)
+            failure = run.close(self, failure)
+        if failure is not None:
+            raise failure
 
-    def ends(self) -> bool:
-        """Return True if a signal or the stop trigger ends the run before the next iteration; called by `run`."""
-        if self.interruption.is_shared:
-            self.interruption.compare()
-        return (self.interruption.ends_run and self._obeys_signal()) or self.stop_trigger(self)
-
-    def _obeys_signal(self) -> bool:
-        """Return True if the signal ends this run; one inside another run saves its state once, and continues."""
-        interruption = self.interruption
-        if interruption.is_nested and not interruption.is_acknowledged:
-            interruption.is_acknowledged = True
-            self._take_final_snapshots(self.entries, is_interrupted=True)
-            self.is_final_snapshot = False
-        return not interruption.is_nested
-
-    def _iterate(self, entries: list[Entry], snapshots: list[Entry]) -> bool:
-        """Run one iteration; return False if there are no data left for it."""
+    def _iterate(self) -> None:
+        """Train until the run ends, or an extension sends it back to a snapshot."""
         # hot path: "no extension", "an idle extension more"
-        previous = self.reported
-        self.reported = self.reporter.reported = ReportedValues()
-        try:
-            self.updater.update()
-        except StopIteration as error:
-            raise_unless_end(self.updater, error)
-            self.reported = previous
-            return False
-        for entry in entries:
-            if entry.observe is not None:
-                entry.observe(self)
-            if entry.fires is None or entry.fires(self):
-                self.extension_name = entry.name
-                entry.call(self)
-                self.extension_name = None
-        due = list(filter(self._is_due, snapshots))  # all of them are asked before the first is taken
-        if due:
-            self._take_snapshots(due, entries)
-        return True
+        first = self.updater.iteration
+        ends = surround(self._observers, "ends", self, call=self._ends)
+        update = surround(self._observers, "around_update", self, call=self.updater.update)
+        steps = [self._step(entry) for entry in self.entries if not entry.is_snapshot]
+        snapshots = [self._step(entry) for entry in self.entries if entry.is_snapshot]
+        while not ends():
+            previous = self.reported
+            self.reported = self.reporter.reported = ReportedValues()
+            try:
+                update()
+            except StopIteration as error:
+                raise_unless_end(self.updater, error)
+                self.reported = previous
+                self._warn_of_early_end()
+                return
+            for entry, observe, fires, call in steps:
+                if observe is not None:
+                    observe()
+                if fires is None or fires(self):
+                    self.extension_name = entry.name
+                    call()
+                    self.extension_name = None
+            due = []
+            for entry, observe, fires, _ in snapshots:  # all of them are asked before the first is taken
+                if observe is not None:
+                    observe()
+                if fires is None or fires(self):
+                    due.append(entry)
+            if due:
+                self._take_snapshots(due)
+        if self.is_resumed and self.updater.iteration == first and not self.interruption.ends_run:
+            info(_describe_finished(self))
 
-    def _is_due(self, entry: Entry) -> bool:
-        if entry.observe is not None:
-            entry.observe(self)
-        return entry.fires is None or entry.fires(self)
+    def _step(self, entry: Entry) -> _Step:
+        observe: Callable[[], Any] | None = entry.observe and partial(entry.observe, self)
+        call: Callable[[], Any] = partial(entry.call, self)
+        if self._observers:
+            observe = observe and surround(self._observers, "around_observe", self, entry, call=observe)
+            call = surround(self._observers, "around_call", self, entry, call=call)
+        return entry, observe, entry.fires, call
 
-    def _take_snapshots(self, due: list[Entry], entries: list[Entry]) -> None:
-        for entry in entries:
-            if entry.before_snapshot is not None:
+    def _ends(self) -> bool:
+        """Return True if a signal or the stop trigger ends the run before the next iteration."""
+        interruption = self.interruption
+        if interruption.is_shared:
+            interruption.compare()
+        if interruption.ends_run and not interruption.is_nested:
+            return True
+        if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
+            interruption.is_acknowledged = True
+            self._take_final_snapshots(is_interrupted=True)
+            self.is_final_snapshot = False
+        return self.stop_trigger(self)
+
+    def _take_snapshots(self, due: list[Entry]) -> None:
+        for entry in self.entries:
+            if entry.before_snapshot is not None and not entry.is_snapshot:
                 entry.before_snapshot(self)
         for entry in due:
             entry.is_due = True
         try:
             for entry in sorted(due, key=_resume_order):
+                *_, call = self._step(entry)
                 self.extension_name = entry.name
-                entry.call(self)
+                call()
                 self.extension_name = None
                 entry.is_due = False
         finally:
             for entry in due:
                 entry.is_due = False
 
-    def _take_final_snapshots(self, entries: list[Entry], is_interrupted: bool) -> None:
+    def _take_final_snapshots(self, is_interrupted: bool) -> None:
         """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
         self.is_final_snapshot = True
-        snapshots = [entry for entry in entries if entry.is_snapshot]
+        interruption, snapshots = self.interruption, [entry for entry in self.entries if entry.is_snapshot]
         due = [entry for entry in snapshots if is_interrupted or getattr(entry.extension, "autoload", False)]
         try:
             if due:
-                self._take_snapshots(due, [entry for entry in entries if not entry.is_snapshot])
+                self._take_snapshots(due)
             for entry in due if is_interrupted else ():  # what is told is on the disk
                 optional_method(entry, "wait")()
         finally:
             if is_interrupted:
-                ends = "comes in" if self.interruption.is_nested else "ends the run after"
+                ends = "comes in" if interruption.is_nested else "ends the run after"
                 words = _describe_saved(snapshots, self.updater.iteration)
-                rest = "; this run is inside another one, and continues to its end" if self.interruption.is_nested else ""
-                info(
-                    f"{self.interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}", follows_signal=True
-                )
+                rest = "; this run is inside another one, and continues to its end" if interruption.is_nested else ""
+                info(f"{interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}", follows_signal=True)
 
     def _warn_of_early_end(self) -> None:
         if self.stop_trigger is not get_stop_trigger(None):
@@ -391,6 +408,14 @@ class Trainer(Stateful):
                 f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
                 f"{self.stop_trigger} fired; an iterator with repeat=True starts a new epoch instead",
             )
+
+    def watch(self, observer: Observer) -> Callable[[], None]:
+        """Let an observer look on from the beginning of the loop, and return a function that ends this.
+
+        An extension that looks on adds itself when it is initialized.
+        """
+        self._observers = [*self._observers, observer]
+        return lambda: setattr(self, "_observers", [other for other in self._observers if other is not observer])
 
     def initialize_trigger(self, trigger: Callable[[Trainer], bool]) -> None:
         """Initialize a trigger that another one calls: once per run, however many extensions and triggers share it."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from chainring._files import atomic_write, replace_file
-from chainring.training.extension import Extension
+from chainring.training._observer import Observer
+from chainring.training.extension import Entry, Extension
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 
@@ -40,7 +41,7 @@ _STAGES = {
 """At each callback of an updater, the phase that has just ended."""
 
 
-class Profiler(Extension):
+class Profiler(Extension, Observer):
     """Measures how long each phase of an iteration takes, and writes ``profile.txt`` and ``profile.json`` when the run ends.
 
     The phases are ``data`` (fetching and converting a batch), ``forward``, ``backward``, ``communication`` between ranks,
@@ -95,20 +96,13 @@ class Profiler(Extension):
         self._reset()
         self._out = Path(trainer.out) if trainer.comm.is_main else None
         updater: Any = trainer.updater
-        self._time_update(updater)
+        self._undo.callback(trainer.watch(self))
         if isinstance(getattr(updater, "callbacks", None), UpdateCallbacks):
             self._mark_stages(updater.callbacks)
         for optimizer in updater.get_all_optimizers().values():
             self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.callback(optimizer.register_step_post_hook(lambda *_: self._mark("update")).remove)
-        for entry in trainer.entries:
-            if entry.extension is not self:
-                phase = f"extension:{entry.name}"
-                self.seconds[phase] = 0.0
-                for name in ("call", "observe"):  # when its trigger fires, and each iteration
-                    if (call := getattr(entry, name)) is not None:
-                        setattr(entry, name, self._timed(call, phase))
-                        self._undo.callback(setattr, entry, name, call)
+        self.seconds |= {_phase_of(entry): 0.0 for entry in trainer.entries if entry.extension is not self}
         reporter = trainer.reporter
         reporter.watchers += (self._watch,)
 
@@ -117,15 +111,25 @@ class Profiler(Extension):
 
         self._undo.callback(stop_watching)
 
-    def _timed(self, call: Callable[[Trainer], Any], phase: str) -> Callable[[Trainer], Any]:
-        def timed(trainer: Trainer) -> Any:
-            self._mark("loop")
-            try:
-                return call(trainer)
-            finally:
-                self._mark(phase)
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        self._has_stages = self._is_stepping = False
+        self._mark("loop")
+        if self._trace is not None:
+            self._record(trainer.updater.iteration + 1, *self._trace)
+        update()
+        self._mark("update")
+        self.iterations += 1
 
-        return timed
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        if entry.extension is self:
+            return
+        self._mark("loop")
+        try:
+            call()
+        finally:
+            self._mark(_phase_of(entry))
+
+    around_observe = around_call
 
     def _mark(self, phase: str) -> None:
         """Count the time since the last mark as that of this phase."""
@@ -133,29 +137,6 @@ class Profiler(Extension):
         if self._last is not None:
             self.seconds[phase] += now - self._last
         self._last = now
-
-    def _time_update(self, updater: Any) -> None:
-        update, is_overridden = updater.update, "update" in vars(updater)
-
-        def timed() -> None:
-            self._has_stages = self._is_stepping = False
-            self._mark("loop")
-            if self._trace is not None:
-                self._record(updater.iteration + 1, *self._trace)
-            update()
-            self._mark("update")
-            self.iterations += 1
-
-        def undo() -> None:
-            if updater.update is not timed:
-                return  # it has been set again meanwhile
-            if is_overridden:
-                updater.update = update
-            else:
-                del updater.update
-
-        updater.update = timed
-        self._undo.callback(undo)
 
     def _mark_stages(self, callbacks: UpdateCallbacks) -> None:
         """Add marks to the updater's callbacks: before the others when a stage finishes, after them when one starts."""
@@ -215,6 +196,10 @@ class Profiler(Extension):
             share, milliseconds = seconds / (total or 1), 1000 * seconds / (self.iterations or 1)
             lines.append(f"{phase:<{width}}{share:>7.1%}{milliseconds:>15.3f}{seconds:>12.3f}")
         return "\n".join(lines) + "\n"
+
+
+def _phase_of(entry: Entry) -> str:
+    return f"extension:{entry.name}"
 
 
 def _check_trace(trace: tuple[int, int]) -> tuple[int, int]:
