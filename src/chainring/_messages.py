@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from chainring.serializers.base import AbstractSerializer
+from typing import Any, NamedTuple
 
 _NOT_THE_USERS = sys.stdlib_module_names | {"chainring", "torch", "tqdm"}
 
@@ -107,6 +105,6 @@ class OneTimeWarning:
             self.was_given = True
             warn(text, self._place)
 
-    def serialize(self, serializer: AbstractSerializer) -> None:
+    def serialize(self, serializer: Callable[[str, Any], Any]) -> None:
         """Save or load whether the warning has been given."""
         self.was_given = serializer("has_warned", self.was_given)

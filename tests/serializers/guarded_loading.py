@@ -22,7 +22,7 @@ from torch import nn
 
 import chainring.cli
 from chainring import serializers
-from chainring.serializers.base import Stateful
+from chainring.serializers.protocol import Stateful
 
 PERMITTED = {"object.__getattr__", "object.__setattr__", "os.listdir", "os.scandir", "sys._getframe", "builtins.id"}
 ROOM = 300 << 20  # bytes

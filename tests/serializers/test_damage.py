@@ -12,7 +12,7 @@ import resume_program
 from chainring import serializers
 from chainring.iterators import SerialIterator
 from chainring.serializers._store import CorruptError
-from chainring.serializers.base import Stateful
+from chainring.serializers.protocol import Stateful
 
 
 class Tiny(Stateful):

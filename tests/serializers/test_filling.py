@@ -9,7 +9,7 @@ from torch import nn
 
 from chainring import training
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers.base import visit_setting
+from chainring.serializers.protocol import visit_setting
 from chainring.testing import FakeUpdater
 
 

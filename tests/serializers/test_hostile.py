@@ -17,7 +17,7 @@ import pytest
 from guarded_loading import CONTROLS, ROOM
 
 from chainring import serializers
-from chainring.serializers.base import Stateful
+from chainring.serializers.protocol import Stateful
 
 CLEAR = {"ValueError", "TypeError", "KeyError", "RuntimeError", "OSError"}
 LOADS = {"module", "object", "model"}

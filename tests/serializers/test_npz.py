@@ -10,8 +10,8 @@ from torch import nn
 
 import resume_program
 from chainring.nn import Classifier
-from chainring.serializers.base import Stateful
 from chainring.serializers.npz import load_npz, save_npz
+from chainring.serializers.protocol import Stateful
 
 
 class Keeper(Stateful):

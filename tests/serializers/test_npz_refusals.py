@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from chainring.serializers.base import Stateful
 from chainring.serializers.npz import load_npz, save_npz
+from chainring.serializers.protocol import Stateful
 
 
 class Keeper(Stateful):

@@ -18,8 +18,8 @@ from torch import Tensor
 from chainring._files import flush, is_url, temporary_path
 from chainring.cli._common import add_command, is_file, print_json, printable, snapshots
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
+from chainring.serializers._restoring import find_aliases, read_stored
 from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
-from chainring.serializers.base import find_aliases, read_stored
 
 _MODEL = "updater/model:"
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face

@@ -14,7 +14,7 @@ from chainring._distributed.virtual_ranks import block_of
 from chainring._random import Indices
 from chainring.converters import Converter
 from chainring.datasets._columns import Batch as Batch
-from chainring.serializers.base import Stateful
+from chainring.serializers.protocol import Stateful
 
 if TYPE_CHECKING:
     from chainring._distributed.communicator import Communicator

@@ -16,7 +16,8 @@ from chainring.datasets._columns import Uncounted, batch_of_columns, count_examp
 from chainring.iterators.base import Batch, Iterator, not_the_end
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.serial import IndexedIterator
-from chainring.serializers.base import AbstractSerializer, Serializer, serialize_method
+from chainring.serializers._objects import serialize_method
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 
 
 class DevicePrefetcher(Iterator):

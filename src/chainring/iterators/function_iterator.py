@@ -11,7 +11,8 @@ from chainring._checks import find_call_error, is_integer
 from chainring._random import digest, preserve_rng, seed_all, stable_hash
 from chainring.iterators.base import Batch, Iterator
 from chainring.iterators.loader import make_batch
-from chainring.serializers.base import AbstractSerializer, Serializer, announce_change
+from chainring.serializers._changes import announce_change
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 
 
 class FunctionIterator(Iterator):

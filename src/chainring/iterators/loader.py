@@ -27,7 +27,8 @@ from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
 from chainring.datasets._columns import batch_of_columns, count_rows
 from chainring.iterators._worker_main import exit_with_parent
 from chainring.iterators.base import Batch, Iterator, not_the_end
-from chainring.serializers.base import AbstractSerializer, Serializer, has_state, visit_optional, visit_setting
+from chainring.serializers._objects import has_state
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 

@@ -30,14 +30,8 @@ from chainring.converters import to_device
 from chainring.reporting import _counts
 from chainring.reporting._exact import ExactSum, Moments
 from chainring.reporting.reporter import Stack
-from chainring.serializers.base import (
-    AbstractSerializer,
-    Serializer,
-    Stateful,
-    has_state,
-    serialize_method,
-    visit_optional,
-)
+from chainring.serializers._objects import has_state, serialize_method
+from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful, visit_optional
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

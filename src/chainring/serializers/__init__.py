@@ -2,14 +2,14 @@
 
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers._store import CorruptError
-from chainring.serializers.base import (
+from chainring.serializers.npz import load_npz, save_npz
+from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
 )
-from chainring.serializers.npz import load_npz, save_npz
 
 __all__ = [
     "AbstractSerializer",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from chainring.serializers.base import find_aliases
+from chainring.serializers._restoring import find_aliases
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -27,7 +27,9 @@ from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._models import buffer_layouts, restore_layouts
+from chainring.serializers._objects import entry_names, is_module, load_entries, own_states, serialize_method, state_entries
 from chainring.serializers._parts import StoredTensors
+from chainring.serializers._restoring import read_stored, without_collections
 from chainring.serializers._store import (
     MANIFEST,
     CorruptError,
@@ -42,18 +44,7 @@ from chainring.serializers._store import (
     open_store,
     split,
 )
-from chainring.serializers.base import (
-    DictionaryDeserializer,
-    StateCollector,
-    entry_names,
-    is_module,
-    load_entries,
-    own_states,
-    read_stored,
-    serialize_method,
-    state_entries,
-    without_collections,
-)
+from chainring.serializers.protocol import DictionaryDeserializer, StateCollector
 
 if TYPE_CHECKING:
     from chainring.serializers._background import BackgroundWriter, StagingBuffers

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from chainring._naming import has_buffers, name_cleaner, submodules
-from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 
 Layouts = dict[str, Any]
 """By the path of a buffer its dtype and shape, or ``None``."""

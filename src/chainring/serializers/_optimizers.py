@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._naming import parameter_names
-from chainring.serializers.base import AbstractSerializer, Serializer, announce_change, visit_like, visit_optional
+from chainring.serializers._changes import announce_change
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 
 
 class OptimizerState:
@@ -61,7 +62,7 @@ class OptimizerState:
         for group in groups:
             group.pop("param_names", None)  # torch's own names follow the order at hand
         extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
-        state = visit_like(serializer, "state", named, dict(zip(self._names, _parameters(self._optimizer), strict=True)))
+        state = serializer.visit_like("state", named, dict(zip(self._names, _parameters(self._optimizer), strict=True)))
         saved_groups = serializer("param_groups", groups)
         extra = serializer("extra", extra)
         constructed = serializer("constructed", self._constructed)

@@ -27,8 +27,8 @@ import torch
 
 from chainring._files import Sink, parse_strict
 from chainring.serializers._dtypes import find_dtypes, require_dtype
+from chainring.serializers._restoring import find_aliases
 from chainring.serializers._store import LocalFile, StoredFile
-from chainring.serializers.base import find_aliases
 
 CHUNK = 8 * 2**20  # bytes per write
 

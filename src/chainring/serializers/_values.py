@@ -30,7 +30,7 @@ from torch import Tensor
 
 from chainring._distributed.sharding import is_sharded
 from chainring._files import parse_strict
-from chainring.serializers.base import StoredTensor
+from chainring.serializers._restoring import StoredTensor
 
 FORMAT = 1
 MAX_DEPTH = 100  # containers within containers; deeper than any state, far below what recursion can bear

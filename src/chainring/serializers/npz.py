@@ -30,8 +30,10 @@ from torch import Tensor
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
 from chainring.serializers._dtypes import find_dtypes, require_dtype
+from chainring.serializers._objects import is_module, state_entries
+from chainring.serializers._restoring import as_array
 from chainring.serializers._values import Array, decode_values, encode_values
-from chainring.serializers.base import DictionaryDeserializer, DictionarySerializer, as_array, is_module, state_entries
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer
 
 _JSON = "chainring.json"
 _VERSION = 2
@@ -196,8 +198,8 @@ class _NpzDeserializer(DictionaryDeserializer):
             return self._restore(plain, value)
         return super().__call__(key, value)
 
-    def _is_ignored(self, key: str) -> bool:
-        return self._ignored(self._path + key)
+    def _is_ignored(self, path: str) -> bool:
+        return self._ignored(path)
 
     def _restore(self, path: str, value: Any) -> Any:
         saved = self.source[path]

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from chainring._files import from_json, open_regular
 from chainring.serializers._checkpoint import opened_state
+from chainring.serializers._restoring import read_stored
 from chainring.serializers._store import SavedSnapshot, Store
-from chainring.serializers.base import read_stored
 from chainring.testing._recorded import ledger_of
 from chainring.testing._replaying import NoReplay, first_iteration, read_values, saved_trainers
 from chainring.training._ledger import loss_value

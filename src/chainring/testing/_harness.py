@@ -12,7 +12,7 @@ from typing import Any
 
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
-from chainring.serializers.base import DictionarySerializer, visit_if_stateful
+from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
 from chainring.testing._fingerprint import fingerprint
 from chainring.testing.fakes import ManualClock
 from chainring.training._unsaved import describe_leaves

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chainring.serializers.base import StoredTensor, read_stored
+from chainring.serializers._restoring import StoredTensor, read_stored
 from chainring.testing._fingerprint import difference
 from chainring.training._unsaved import bytes_of, leaves
 

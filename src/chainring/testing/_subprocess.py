@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from chainring import _random, serializers
-from chainring.serializers.base import AbstractSerializer, visit_if_stateful
+from chainring.serializers.protocol import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import fingerprint
 from chainring.testing._harness import call_make_trainer
 from chainring.testing._written import record_written

@@ -25,7 +25,7 @@ from chainring._distributed.sharding import Shard, assign_writers, is_sharded
 from chainring._naming import unwrap
 from chainring._random import digest, stable_hash
 from chainring.serializers._optimizers import OptimizerState
-from chainring.serializers.base import StateCollector
+from chainring.serializers.protocol import StateCollector
 
 if TYPE_CHECKING:
     from chainring.training.updaters.base import Updater

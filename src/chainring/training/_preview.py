@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from chainring import _random
 from chainring._messages import warn
 from chainring._progress import find_main_iterator
-from chainring.serializers.base import (
+from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,

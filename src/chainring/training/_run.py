@@ -20,14 +20,8 @@ from chainring._messages import info, warn
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
-from chainring.serializers.base import (
-    ChangedSetting,
-    Deserializer,
-    conclude_reading,
-    recording_changes,
-    telling_changes,
-    visit_if_stateful,
-)
+from chainring.serializers._changes import ChangedSetting, recording_changes, telling_changes
+from chainring.serializers.protocol import Deserializer, conclude_reading, visit_if_stateful
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training.extension import RollBack

@@ -33,8 +33,8 @@ from chainring._files import (
 )
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner
+from chainring.serializers._changes import announce_change
 from chainring.serializers._store import Store
-from chainring.serializers.base import announce_change
 from chainring.training.triggers.base import describe
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._naming import unwrap
-from chainring.serializers.base import has_state
+from chainring.serializers._objects import has_state
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from chainring._checks import find_call_error, is_number
 from chainring._hints import CALLED, EXTENSIONS
 from chainring._messages import user_place
-from chainring.serializers.base import Stateful
+from chainring.serializers.protocol import Stateful
 from chainring.training.triggers import IntervalTrigger, TriggerLike, get_trigger
 from chainring.training.triggers.base import Trigger
 

@@ -16,14 +16,12 @@ from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import ReportedValues, Reporter
 from chainring.reporting.summary import is_scalar
+from chainring.serializers._changes import announce_change, recording_changes, telling_changes
 from chainring.serializers._store import open_store
-from chainring.serializers.base import (
+from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Stateful,
-    announce_change,
-    recording_changes,
-    telling_changes,
     visit_if_stateful,
     visit_optional,
     visit_setting,

@@ -12,7 +12,7 @@ from scripted import Counting, trainer_of
 
 from chainring import serializers, training
 from chainring.serializers._checkpoint import capture
-from chainring.serializers.base import DictionaryDeserializer
+from chainring.serializers.protocol import DictionaryDeserializer
 from chainring.training import extensions
 from chainring.training.extensions import LogReport
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from chainring._distributed.sharding import shard_like
 from chainring._naming import name_cleaner
-from chainring.serializers.base import copy_value, is_same_value
+from chainring.serializers._restoring import copy_value, is_same_value
 from chainring.serializers.foreign._models import ModelPlan, kind_of
 from chainring.serializers.foreign.content import SavedOptimizer, check_plain
 

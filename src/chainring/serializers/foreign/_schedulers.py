@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chainring.serializers.base import copy_value, is_same_value
+from chainring.serializers._restoring import copy_value, is_same_value
 
 _COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}
 

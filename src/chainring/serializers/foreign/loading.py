@@ -10,12 +10,13 @@ from torch import nn
 
 from chainring._naming import unwrap
 from chainring.serializers._checkpoint import capture
-from chainring.serializers.base import DictionaryDeserializer, has_state, is_module
+from chainring.serializers._objects import has_state, is_module
 from chainring.serializers.foreign._models import ModelPlan, plan_model
 from chainring.serializers.foreign._optimizers import OptimizerPlan, plan_optimizer
 from chainring.serializers.foreign._positions import set_position
 from chainring.serializers.foreign._schedulers import plan_scheduler
 from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
+from chainring.serializers.protocol import DictionaryDeserializer
 
 _SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.training.triggers.best_value import check_compare

@@ -17,7 +17,7 @@ from chainring._files import replace_file
 from chainring._messages import warn
 from chainring._naming import parameter_names
 from chainring.reporting.reporter import Reporter
-from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.protocol import AbstractSerializer
 from chainring.training.extension import Extension
 
 if TYPE_CHECKING:

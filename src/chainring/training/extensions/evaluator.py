@@ -24,7 +24,7 @@ from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
-from chainring.serializers.base import AbstractSerializer, visit_optional
+from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._virtual_forwards import VirtualForwards
 from chainring.training.extensions.progress_bar import bar_of_batches

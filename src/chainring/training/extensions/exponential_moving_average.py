@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from chainring._checks import find_call_error, is_integer, is_number
 from chainring._distributed.sharding import copy_model, fsdp_modules, is_sharded, reshard, shard_model_like, to_local
 from chainring._naming import name_of_model, unwrap
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import TriggerLike, get_stop_trigger
 from chainring.training.triggers.base import describe, serialize_inner_trigger

@@ -19,7 +19,7 @@ from chainring._files import append, atomic_write, from_json, is_regular, make_f
 from chainring._media import Media, media_from_json, media_to_json
 from chainring._messages import warn
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer, Deserializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Deserializer, Serializer
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.writers._common import set_rows_aside

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from chainring._messages import OneTimeWarning
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import MeanSummary, is_scalar
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import PRIORITY_EDITOR, Extension
 from chainring.training.triggers import TriggerLike, get_trigger
 

@@ -14,7 +14,7 @@ from chainring._distributed.sharding import fsdp_modules, reshard, to_full
 from chainring._naming import name_cleaner, name_of_model
 from chainring.reporting.reporter import report
 from chainring.reporting.summary import DictMeans
-from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.protocol import AbstractSerializer
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.triggers import TriggerLike, get_trigger
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 from chainring._files import atomic_write
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer
+from chainring.serializers.protocol import AbstractSerializer
 from chainring.training.extension import Extension
 from chainring.training.extensions.log_report import key_list
 from chainring.training.triggers import TriggerLike, get_trigger

@@ -19,7 +19,7 @@ from chainring import _random
 from chainring._files import is_regular, make_folder, open_regular, write_at, write_error
 from chainring._messages import warn
 from chainring.reporting.summary import is_scalar
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests, read_together
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension

@@ -26,14 +26,10 @@ from chainring.serializers._checkpoint import (
     module_tensors,
     save_tensors,
 )
+from chainring.serializers._objects import has_state, is_module, serialize_method
+from chainring.serializers._restoring import without_collections
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Store, find_newest
-from chainring.serializers.base import (
-    StateCollector,
-    has_state,
-    is_module,
-    serialize_method,
-    without_collections,
-)
+from chainring.serializers.protocol import StateCollector
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 

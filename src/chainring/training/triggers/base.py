@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful, visit_if_stateful, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful, visit_if_stateful, visit_setting
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.triggers._get_trigger import TriggerLike, get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger, describe, keys_of, serialize_inner_trigger
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from chainring._progress import UNITS, check_epoch_period, to_fraction
-from chainring.serializers.base import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.triggers.base import Trigger
 
 if TYPE_CHECKING:

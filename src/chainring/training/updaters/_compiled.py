@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from chainring._messages import warn
 from chainring.reporting.reporter import current
-from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
 from chainring.training.updaters._gradients import list_parameters, step_optimizer
 from chainring.training.updaters._precision import Precision

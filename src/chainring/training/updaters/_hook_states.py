@@ -14,14 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import is_sharded, to_local
 from chainring._messages import warn
-from chainring.serializers.base import (
+from chainring.serializers._objects import has_state, serialize_method
+from chainring.serializers._restoring import copy_value
+from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
-    copy_value,
-    has_state,
-    serialize_method,
     visit_optional,
 )
 

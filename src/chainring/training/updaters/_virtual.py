@@ -24,7 +24,7 @@ from chainring._naming import unwrap
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting.reporter import current
 from chainring.reporting.summary import uncounted
-from chainring.serializers.base import own_states
+from chainring.serializers._objects import own_states
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradient_exchange import GradientExchange
 from chainring.training.updaters._gradients import list_parameters

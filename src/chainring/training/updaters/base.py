@@ -14,7 +14,7 @@ from chainring._naming import parameter_names, unwrap
 from chainring._progress import find_main_iterator, raise_unless_end
 from chainring.serializers._models import Flags, Layouts, buffer_layouts, serialize_layouts
 from chainring.serializers._optimizers import OptimizerState, group_names
-from chainring.serializers.base import AbstractSerializer, Serializer, Stateful
+from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -26,7 +26,7 @@ from chainring.iterators.base import Batch, Iterator
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
 from chainring.serializers._optimizers import hyperparameters
-from chainring.serializers.base import AbstractSerializer, Serializer, visit_optional, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
     as_iterators,
     check_default_update,

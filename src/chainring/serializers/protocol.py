@@ -1,0 +1,451 @@
+"""Serializers: an object declares its changing state once for both directions, in ``serialize(serializer)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import shard_like
+from chainring._naming import name_cleaner
+from chainring.serializers._changes import announce_change, telling_changes
+from chainring.serializers._objects import (
+    derived,
+    entry_names,
+    has_state,
+    is_module,
+    load_entries,
+    own_states,
+    serialize_method,
+    state_entries,
+)
+from chainring.serializers._restoring import (
+    SCALARS,
+    StoredTensor,
+    TensorReader,
+    copy_value,
+    fill,
+    is_same_tensor,
+    is_same_value,
+    move,
+    read_stored,
+    to_type_of,
+)
+
+_Owner = tuple[Any, str]
+"""An object that is visited, and what of it: ``serialize``, ``state_dict``, or its entries as a module."""
+_ENTRIES = "parameters and buffers"
+_MISSING = object()
+
+
+class AbstractSerializer:
+    """Saves or loads state: ``serializer(key, value)`` is one value, ``serializer[key]`` a serializer of nested state.
+
+    While saving, a serializer returns the value that it was given; while loading, the value that was saved. So one line
+    serves both directions, and they cannot diverge. A tensor or array of the saved shape and dtype is filled in place
+    with the saved numbers and returned itself, so that Chainer's form without an assignment works. A number or string is
+    returned in the type of the given value, if that type can represent it exactly.
+
+    Example::
+
+        def serialize(self, serializer):
+            self.iteration = serializer("iteration", self.iteration)
+            serializer("order", self.order)  # an array of a fixed shape, which is filled
+            serializer.visit("iterator", self.iterator)
+
+    Attributes:
+        directory: the directory that contains the snapshot; ``None`` if the state stays in memory. Data that is appended
+            to a file beside the snapshot, such as the rows of a log, need not be written again into each snapshot: a
+            reference to the file is enough.
+        comm: the communicator of the ranks that save or load together, each in the same order. State that differs between
+            ranks is gathered while saving, and given to rank 0 while loading. State that stays in memory belongs to its
+            rank.
+    """
+
+    directory: Path | None = None
+    comm: Communicator = Communicator()
+    _path = ""
+    _owner: _Owner = (None, "serialize")
+
+    def __init__(self) -> None:
+        self._covered: set[tuple[str, int]] = set()  # path and id of the submodules of a module that is being visited
+        self._called: set[str] = set()  # the paths of those whose serialize was called
+
+    def __getitem__(self, key: str) -> Self:
+        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; copy.copy takes five times as long
+        below = object.__new__(type(self))
+        vars(below).update(vars(self), _path=self._path_of(key))
+        return below
+
+    def __call__(self, key: str, value: Any) -> Any:
+        """Save ``value`` under ``key`` and return it, or return what was saved there.
+
+        A value is a number, a string, bytes, ``None``, a tensor, an array, or a list, tuple or dict of these.
+        """
+        raise NotImplementedError
+
+    def visit(self, key: str, obj: Any) -> None:
+        """Save or load a whole object under ``key``: with its ``serialize``, or its ``state_dict``/``load_state_dict``.
+
+        An empty key means the serializer itself. A ``serialize`` that does not take exactly one argument is ignored. The
+        entries of a module's ``state_dict`` become one key each, with slashes instead of dots, so that a submodule can be
+        found by its path. In addition, each submodule with a ``serialize`` method saves its own state under its path;
+        this state must not depend on the rank.
+
+        Raises:
+            TypeError: the object has neither of them.
+            ValueError: while saving, a key is saved twice.
+        """
+        if is_module(obj):
+            self._enter(key, obj, _ENTRIES)._visit_module(obj)
+        elif (method := serialize_method(obj)) is not None:
+            method(self._enter(key, obj, "serialize"))
+        elif has_state(obj):
+            self._enter(key, obj, "state_dict")._visit_state(obj)
+        else:
+            reason = "; the serialize that it has does not take a serializer alone" if hasattr(obj, "serialize") else ""
+            raise TypeError(
+                f"{type(obj).__name__} has no state to save or load at {self._path + key!r}: "
+                f"give it serialize(serializer), or state_dict() and load_state_dict(state){reason}"
+            )
+
+    def visit_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
+        """Save or load a dict whose items belong to the tensors ``likes`` of their keys.
+
+        Tensors in an item that have the shape of a sharded one are read from a snapshot as shards, and never whole.
+        """
+        return self(key, value)
+
+    def _enter(self, key: str, obj: Any, part: str) -> Self:
+        """Return the child for an object that is visited."""
+        below = self[key]
+        below._owner = obj, part
+        return below
+
+    def _begin_module(self, module: Any) -> tuple[bool, list[tuple[str, Any]]]:
+        """Return whether a module around this one brings its entries, and the submodules that still save their own."""
+        is_covered = (self._path, id(module)) in self._covered
+        if own := own_states(module):
+            clean = name_cleaner(module)
+            for name, part in module.named_modules(remove_duplicate=False):
+                self._covered.add((self._path_of(clean(name).replace(".", "/")), id(part)))
+            own = [(path, part) for path, part in own if self._path_of(path) not in self._called]
+            self._called.update(self._path_of(path) for path, _ in own)
+        return is_covered, own
+
+    def _path_of(self, key: str) -> str:
+        return f"{self._path}{key}/" if key else self._path
+
+    def _visit_module(self, module: Any) -> None:
+        raise NotImplementedError
+
+    def _visit_state(self, obj: Any) -> None:
+        raise NotImplementedError
+
+
+class Serializer(AbstractSerializer):
+    """A serializer that saves. ``isinstance(serializer, Serializer)`` tells an object that its state is being saved.
+
+    Example::
+
+        def serialize(self, serializer):
+            lines = serializer("lines", len(self.lines))
+            if not isinstance(serializer, Serializer):
+                self.lines = read_lines(self.path, lines)
+    """
+
+    def refer(self, path: Path) -> None:
+        """Register a file to which the state refers: it is flushed to the disk before the snapshot is published."""
+
+
+class Deserializer(AbstractSerializer):
+    """A serializer that loads. With ``strict`` a key that was not saved is an error; otherwise the current value is kept.
+
+    Example::
+
+        def serialize(self, serializer):
+            if isinstance(serializer, Deserializer) and "momentum" not in set(serializer.paths()):
+                return  # saved by a version without momentum
+            self.momentum = serializer("momentum", self.momentum)
+
+    Attributes:
+        strict: True if a key that was not saved is an error.
+        place: the location of the run that saved the state, an absolute path or an address; ``None`` if it comes from
+            memory.
+        gives_way: True for a starting point from elsewhere: a run that has its own snapshots continues from those
+            instead.
+    """
+
+    strict: bool = True
+    gives_way: bool = False
+    place: str | None = None
+
+    def paths(self) -> Iterator[str]:
+        """Return all keys saved below this serializer, as paths relative to it."""
+        raise NotImplementedError
+
+
+class DictionarySerializer(Serializer):
+    """Saves state into ``target``, a dictionary from path to value.
+
+    Tensors, arrays and containers are copied, so that later training does not change the saved state.
+
+    Raises:
+        ValueError: a key is saved twice.
+
+    Example::
+
+        serializer = DictionarySerializer()
+        serializer.visit("model", model)
+        DictionaryDeserializer(serializer.target).visit("model", other_model)
+    """
+
+    def __init__(self, target: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.target: dict[str, Any] = {} if target is None else target
+        self._given: dict[str, Any] = {}  # by path, what was saved, not copied
+        self._owners: dict[str, _Owner] = {}
+
+    def __call__(self, key: str, value: Any) -> Any:
+        path = self._path + key
+        if path in self._owners:
+            self._check_repeated(path, value)
+            return value
+        self._owners[path] = self._owner
+        self._given[path] = value
+        self.target[path] = copy_value(value)
+        return value
+
+    def _visit_module(self, module: Any) -> None:
+        is_covered, own = self._begin_module(module)
+        if not is_covered:
+            entries = state_entries(module)
+            for path, name in entry_names(module, entries, self._path).items():
+                self(path, entries[name])
+        for path, part in own:
+            part.serialize(self._enter(path, part, "serialize"))
+
+    def _visit_state(self, obj: Any) -> None:
+        self("state_dict", obj.state_dict())
+
+    def _check_repeated(self, path: str, value: Any) -> None:
+        """Refuse a second value under a path, unless a module saves its own parameter, or calls a submodule itself."""
+        (first, first_part), (second, second_part) = self._owners[path], self._owner
+        given = self._given[path]
+        if _ENTRIES in (first_part, second_part):
+            if is_same_tensor(given, value):
+                return
+        elif first is not second and is_module(first) and is_module(second) and is_same_value(given, value):
+            return
+        owners = [
+            f"the {part} of {type(obj).__name__}" for obj, part in (self._owners[path], self._owner) if obj is not None
+        ]
+        both = " and ".join(dict.fromkeys(owners)) or "serialize"
+        raise ValueError(
+            f"{path!r} is saved twice, by {both}, and only one value could be loaded again; give each value a key of its own"
+            + (". Parameters and buffers of a module are saved in any case" if _ENTRIES in (first_part, second_part) else "")
+        )
+
+
+class StateCollector(DictionarySerializer):
+    """Saves into ``target`` without copying, for state that is written or copied before the training continues."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__()
+        self._given = self.target
+        self.directory = directory
+        self.referred: list[Path] = []  # the files to which the state refers
+
+    def __call__(self, key: str, value: Any) -> Any:
+        # hot path: "chainring, asynchronous" in benchmarks/snapshot.py, for thousands of parameters
+        path = self._path + key
+        if path in self._owners:
+            self._check_repeated(path, value)
+            return value
+        self._owners[path] = self._owner
+        self.target[path] = value
+        return value
+
+    def refer(self, path: Path) -> None:
+        self.referred.append(path)
+
+    def own_paths(self) -> list[str]:
+        """Return the paths of what modules have saved beside their parameters and buffers."""
+        below = tuple(self._called)
+        if not below:
+            return []
+        return [path for path, (_, part) in self._owners.items() if part != _ENTRIES and path.startswith(below)]
+
+
+class DictionaryDeserializer(Deserializer):
+    """Loads state from ``source``, a dictionary that a `DictionarySerializer` has filled; its values are copied.
+
+    Raises:
+        KeyError: with ``strict``, a requested key is missing in ``source``.
+
+    Example::
+
+        saved = DictionarySerializer()
+        saved.visit("trigger", trigger)
+        DictionaryDeserializer(saved.target).visit("trigger", other_trigger)
+    """
+
+    # Where a tensor comes back that a module keeps, such as its last output, and has not computed yet.
+    _device: torch.device | None = None
+
+    def __init__(self, source: Mapping[str, Any], strict: bool = True) -> None:
+        super().__init__()
+        self.source = source
+        self.strict = strict
+        self.origin: TensorReader | None = None  # from which the tensors of the source are read
+        self._asked: set[str] = set()
+
+    def __call__(self, key: str, value: Any) -> Any:
+        path = self._path + key
+        self._asked.add(path)
+        if path in self.source:
+            return self._restore(path, value)
+        if self.strict:
+            raise KeyError(
+                f"the saved state has no {path!r}. It comes from an object of another type or version; "
+                "load it into the object that it was saved from, or pass strict=False to keep missing values as they are"
+            )
+        return value
+
+    def visit_like(self, key: str, value: Any, likes: Mapping[str, Any]) -> Any:
+        saved = self.source.get(self._path + key)
+        if not isinstance(saved, dict):
+            return self(key, value)
+        self._asked.add(self._path + key)
+        return read_stored(copy_value(saved), value, likes)
+
+    def paths(self) -> Iterator[str]:
+        start = len(self._path)
+        return (path[start:] for path in self.source if path.startswith(self._path))
+
+    def _enter(self, key: str, obj: Any, part: str) -> Self:
+        below = super()._enter(key, obj, part)
+        if isinstance(obj, nn.Module) and part != _ENTRIES:
+            devices = {parameter.device for parameter in obj.parameters()}
+            below._device = devices.pop() if len(devices) == 1 else None
+        return below
+
+    def _restore(self, path: str, value: Any) -> Any:
+        """Return the saved value as the object declares it."""
+        saved = self.source[path]
+        if isinstance(value, (Tensor, np.ndarray)):
+            saved = read_stored(saved, value)
+            if saved is value or fill(value, saved):
+                return value
+        if saved is None and isinstance(value, nn.Parameter):  # left out of the snapshot
+            return value
+        if isinstance(value, SCALARS):
+            return to_type_of(value, read_stored(saved))
+        return move(read_stored(copy_value(saved)), self._device if value is None else None)
+
+    def _visit_module(self, module: Any) -> None:
+        """Load a module; a parameter that was saved as ``None`` was left out and stays what it is."""
+        is_covered, own = self._begin_module(module)
+        for path, part in own:
+            part.serialize(self._enter(path, part, "serialize"))
+        if is_covered:
+            return
+        entries = state_entries(module)
+        names = entry_names(module, entries, self._path)
+        paths = [path for path in self.paths() if path in names or self._path + path not in self._asked]
+        if self.strict and own and names and names.keys().isdisjoint(paths):
+            raise KeyError(
+                f"the saved state of {type(module).__name__} at {self._path!r} has none of its parameters and buffers, such "
+                f"as {next(iter(names))!r}: it was saved by a version that saved only what serialize names. Load it with "
+                "strict=False to keep the current parameters"
+            )
+        name_of = {path: names.get(path, path.replace("/", ".")) for path in paths}
+        saved = {
+            name_of[path]: shard_like(value, entries.get(name_of[path]))
+            for path, value in self._read_entries({path: entries.get(name) for path, name in name_of.items()}).items()
+        }
+        kept = [name for name, value in saved.items() if value is None and hasattr(entries.get(name), "detach")]
+        kept += [name for path, name in names.items() if self._is_ignored(self._path + path)]
+        try:
+            load_entries(module, saved | {name: entries[name] for name in kept}, self.strict)
+        except RuntimeError as error:
+            if own:
+                classes = ", ".join(sorted({type(part).__name__ for _, part in own}))
+                error.add_note(f"Your own serialize, here of {classes}, asks for the keys that it saves when it loads too")
+            raise
+
+    def _read_entries(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was saved of the entries of a module, by path; what lies in files is read into the entries at hand."""
+        stored = {path: saved for path in entries if isinstance(saved := self.source.get(self._path + path), StoredTensor)}
+        self._asked.update(self._path + path for path in stored)
+        read = read_stored(stored, entries, entries)
+        return {path: read[path] if path in stored else self(path, None) for path in entries}
+
+    def _is_ignored(self, path: str) -> bool:
+        """Return whether the value at hand is kept in place of the saved one."""
+        return False
+
+    def _visit_state(self, obj: Any) -> None:
+        state = self("state_dict", None)
+        if state is not None:
+            obj.load_state_dict(state)
+
+
+class Stateful:
+    """Base class that derives ``state_dict`` and ``load_state_dict`` from ``serialize``, which does nothing by default."""
+
+    @derived
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Declare the state that changes while training; settings are never state."""
+
+    @derived
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, keyed by path (``"updater/iteration"``): later training does not change it."""
+        serializer = DictionarySerializer()
+        self.serialize(serializer)
+        return serializer.target
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` returned. A missing key raises a ``KeyError`` that names it."""
+        with telling_changes([]):
+            self.serialize(DictionaryDeserializer(state_dict))
+
+
+def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: str) -> None:
+    """Record a setting beside the state: the saved value is not restored, but printed if it differs."""
+    if not isinstance(serializer, Deserializer):
+        serializer(key, value)
+        return
+    try:
+        saved = serializer(key, _MISSING)  # and not the value, which would be filled with the saved one
+    except KeyError:  # of a snapshot that was made before it was recorded
+        return
+    if saved is not _MISSING and not is_same_value(saved, value):
+        announce_change(name, saved, value)
+
+
+def visit_optional(serializer: AbstractSerializer, key: str, value: Any) -> Any:
+    """Save or load a value that not every snapshot has; from one without it, the current value is returned."""
+    try:
+        return serializer(key, value)
+    except KeyError:
+        if isinstance(serializer, Serializer):
+            raise
+        return value
+
+
+def visit_if_stateful(serializer: AbstractSerializer, key: str, obj: Any) -> None:
+    """Save or load an object under ``key``, if it has state."""
+    if serialize_method(obj) is not None or has_state(obj):
+        serializer.visit(key, obj)
+
+
+def conclude_reading(serializer: AbstractSerializer) -> None:
+    """End the loading of a snapshot by several ranks; each waits until none needs it any more to read for the others."""
+    if isinstance(serializer, DictionaryDeserializer) and serializer.origin is not None:
+        serializer.origin.conclude()
