@@ -3,10 +3,12 @@
 import errno
 import os
 import stat
+import zlib
 
 import pytest
 
-from chainring._files import DirectoryLock, append, atomic_write, flush, is_temporary, make_folder, temporary_path
+from chainring._append_only import AppendOnly
+from chainring._files import DirectoryLock, atomic_write, flush, is_temporary, make_folder, temporary_path
 
 
 def write(path, content, **options):
@@ -143,10 +145,11 @@ def test_a_file_is_appended_to_only_where_it_is_a_file_of_its_own(tmp_path):
     for put in (lambda: path.symlink_to(victim), lambda: os.link(victim, path), lambda: os.mkfifo(path), path.mkdir):
         put()
         with pytest.raises(OSError, match="left alone"):
-            append(path, b"more")
+            AppendOnly(path).append(b"more")
         path.rmdir() if path.is_dir() else path.unlink()
-    append(path, b"a")
-    append(path, b"b")
+    file = AppendOnly(path)
+    file.append(b"a")
+    file.append(b"b")
     assert (victim.read_bytes(), path.read_bytes()) == (b"mine", b"ab")
 
 
@@ -161,3 +164,64 @@ def test_a_folder_is_not_made_through_a_link(tmp_path):
     assert make_folder(tmp_path / "out", "a/b") == tmp_path / "out" / "a" / "b"
     assert make_folder(tmp_path / "out", tmp_path / "own").is_dir()
     assert make_folder(tmp_path / "out", "../also own").is_dir()
+
+
+def begun(path, size, content=b"abcdef", more=b""):
+    """A file with this content, of which a snapshot knows the first bytes, as a resumed run goes on in it."""
+    path.write_bytes(content)
+    file = AppendOnly(path, size, zlib.crc32(b"abcdef"[:size]))
+    return file, file.begin(path, more, loss="the test goes on without its beginning")
+
+
+def test_a_file_is_cut_back_to_what_a_snapshot_knows(tmp_path):
+    """What follows is appended there; it stays the same file."""
+    path = tmp_path / "file"
+    path.write_bytes(b"abcdef")
+    inode = path.stat().st_ino
+    file, was_kept = begun(path, 3)
+    file.append(b"xyz")
+    assert was_kept
+    assert (path.read_bytes(), path.stat().st_ino, file.read()) == (b"abcxyz", inode, b"abcxyz")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_with_another_beginning_is_set_aside_with_a_warning(tmp_path):
+    """Of the same length too; the run goes on without what is lost."""
+    path = tmp_path / "file"
+    with pytest.warns(UserWarning, match="without its beginning: .*file does not begin with the 3 bytes"):
+        file, was_kept = begun(path, 3, b"aBcdef", more=b"new")
+    assert not was_kept
+    assert (path.read_bytes(), file.size, file.is_intact()) == (b"new", 3, True)
+    assert (tmp_path / "abandoned" / "1" / "file").read_bytes() == b"aBcdef"
+
+
+def test_a_file_elsewhere_is_copied_up_to_what_a_snapshot_knows(tmp_path):
+    """It stays as it is."""
+    (tmp_path / "old").write_bytes(b"abcdef")
+    file = AppendOnly(tmp_path / "old", 4, zlib.crc32(b"abcd"))
+    assert file.begin(tmp_path / "new", b"x", loss="")
+    file.append(b"y")
+    assert ((tmp_path / "old").read_bytes(), (tmp_path / "new").read_bytes()) == (b"abcdef", b"abcdxy")
+
+
+def test_a_tail_is_replaced_by_the_next_write(tmp_path):
+    """A shorter one leaves nothing of it behind, and it does not count."""
+    file = AppendOnly(tmp_path / "file")
+    file.append(b"ab")
+    file.write_tail(b"tail")
+    file.write_tail(b"t")
+    assert ((tmp_path / "file").read_bytes(), file.size) == (b"abt", 2)
+    file.append(b"c")
+    assert ((tmp_path / "file").read_bytes(), file.is_intact()) == (b"abc", True)
+
+
+def test_a_snapshot_beside_a_file_has_its_name_size_and_checksum(tmp_path):
+    """One elsewhere has none of it; a directory that was moved as a whole is found."""
+    referred = []
+    file = AppendOnly(tmp_path / "file")
+    file.append(b"abc")
+    assert file.state(tmp_path / "elsewhere", referred.append) is None
+    state = file.state(tmp_path, referred.append)
+    assert referred == [tmp_path / "file"]
+    assert AppendOnly.restore([*state, "more"], tmp_path).read() == b"abc"
+    assert AppendOnly.restore(state, tmp_path / "elsewhere").read() is None

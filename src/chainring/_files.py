@@ -167,12 +167,6 @@ def _check_regular(status: os.stat_result, path: Path, flags: int) -> None:
         raise OSError(errno.EINVAL, f"it is {kind}, and is left alone; move it away", str(path))
 
 
-def append(path: Path, content: bytes) -> None:
-    """Append to a file, which is created if it is not there; see `open_regular`."""
-    with open(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
-        file.write(content)
-
-
 def read_regular(path: Path, limit: int) -> bytes:
     """Return the content of a file, see `open_regular`.
 

@@ -1,4 +1,4 @@
-"""Shared by the writers: optional packages, file names, rows of another run, and the ids under which services know a run."""
+"""Shared by the writers: optional packages, file names, and the ids under which services know a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from chainring import _random
-from chainring._files import parse_strict, read_regular, replace_file, set_aside
-from chainring._messages import info, warn
+from chainring._files import parse_strict, read_regular, replace_file
+from chainring._messages import warn
 
 _LARGEST_DESCRIPTION = 1 << 16  # bytes
 
@@ -48,12 +48,6 @@ def safe_name(key: str) -> str:
     """Return a key as a part of a file name; different keys have different names."""
     name = re.sub(r"[^\w-]", "_", key, flags=re.ASCII)[:60]
     return name if name == key else f"{name}-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
-
-
-def set_rows_aside(path: Path) -> None:
-    """Move a file with rows of another run to ``abandoned/<n>`` beside it, and say so."""
-    if (destination := set_aside(path)) is not None:
-        info(f"{path} holds rows that this run does not continue: moved to {destination}")
 
 
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:

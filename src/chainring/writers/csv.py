@@ -6,10 +6,12 @@ import csv
 import io
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from chainring._files import append, make_folder, open_regular, replace_file, to_json
-from chainring.writers._common import check_path, escape_fields, set_rows_aside
+from chainring._append_only import AppendOnly, set_rows_aside
+from chainring._files import make_folder, open_regular, replace_file, to_json
+from chainring.writers._common import check_path, escape_fields
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 
 
@@ -36,7 +38,7 @@ class CsvWriter(Writer):
     def __init__(self, filename: str = "log.csv") -> None:
         self._filename = check_path("filename", filename)
         self.writes = (escape_fields(self._filename),)
-        self._path: Path | None = None
+        self._file = AppendOnly()
         self._columns: list[str] = []
 
     def begin(self, run: Run) -> None:
@@ -45,32 +47,28 @@ class CsvWriter(Writer):
         rows = [_cells(record) for record in run.records]
         if not _is_continued(path, rows, run.iteration):
             set_rows_aside(path)
-        self._path, self._columns = path, _columns(rows)
-        self._replace(rows)
+        self._replace(path, rows)
 
     def write(self, record: Record) -> None:
-        if self._path is None:
+        if self._file.path is None:
             self.begin(Run())
-        assert self._path is not None
+        assert self._file.path is not None
         row = _cells(record)
-        if not row.keys() <= set(self._columns):
-            rows = [*_read(self._path), row]
-            self._columns = _columns(rows)
-            self._replace(rows)
-            return
-        append(self._path, _text(self._columns, [row]))
+        if row.keys() <= set(self._columns):
+            self._file.append(_text(self._columns, [row]))
+        else:
+            self._replace(self._file.path, [*_read(self._file.path), row])
 
-    def _replace(self, rows: Iterable[dict[str, str]]) -> None:
-        assert self._path is not None
-        replace_file(self._path, _text(self._columns, [dict(zip(self._columns, self._columns, strict=True)), *rows]))
+    def _replace(self, path: Path, rows: list[dict[str, str]]) -> None:
+        """Write a table with a column for each key in the rows."""
+        self._columns = list(dict.fromkeys([*COUNTERS, *(key for row in rows for key in row)]))
+        content = _text(self._columns, [{column: column for column in self._columns}, *rows])
+        replace_file(path, content)
+        self._file = replace(AppendOnly.of(content), path=path)
 
 
 def _cells(record: Record) -> dict[str, str]:
     return {key: str(to_json(value)) for key, value in {**counters_of(record), **record.values}.items()}
-
-
-def _columns(rows: Iterable[dict[str, str]]) -> list[str]:
-    return list(dict.fromkeys([*COUNTERS, *(key for row in rows for key in row)]))
 
 
 def _text(columns: list[str], rows: Iterable[dict[str, str]]) -> bytes:

@@ -158,18 +158,6 @@ def test_a_link_of_that_name_is_not_followed(tmp_path):
     assert texts(tmp_path / "out") == [(0, 2, "of 2")]
 
 
-def test_a_state_from_before_there_were_any_is_loaded(tmp_path):
-    """A dictionary without them."""
-    trainer = run(tmp_path / "first", 2)
-    state = {key: value for key, value in trainer.state_dict().items() if "/media/" not in key}
-    assert len(state) < len(trainer.state_dict())
-    again = training.Trainer(Showing(), (4, "iteration"), str(tmp_path / "second"), [LogReport(trigger=(2, "iteration"))])
-    again.extend(extensions.snapshot(), trigger=(3, "iteration"))
-    again.load_state_dict(state)
-    again.run()
-    assert texts(tmp_path / "second") == [(1, 4, "of 4")]
-
-
 def test_each_log_keeps_those_of_its_own_intervals(tmp_path):
     """In a file beside its own."""
     run(tmp_path, 6, LogReport(trigger=(3, "iteration"), filename="other"))

@@ -315,6 +315,15 @@ def test_a_long_log_that_was_damaged_is_named_with_the_number_of_rows_that_are_l
     assert os.path.lexists(tmp_path / "abandoned" / "1" / "log.jsonl") == (damage != "gone")
 
 
+def test_the_file_of_the_rows_is_cut_back_and_not_replaced(tmp_path):
+    """An older snapshot refers to it."""
+    run(tmp_path, 3, LogReport(trigger=(1, "iteration")))
+    inode = (tmp_path / "log.jsonl").stat().st_ino
+    run(tmp_path, 3, LogReport(trigger=(1, "iteration")), load=tmp_path / "snapshot_iter_2")
+    assert [row["iteration"] for row in lines(tmp_path / "log.jsonl")] == [1, 2, 3]
+    assert (tmp_path / "log.jsonl").stat().st_ino == inode
+
+
 def test_a_torn_last_row_is_cut_off(tmp_path):
     """As a loss of power leaves it, or a kill while a row is written."""
     run(tmp_path, 30, long_log(), every=30)
@@ -325,18 +334,14 @@ def test_a_torn_last_row_is_cut_off(tmp_path):
     assert iterations(log.log) == iterations(lines(tmp_path / "log.jsonl")) == list(range(1, 32))
 
 
-@pytest.mark.parametrize("form", ["rows in the state", "without their number"])
-def test_snapshots_of_earlier_versions_bring_their_rows(tmp_path, form):
-    """Those that had the rows in the state, and those that had the length and checksum of the file alone."""
+def test_rows_in_the_state_go_on_in_the_file_that_has_them(tmp_path):
+    """As a state in memory has them."""
     first = long_log()
     trainer = made(tmp_path, 30, first, every=100)
     trainer.run()
     state = read_state_of(trainer, tmp_path)
     assert state["extensions/LogReport/log"] is None
-    if form == "rows in the state":
-        state["extensions/LogReport/log"], state["extensions/LogReport/file"] = first.log, None
-    else:
-        state["extensions/LogReport/file"] = state["extensions/LogReport/file"][:3]
+    state["extensions/LogReport/log"], state["extensions/LogReport/file"] = first.log, None
     log = long_log()
     again = made(tmp_path, 31, log, every=100)
     source = DictionaryDeserializer(state)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,15 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chainring import _random
-from chainring._files import is_regular, make_folder, open_regular, write_at, write_error
-from chainring._messages import warn
+from chainring._append_only import AppendOnly, set_rows_aside
+from chainring._files import make_folder
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests, read_together
 from chainring.training._ledger import HEAD, LOSS_TYPES, ROWS, Bits, Block, Ledger
 from chainring.training.extension import Extension
 from chainring.training.triggers import TriggerLike, get_trigger
-from chainring.writers._common import set_rows_aside
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -81,8 +77,9 @@ class Recorder(Extension):
         self._generators = _random.GeneratorStates()
         self._batches: Batches | None = None
         self._places: list[Any] = []  # of the batches, when the values were read last
-        self._file: _LedgerFile | None = None  # of the main rank, during a run
-        self._written = _Written()  # the blocks that are complete
+        self._is_writing = False  # on the main rank, during a run
+        self._file = AppendOnly()  # the head and the blocks that are complete
+        self._count = 0  # of these blocks
         self._block: Block | None = None  # the next one, as far as its values have been read
         self._names: list[str] = []  # of the tensors in the digests that were written last
         self._rows: list[_Row] = []  # whose values have not been read
@@ -101,16 +98,24 @@ class Recorder(Extension):
         self._batches = Batches(trainer.updater)
         self._places = self._batches.take()
         if trainer.comm.is_main:
-            self._file = _LedgerFile(Path(trainer.out), self._filename, self._written)
-            if self._file.written.size != self._written.size:  # another file
-                self._names = []
-            self._written = self._file.written
-            if self._block is not None:
-                self._block.number = self._written.count
-            self._flush(self._file)
-            self._file.cut()
+            self._begin_file(Path(trainer.out))
         if not trainer.updater.iteration:
             self._add_digests(trainer)
+
+    def _begin_file(self, out: Path) -> None:
+        """Go on in the file that has the earlier iterations, or in a new one."""
+        make_folder(out, Path(self._filename).parent)
+        path = out / self._filename
+        if not self._file.size:
+            set_rows_aside(path)
+        self._file.begin(path, loss="the recorder continues without its earlier iterations")
+        if not self._file.size:
+            self._file.append(HEAD)
+            self._names, self._count = [], 0
+        if self._block is not None:
+            self._block.number = self._count
+        self._is_writing = True
+        self._write_block()
 
     def _refuse_a_shared_file(self, trainer: Trainer) -> None:
         for entry in trainer.entries:
@@ -122,7 +127,7 @@ class Recorder(Extension):
 
     def observe(self, trainer: Trainer) -> None:
         iteration = trainer.updater.iteration
-        if self._file is None or not iteration:
+        if not self._is_writing or not iteration:
             return
         if iteration <= self._last:
             raise ValueError(
@@ -131,7 +136,7 @@ class Recorder(Extension):
             )
         # The block of the iteration before is complete now, and not then: its digests came after its row.
         if self._last and (iteration % ROWS == 1 or iteration != self._last + 1):
-            self._close_block(self._file)
+            self._close_block()
         self._last = iteration
         reported = trainer.reported
         if list(reported.values) != self._keys:
@@ -146,13 +151,13 @@ class Recorder(Extension):
 
     def _add_digests(self, trainer: Trainer) -> None:
         digests = StateDigests(trainer.updater, trainer.comm)
-        if self._file is not None:
+        if self._is_writing:
             self._digests[trainer.updater.iteration] = digests
 
     def _read(self) -> Block | None:
         """Read what waits on a device, and return the block that is not complete; ``None`` if it has no row yet."""
         if self._rows and self._block is None:
-            self._block = Block(self._written.count, self._rows[0].iteration)
+            self._block = Block(self._count, self._rows[0].iteration)
         if self._block is not None and (self._rows or self._digests):
             losses, digests = _Losses([row.find_losses() for row in self._rows]), self._digests.values()
             found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
@@ -170,50 +175,45 @@ class Recorder(Extension):
             self._rows, self._digests = [], {}
         return self._block
 
-    def _close_block(self, file: _LedgerFile) -> None:
+    def _close_block(self) -> None:
         if (block := self._read()) is not None:
-            file.write(block.encode(self._names), is_complete=True)
-            self._written = file.written
+            self._file.append(block.encode(self._names))
+            self._count += 1
             self._names = next((list(names) for names, _ in reversed(block.digests.values())), self._names)
             self._block = None
 
     def finalize(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                self._flush(file)
-            finally:
-                file.close()
+        if self._is_writing:
+            self._is_writing = False
+            self._write_block()
 
-    def _flush(self, file: _LedgerFile) -> None:
+    def _write_block(self) -> None:
+        """Write the block that is not complete, as far as it has come."""
         block = self._read()
-        file.write(b"" if block is None else block.encode(self._names), is_complete=False)
+        self._file.write_tail(b"" if block is None else block.encode(self._names))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         in_file = content = rows = None
         if isinstance(serializer, Serializer):
-            if self._file is not None:
-                self._flush(self._file)
+            if self._is_writing:
+                self._write_block()
             if (block := self._read()) is not None:
                 rows = HEAD + Block(0, block.first, block.rows, block.digests).encode([])
-            written, directory = self._written, serializer.directory
-            # In a snapshot beside the file its length is enough: otherwise the file would be written again into each.
-            if written.path is not None and directory is not None and directory.resolve() == written.path.parent.resolve():
-                serializer.refer(written.path)
-                in_file = [written.path.name, written.size, written.crc, written.count]
-            elif written.size:
-                content = [written.read(), written.count]
+            if (state := self._file.state(serializer.directory, serializer.refer)) is not None:
+                in_file = [*state, self._count]
+            elif self._file.size:
+                content = [self._file.read(), self._count]
         in_file, content = serializer("file", in_file), serializer("content", content)
         rows, names = serializer("rows", rows), serializer("names", self._names)
         last = serializer("last", self._last)
         if not isinstance(serializer, Serializer):
             self._rows, self._digests, self._names, self._last = [], {}, list(names), last
             self._block = None if rows is None else _parse_block(rows)
-            self._written = _Written()
+            self._file, self._count = AppendOnly(), 0
             if in_file is not None:
-                self._written = _Written((serializer.directory or Path()) / Path(in_file[0]).name, None, *in_file[1:])
+                self._file, self._count = AppendOnly.restore(in_file, serializer.directory), in_file[3]
             elif content is not None and content[0] is not None:
-                self._written = _Written(None, content[0], len(content[0]), zlib.crc32(content[0]), content[1])
+                self._file, self._count = AppendOnly.of(content[0]), content[1]
 
 
 class _Row(NamedTuple):
@@ -233,88 +233,6 @@ class _Row(NamedTuple):
             if len(found) < _LOSSES and is_scalar(number):
                 found[name] = number
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The complete blocks of a ledger, and its head: where they lie, their length in bytes, CRC-32, and number."""
-
-    path: Path | None = None
-    content: bytes | None = None  # of a run in memory
-    size: int = 0
-    crc: int = 0
-    count: int = 0
-
-    def read(self) -> bytes | None:
-        """Return the bytes; ``None`` if they are not those that were written."""
-        return self.content if self.path is None else self.find(self.path)
-
-    def find(self, path: Path) -> bytes | None:
-        """Return the bytes at the beginning of a file, if they are those that were written."""
-        try:
-            with open(open_regular(Path(os.path.realpath(path))), "rb") as file:
-                content = file.read(self.size)
-        except OSError:
-            return None
-        return content if (len(content), zlib.crc32(content)) == (self.size, self.crc) else None
-
-
-class _LedgerFile:
-    """The file of a ledger, of which the last block, while it is not complete, is written again with more rows.
-
-    Attributes:
-        written: the complete blocks.
-    """
-
-    def __init__(self, out: Path, name: str, earlier: _Written) -> None:
-        make_folder(out, Path(name).parent)
-        path = out / name
-        is_here = earlier.size > 0 and is_regular(path) and earlier.find(path) is not None
-        content = HEAD if is_here or not earlier.size else earlier.read()
-        if content is None:
-            _warn_of_loss(earlier)
-            earlier, content = _Written(), HEAD
-        if not is_here:
-            set_rows_aside(path)
-        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-        self._path = path
-        crc = earlier.crc if is_here else zlib.crc32(content)
-        self.written = _Written(path, None, earlier.size or len(content), crc, earlier.count)
-        self._end = self.written.size  # of the block that is not complete
-        if not is_here:
-            _write_at(self._descriptor, content, 0, path)
-
-    def write(self, block: bytes, *, is_complete: bool) -> None:
-        """Write a block behind the complete ones."""
-        written = self.written
-        _write_at(self._descriptor, block, written.size, self._path)
-        self._end = written.size + len(block)
-        if is_complete:
-            size, crc = written.size + len(block), zlib.crc32(block, written.crc)
-            self.written = _Written(written.path, None, size, crc, written.count + 1)
-
-    def cut(self) -> None:
-        """Cut off what lies behind the last block, of iterations that are done again."""
-        os.ftruncate(self._descriptor, self._end)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-def _write_at(descriptor: int, content: bytes, start: int, path: Path) -> None:
-    try:
-        while content:
-            count = write_at(descriptor, content, start)
-            content, start = content[count:], start + count
-    except OSError as error:
-        raise write_error(error, path) from error
-
-
-def _warn_of_loss(written: _Written) -> None:
-    warn(
-        f"the recorder continues without its earlier iterations: {written.path} does not begin with the {written.size} "
-        "bytes that it had when the snapshot was taken; move a snapshot together with the files beside it",
-    )
 
 
 def _find_losses(keys: Sequence[str]) -> list[str]:
