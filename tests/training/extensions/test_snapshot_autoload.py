@@ -1,6 +1,7 @@
 """A rerun of the same script continues from the newest sound snapshot, and says which were not."""
 
 import os
+import shutil
 import sys
 import warnings
 from collections import Counter
@@ -245,3 +246,37 @@ def test_no_warning_is_given_where_all_is_sound(tmp_path):
         warnings.simplefilter("error")
         go(tmp_path, 2)
         assert list(go(tmp_path, 3, seed=5)) == [3]
+
+
+class Simple(training.Extension):
+    """A snapshot extension of one's own, which keeps two."""
+
+    is_snapshot = autoload = True
+    writes = ("state_{.updater.iteration}",)
+
+    def __call__(self, trainer):
+        path = Path(trainer.out, f"state_{trainer.updater.iteration}")
+        if not path.exists():  # it is called once more when the run ends
+            serializers.save(path, trainer)
+        for path in self.saved(trainer)[2:]:
+            shutil.rmtree(path)
+
+    def newest(self, trainer):
+        path = next(iter(self.saved(trainer)), None)
+        return path and (self.iteration(path), lambda: serializers.load(path, trainer))
+
+    def saved(self, trainer):
+        return sorted(Path(trainer.out).glob("state_*"), key=self.iteration, reverse=True)
+
+    def iteration(self, path):
+        return int(path.name.removeprefix("state_"))
+
+
+def test_a_snapshot_extension_of_ones_own_resumes_as_ours_does(tmp_path):
+    """In some fifteen lines, of what is public."""
+    whole, parts = Witness(), Witness()
+    run(tmp_path / "whole", 6, whole)
+    for stop in (3, 6):
+        run(tmp_path / "parts", stop, (Simple(), EVERY), parts, seed=stop - 3)
+    assert names(tmp_path / "parts") == ["state_5", "state_6"]
+    assert not [key for key in differing(parts.states[6], whole.states[6]) if key.startswith("updater")]

@@ -7,10 +7,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring._checks import is_integer
 from chainring._distributed.sharding import is_sharded
@@ -108,47 +109,49 @@ class Snapshot(Extension):
             raise TypeError(f"condition is a function without arguments, got {type(condition).__name__}")
         if target is not None:
             _check_target(target)
+        if not is_integer(n_retains) or (n_retains != -1 and n_retains < 1):
+            raise ValueError(f"n_retains is how many snapshots to keep, at least 1, or -1 for all; got {n_retains!r}")
         self.autoload = autoload
         self.n_retains = n_retains
-        self._series = _Series(filename, n_retains)
-        self.has_fixed_name = self._series.is_fixed
         self.target = target
-        self._condition = condition
         self.snapshot_on_error = snapshot_on_error
         self.asynchronous = asynchronous
         self.frozen = frozen
+        self.saved_iteration: int | None = None
+        self._condition = condition
+        self._series = Series(filename)  # of several with one name, each has that of the first
+        self.retention = self._series.retention(n_retains)
         self._staging = StagingBuffers()
         self._background = BackgroundWriter()
         self._has_started = False
         self._damaged: set[str] = set()  # snapshots that proved to be so when they were loaded
         self._comm: Communicator | None = None
-        self.saved_iteration: int | None = None
-        self._begun_iteration: int | None = None  # of the snapshot that was begun last
-        self._answer: bool | None = None  # of the condition, as long as it holds
-        self._taken_as: set[str] = set()  # names under which another of the same file name has taken the snapshot
+
+    @property
+    def has_fixed_name(self) -> bool:  # type: ignore[override]
+        return self._series.is_fixed
 
     @property
     def writes(self) -> Sequence[str]:
         return self._series.templates
 
     def newest(self, trainer: Trainer) -> tuple[int, Callable[[], None]] | None:
-        self._set_label(trainer)
+        self._join_series(trainer)
         self._guard(self._background.wait)
         store = trainer.store
-        while (
-            name := trainer.comm.broadcast_object(self._find_newest(store) if trainer.comm.is_main else None)
-        ) is not None:
+        while True:
+            name = None
+            if trainer.comm.is_main:
+                name = find_newest(store, [name for name, _ in self._series.listing(store)], warn, self._damaged)
+            name = trainer.comm.broadcast_object(name)
+            if name is None:
+                return None
             saved = store.snapshot(name)
             if self.target is None:
                 return saved.read_manifest().iteration, partial(self._load, saved, trainer, trainer.comm)
             with suppress(CorruptError):
                 self._load(saved, self.target, trainer.comm)
-                break
-        return None
-
-    def _find_newest(self, store: Store) -> str | None:
-        names = [name for name, _ in self._series.listing(store)]
-        return find_newest(store, names, warn, self._damaged)
+                return None
 
     def _load(self, saved: SavedSnapshot, obj: Any, comm: Communicator) -> None:
         """Load a snapshot, or note that it is damaged, on all ranks alike."""
@@ -161,9 +164,9 @@ class Snapshot(Extension):
             raise
 
     def initialize(self, trainer: Trainer) -> None:
-        self._set_label(trainer)
-        self._series.check_fields(trainer)
-        self._answer, self._taken_as = None, set()
+        siblings = self._join_series(trainer)
+        series, store = self._series, trainer.store
+        series.check_fields(trainer)
         self._has_started = True
         if self.snapshot_on_error:
             _refuse_sharded(trainer)
@@ -171,55 +174,51 @@ class Snapshot(Extension):
             # One for all snapshots of a run, which are written one after the other, in the same order on each rank.
             shared = (entry.extension._comm for entry in trainer.entries if isinstance(entry.extension, Snapshot))
             self._comm = next((comm for comm in shared if comm is not None), None) or trainer.comm.world.beside()
-        if self._series.is_fixed and trainer.comm.is_main:
-            name = str(self._series.filename)
-            if trainer.store.exists(name) and trainer.store.link_target(name) is None:
-                place = f"{trainer.store}/{name}"
-                raise FileExistsError(
-                    f"{place} is in the way of the snapshots of that name; move it, or give another filename"
-                )
-        siblings = self._siblings(trainer)
         if any(entry.extension.frozen != self.frozen for entry in siblings):
-            raise ValueError(
-                f"snapshots of one name save the same: give frozen= to all of {self._series.label!r}, or to none"
-            )
-        if trainer.comm.is_main:
-            names = {id(entry.extension): entry.name for entry in siblings}
-            self._series.begin(trainer.store, names.get(id(self)), set(names.values()))
+            raise ValueError(f"snapshots of one name save the same: give frozen= to all of {series.label!r}, or to none")
+        if not trainer.comm.is_main:
+            series.begin(None)
+        elif siblings[0].extension is self:
+            if series.is_fixed and store.exists(name := str(series.filename)) and store.link_target(name) is None:
+                raise FileExistsError(
+                    f"{store}/{name} is in the way of the snapshots of that name; move it, or give another filename"
+                )
+            series.begin(store)
 
-    def _set_label(self, trainer: Trainer) -> None:
-        """Name the series of a function after the first extension that has it."""
-        first = next((entry.name for entry in self._siblings(trainer)), trainer.extension_name)
-        self._series.label = self._series.label or first
-
-    def _siblings(self, trainer: Trainer) -> list[Entry]:
-        """Return the registered extensions that save the same under the same name, this one included."""
-        snapshots = [entry for entry in trainer.entries if isinstance(entry.extension, Snapshot)]
-        mine = self._series.filename, id(self.target)
-        return [entry for entry in snapshots if (entry.extension._series.filename, id(entry.extension.target)) == mine]
+    def _join_series(self, trainer: Trainer) -> list[Entry]:
+        """Return the registered extensions that save the same under the same name; from now on they share one series."""
+        siblings = [
+            entry
+            for entry in trainer.entries
+            if isinstance(entry.extension, Snapshot)
+            and entry.extension._series.filename == self._series.filename
+            and entry.extension.target is self.target
+        ]
+        for entry in siblings:
+            entry.extension._series = siblings[0].extension._series
+        series = self._series
+        series.retentions = {entry.name: entry.extension.retention for entry in siblings}
+        if not siblings:  # called by hand, and not registered
+            series.retentions = {str(trainer.extension_name): self.retention}
+        series.label = series.label or next(iter(series.retentions))
+        return siblings
 
     def __call__(self, trainer: Trainer) -> None:
-        if trainer.extension_name in self._taken_as:
-            self._taken_as.remove(trainer.extension_name)
-            self._answer = None
+        siblings, name, wanted = self._join_series(trainer), str(trainer.extension_name), self._series.wanted
+        if name not in wanted:  # the first of those that are due
+            due = {name: self} | {entry.name: entry.extension for entry in siblings if entry.is_due}
+            wanted |= {each: extension._is_wanted(trainer) for each, extension in due.items()}
+        if not wanted.pop(name):
             return
-        is_wanted = self._is_wanted(trainer)
-        due = [
-            entry for entry in self._siblings(trainer) if entry.is_due and is_wanted and entry.extension._is_wanted(trainer)
-        ]
-        self._answer = None
-        if not is_wanted:
-            return
+        takers = [name, *(each for each, is_wanted in wanted.items() if is_wanted)]
         self._guard(self._background.wait)
         os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
-        write = self._prepare(trainer, due)
-        for entry in due:
-            if entry.name != trainer.extension_name:
-                entry.extension._taken_as.add(entry.name)
+        write = self._prepare(trainer, siblings, takers)
+        wanted |= dict.fromkeys(wanted, False)  # the others need not take it too
         if write is None:
             return
         # A run that continues from this one does not take the others of its iteration again: they are on the disk before it.
-        others = [e.extension._background for e in trainer.entries if isinstance(e.extension, Snapshot)]
+        others = [entry.extension._background for entry in trainer.entries if isinstance(entry.extension, Snapshot)]
         if self.asynchronous and self._has_started:  # called by hand, nobody waits, and a run removes what is unfinished
             self._background.start(write, after=others)
         else:
@@ -227,38 +226,32 @@ class Snapshot(Extension):
             self._guard(write)
 
     def _is_wanted(self, trainer: Trainer) -> bool:
-        """Ask the condition, once for each time that the extension is due."""
-        if self._answer is None:
-            self._answer = self._condition is None or trainer.comm.broadcast_object(bool(self._condition()))
-        return self._answer
+        return self._condition is None or trainer.comm.broadcast_object(bool(self._condition()))
 
     def wait(self) -> None:
         """Wait until the current snapshot is on the disk; if it cannot be written, `on_failure` is called."""
         self._guard(self._background.wait)
 
-    def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
-        """Copy the state and return the call that writes it for all that are due; ``None`` if it has been saved already."""
-        iteration, store, comm = trainer.updater.iteration, trainer.store, trainer.comm
-        name, siblings = self._series.name(trainer), [entry.extension for entry in self._siblings(trainer)]
-        BackgroundWriter.wait_for([each._background for each in siblings if each._begun_iteration == iteration])
-        is_saved = comm.is_main and store.holds(self._series.directory(name, iteration), iteration)
+    def _prepare(self, trainer: Trainer, siblings: list[Entry], takers: list[str]) -> Write | None:
+        """Copy the state and return the call that writes it for all ``takers``; ``None`` if it has been saved already."""
+        iteration, store, comm, series = trainer.updater.iteration, trainer.store, trainer.comm, self._series
+        name, is_final = series.name(trainer), trainer.is_final_snapshot
+        if series.begun_iteration == iteration:
+            BackgroundWriter.wait_for([entry.extension._background for entry in siblings])
+        is_saved = comm.is_main and store.holds(series.directory(name, iteration), iteration)
         if comm.world.size > 1:
             name, is_saved = comm.broadcast_object((name, is_saved))
         if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
             self._note_saved(iteration)
             return None
-        self._begun_iteration = iteration
+        series.begun_iteration = iteration
         with without_collections():
             checkpoint = self._capture(trainer, comm, is_copied=self.asynchronous)
-        if not comm.is_main and not checkpoint.is_sharded:
-            return None
         if not comm.is_main:
-            return lambda: checkpoint.commit(store, name, iteration, comm=self._comm)
-        takers = {entry.name: entry.extension._series for entry in due} or {str(trainer.extension_name): self._series}
-        others, is_final = [each._series for each in siblings], trainer.is_final_snapshot
+            return (lambda: checkpoint.commit(store, name, iteration, comm=self._comm)) if checkpoint.is_sharded else None
 
         def write() -> None:
-            self._series.publish(store, checkpoint, name, iteration, is_final, self._comm, takers, others)
+            series.publish(store, checkpoint, name, iteration, takers, is_final, self._comm)
             self._note_saved(iteration)
 
         return write
@@ -349,7 +342,7 @@ class ModelFile(Snapshot):  # snapshots record this name as the class of the ext
     def initialize(self, trainer: Trainer) -> None:
         self._has_started = True
 
-    def _prepare(self, trainer: Trainer, due: list[Entry]) -> Write | None:
+    def _prepare(self, trainer: Trainer, siblings: list[Entry], takers: list[str]) -> Write | None:
         path = Path(trainer.out) / self._series.name(trainer)
         tensors = module_tensors(self.target)
         if any(map(is_sharded, tensors.values())):  # written at once: the next update would change it
@@ -403,21 +396,71 @@ _FINAL = "out of turn"
 _TAKERS = "taken by"
 
 
-class _Series:
-    """The snapshots of one extension, by their names and manifests; see `Snapshot` for the arguments."""
+class Retention(Protocol):
+    """Says which snapshots to keep."""
 
-    def __init__(self, filename: Filename, n_retains: int) -> None:
+    def keep(self, taken: Sequence[str], series: Sequence[str]) -> set[str]:
+        """Return those to keep of the snapshots that an extension has ``taken``.
+
+        Args:
+            taken: their names, the newest first.
+            series: those of all extensions of that name, the newest first.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Latest:
+    """Keeps the newest: so many, or all."""
+
+    count: int | None = None
+
+    def keep(self, taken: Sequence[str], series: Sequence[str]) -> set[str]:
+        return set(taken[: self.count])
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Keeps those to which their links lead: of each link the newest, and so many of these, or all."""
+
+    count: int | None = None
+
+    def keep(self, taken: Sequence[str], series: Sequence[str]) -> set[str]:
+        targets = {_link_of(name): name for name in reversed(series)}
+        return set([name for name in taken if targets[_link_of(name)] == name][: self.count])
+
+
+class Series:
+    """The snapshots of one name and target, which one or several extensions take, and what is kept of them.
+
+    Attributes:
+        filename: as an extension was given it.
+        label: the name of the series in manifests; of a function, that of the first extension.
+        is_fixed: whether all snapshots have the same name, a link to the newest.
+        retentions: what to keep, by the names of the extensions.
+        wanted: while the snapshots of an iteration are taken, of each extension that is still to be called whether it is
+            to take one.
+        begun_iteration: that of the snapshot that was begun last.
+    """
+
+    def __init__(self, filename: Filename) -> None:
         fields = [] if callable(filename) else _fields_of(filename)
-        if not is_integer(n_retains) or (n_retains != -1 and n_retains < 1):
-            raise ValueError(f"n_retains is how many snapshots to keep, at least 1, or -1 for all; got {n_retains!r}")
         self.filename = filename
-        # The name of the series in manifests; of a function, that of the extension, which is set when a run starts.
         self.label: str | None = None if callable(filename) else filename
         self.is_fixed = not fields and not callable(filename)
+        self.retentions: dict[str, Retention] = {}
+        self.wanted: dict[str, bool] = {}
+        self.begun_iteration: int | None = None
         self._has_links = not any(field.endswith(".iteration") for field in fields)
-        self._n_retains = 1 if self.is_fixed and n_retains == -1 else n_retains
-        # Since the run began: a commit that read every manifest would cost the more, the more are kept.
+        # By name, since the run began: a commit that read every manifest would cost the more, the more are kept.
         self._known: dict[str, Manifest] | None = None
+
+    def retention(self, n_retains: int) -> Retention:
+        """Return what ``n_retains`` keeps."""
+        count = None if n_retains == -1 else n_retains
+        if self.is_fixed:
+            return Latest(count or 1)
+        return Linked(count) if self._has_links else Latest(count)
 
     @property
     def templates(self) -> Sequence[str]:
@@ -437,10 +480,22 @@ class _Series:
             ) from None
 
     def name(self, trainer: Trainer) -> str:
+        """Return the name of a snapshot that is taken now: its own, or that of its link."""
         return str(self.filename(trainer) if callable(self.filename) else self.filename.format(trainer))
 
     def directory(self, name: str, iteration: int) -> str:
         return f"{name}_iter_{iteration}" if self._has_links else name
+
+    def begin(self, store: Store | None) -> None:
+        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that."""
+        self.wanted, self.begun_iteration = {}, None
+        if store is None:
+            return
+        self._known = self._read(store)
+        if self.is_fixed:
+            newest = next((name for name, manifest in self._known.items() if _FINAL not in manifest.about), None)
+            if newest is not None and store.link_target(str(self.filename)) != newest:
+                store.link(str(self.filename), newest)
 
     def publish(
         self,
@@ -448,76 +503,55 @@ class _Series:
         checkpoint: Checkpoint,
         name: str,
         iteration: int,
+        takers: Sequence[str],
         is_final: bool,
         comm: Communicator | None,
-        takers: Mapping[str, _Series],
-        siblings: Sequence[_Series],
     ) -> None:
-        """Write a snapshot for its ``takers``, link it, and then remove those that none of the ``siblings`` is to keep.
+        """Write a snapshot that the extensions ``takers`` take, link it, and then remove those that none is to keep.
 
         One that is taken because the run ends, and not because it is the best, does not take the fixed name.
         """
         directory = self.directory(name, iteration)
         is_linked = not (is_final and self.is_fixed)
         about: dict[str, Any] = {_SERIES: self.label} if is_linked else {_SERIES: self.label, _FINAL: True}
-        if len(siblings) > 1:
+        if len(self.retentions) > 1:
             about[_TAKERS] = sorted(takers)
         checkpoint.commit(store, directory, iteration, about, comm)
-        for series in takers.values():
-            if series._known is not None:
-                series._known[directory] = Manifest(iteration, {}, about)
-        if not is_linked:
-            return
-        replaced = None
-        if directory != name:
-            replaced = store.link_target(name)
-            store.link(name, directory)
-        for series in takers.values():
-            series._retain(store, directory, None if self.is_fixed else replaced, siblings)
-
-    def begin(self, store: Store, name: str | None, names: set[str]) -> None:
-        """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that.
-
-        The extension ``name`` keeps what it has taken itself, and what none of those registered under ``names`` has taken.
-        """
-        readable = self._readable(store)
-        takers = [manifest.about.get(_TAKERS) for _, manifest in readable]
-        known = [names.intersection(filter(_is_text, each)) if isinstance(each, list) else set() for each in takers]
-        self._known = {
-            item[0]: item[1] for item, each in zip(readable, known, strict=True) if not each or name is None or name in each
-        }
-        if self.is_fixed:
-            newest = next((each for each, manifest in readable if _FINAL not in manifest.about), None)
-            if newest is not None and store.link_target(str(self.filename)) != newest:
-                store.link(str(self.filename), newest)
-
-    def _retain(self, store: Store, newest: str, replaced: str | None, siblings: Sequence[_Series]) -> None:
-        """Let go of those older than the ``n_retains`` newest and of those that lost their link, but the newest."""
-        unwanted: list[str] = []
-        if self._n_retains > 0 or self._known is None:
-            present = set(store.candidates())  # others may have removed some
-            known = self._readable(store, newest) if self._known is None else sorted(self._known.items(), key=_newest_first)
-            others = [(name, manifest) for name, manifest in known if name in present and name != newest]
-            linked = [name for name, manifest in others if _FINAL not in manifest.about]
-            kept = set(linked[: self._n_retains - 1] if self._n_retains > 0 else linked) - {replaced}
-            unwanted = [name for name, _ in others if name not in kept]
-        if replaced not in unwanted and any(replaced in (series._known or ()) for series in siblings):
-            unwanted += [name for name in (replaced,) if name is not None and store.exists(name)]
-        for name in unwanted:
-            self._forget(name)
-            if name == replaced or not any(name in (series._known or ()) for series in siblings):
-                link = name.rpartition("_iter_")[0]
-                if self._has_links and store.link_target(link) == name:
-                    store.unlink(link)
-                store.remove(name)
-                for series in siblings:
-                    series._forget(name)
-
-    def _forget(self, name: str) -> None:
         if self._known is not None:
-            self._known.pop(name, None)
+            self._known[directory] = Manifest(iteration, {}, about)
+        if is_linked:
+            if directory != name:
+                store.link(name, directory)
+            self._remove_unwanted(store, directory)
 
-    def listing(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest | None]]:
+    def _remove_unwanted(self, store: Store, newest: str) -> None:
+        known = self._read(store) if self._known is None else self._known  # called by hand before the run
+        if not (known.keys() - self._kept(known) - {newest}):
+            return
+        present = set(store.candidates())  # a person may have removed some, which are not counted
+        for name in known.keys() - present:
+            del known[name]
+        for name in sorted(known.keys() - self._kept(known) - {newest}, key=lambda name: known[name].iteration):
+            del known[name]
+            if self._has_links and store.link_target(_link_of(name)) == name:
+                store.unlink(_link_of(name))
+            store.remove(name)
+
+    def _kept(self, known: Mapping[str, Manifest]) -> set[str]:
+        """Return the snapshots that one of the extensions is to keep.
+
+        Each keeps of what it has taken itself, and of what none of those that are registered has taken.
+        """
+        names = sorted(known, key=lambda name: (-known[name].iteration, name))
+        in_turn = [name for name in names if _FINAL not in known[name].about]
+        takers = {name: self.retentions.keys() & _texts(known[name].about.get(_TAKERS)) for name in in_turn}
+        kept = set[str]()
+        for extension, retention in self.retentions.items():
+            taken = [name for name in in_turn if not takers[name] or extension in takers[name]]
+            kept |= retention.keep(taken, in_turn)
+        return kept
+
+    def listing(self, store: Store) -> list[tuple[str, Manifest | None]]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
 
         def belongs(name: str, manifest: Manifest | None) -> bool:
@@ -525,19 +559,19 @@ class _Series:
                 return any(NamePattern(template).match(name) for template in self.templates)
             return manifest.about.get(_SERIES) == self.label and "error" not in manifest.about
 
-        return [(name, manifest) for name, manifest in store.listing(without) if belongs(name, manifest)]
+        return [(name, manifest) for name, manifest in store.listing() if belongs(name, manifest)]
 
-    def _readable(self, store: Store, without: str | None = None) -> list[tuple[str, Manifest]]:
-        return [(name, manifest) for name, manifest in self.listing(store, without) if manifest is not None]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    def _read(self, store: Store) -> dict[str, Manifest]:
+        return {name: manifest for name, manifest in self.listing(store) if manifest is not None}
 
 
-def _newest_first(item: tuple[str, Manifest]) -> tuple[int, str]:
-    name, manifest = item
-    return -manifest.iteration, name
+def _link_of(name: str) -> str:
+    """Return the link under which a snapshot stands, or has stood."""
+    return name.rpartition("_iter_")[0]
+
+
+def _texts(value: object) -> set[str]:
+    return {each for each in value if isinstance(each, str)} if isinstance(value, list) else set()
 
 
 def _fields_of(filename: str) -> list[str]:
