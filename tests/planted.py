@@ -239,7 +239,7 @@ DIFFERENCES = {
     "a moment in the middle": ({"later": (5, "enlarge moment")}, 7, "loss", FIRST, "once"),
     "weight decay in the middle": ({"later": (11, "decay_more")}, 12, "tensor", FIRST, "once"),
     "a number drawn in the middle": ({"later": (17, "draw")}, 18, "loss", FIRST, "once"),
-    "a number that nothing uses": ({"later": (17, "draw_in_vain")}, 18, "generators", None, "once"),
+    "a number that nothing uses": ({"later": (17, "draw_in_vain")}, 24, "generators", None, "once"),
     "a kernel": ({"kernel": True}, 4, "", FIRST, ""),  # in which iteration the loss shows it depends on the processor
     "an activation": ({"activation": nn.Tanh}, 1, "loss", FIRST, ""),
     "the rate of dropout": ({"dropout": 0.31}, 1, "loss", FIRST, ""),

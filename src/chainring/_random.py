@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import random
-import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,11 +142,11 @@ def seed_all(*keys: int | str) -> None:
 
 def seed_host(*keys: int | str) -> None:
     """Seed the generators of Python, NumPy and torch on the CPU from a hash of ``keys``."""
-    _seed_host(stable_hash(*keys))
+    set_seed(stable_hash(*keys))
 
 
 def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
-    """Return the seeds of examples: those that ``seed_host(seed, epoch, index)`` sets."""
+    """Return a seed for each example, to be given to `set_seed`: those that ``seed_host(seed, epoch, index)`` sets."""
     prefix, keys = hashlib.blake2b(f"{seed}\x1f{epoch}\x1f".encode(), digest_size=8), []
     for index in indices.tolist():  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
         whole = prefix.copy()
@@ -158,7 +155,8 @@ def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
     return keys
 
 
-def _seed_host(seed: int) -> None:
+def set_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch on the CPU."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also visits accelerators, a hundred times slower
@@ -233,39 +231,14 @@ def preserve_host_rng() -> Iterator[None]:
 
 
 def _take_host() -> tuple[Restore, ...]:
-    return _take_python(), _take_numpy(), partial(torch.set_rng_state, torch.get_rng_state())
+    bits, numpy = np.random.get_bit_generator(), np.random.get_state(legacy=False)  # type: ignore[attr-defined]
 
-
-def _take_python() -> Restore:
-    view = _memory_of_python()
-    generator = PYTHON
-    if view is None or type(generator) is not random.Random:  # of another class, reading a state may do something
-        return partial(random.setstate, random.getstate())
-    content, normal = view.raw, generator.gauss_next  # type: ignore[attr-defined]
-
-    def restore() -> None:
-        view.raw, generator.gauss_next = content, normal  # type: ignore[attr-defined]
-
-    return restore
-
-
-def _take_numpy() -> Restore:
-    # hot path: "images, Pillow" of benchmarks/data.py. NumPy's own functions take 70 us to read a state and put it back.
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    views = _memory_of_numpy(bits)
-    if not views:
-        return partial(np.random.set_state, np.random.get_state(legacy=False))
-    with bits.lock:
-        contents = [view.raw for view in views]
-
-    def restore() -> None:
+    def restore_numpy() -> None:
         if np.random.get_bit_generator() is not bits:  # type: ignore[attr-defined]
             np.random.set_bit_generator(bits)  # type: ignore[attr-defined]
-        with bits.lock:
-            for view, content in zip(views, contents, strict=True):
-                view.raw = content
+        np.random.set_state(numpy)
 
-    return restore
+    return partial(random.setstate, random.getstate()), restore_numpy, partial(torch.set_rng_state, torch.get_rng_state())
 
 
 def _accelerator() -> Any:
@@ -283,168 +256,18 @@ def digest(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
 
 
-class GeneratorStates:
-    """Takes what tells the states of the global generators of Python, NumPy, torch and the accelerator from others.
-
-    That has to be cheap beside an iteration, after which no code of this one is in the processor's caches: it is little
-    memory and few calls, and `digest` makes the digest later. Of a Mersenne twister the position counts, and the first of
-    its 624 words: all of them change together, when the generator is seeded and each time that the words are used up, so
-    that two states that were ever reached differ in those as well.
-    """
-
-    def __init__(self) -> None:
-        self._has_accelerator = torch.accelerator.is_available()
-        self._python = view_of_python()
-        self._torch = views_of_torch()
-        self._bits: Any = None  # NumPy's bit generator
-        self._numpy: list[Any] = []  # views of its first words and of its position, where these are known
-        self._views: list[Any] = []  # of all three, where these are known
-        self._host: tuple[Any, ...] = ()  # the states when they were read last
-        self._seen = b""  # what the views showed then
-        self._gauss: Any = None  # the normals that were drawn ahead then
-        self._normal = _NO_NORMAL
-
-    def take(self) -> tuple[Any, ...]:
-        """Return the states as they are, for `digest`: the same tuple while no state on the host changes."""
-        # hot path: benchmarks/growth.py, recorder
-        if np.random.get_bit_generator() is not self._bits:  # type: ignore[attr-defined]
-            self._find_views()
-        seen = b"".join(self._views)
-        # NumPy's normal drawn ahead lies elsewhere. It comes and goes only if there was one, or words were used.
-        if seen != self._seen or not seen or PYTHON.gauss_next is not self._gauss or self._normal != _NO_NORMAL:
-            self._seen, self._host = seen, self._take_host()
-        if not self._has_accelerator:
-            return self._host
-        device = _accelerator()
-        return *self._host[:3], None if device is None else device.get_rng_state()
-
-    def _find_views(self) -> None:
-        self._bits, self._seen = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
-        self._numpy = views_of_numpy(self._bits)
-        found = self._python is not None and self._torch and self._numpy
-        self._views = [self._python, *self._torch, *self._numpy] if found else []
-
-    def _take_host(self) -> tuple[Any, ...]:
-        self._gauss = getattr(PYTHON, "gauss_next", None)
-        numpy: Any = np.random.get_state(legacy=False)
-        if self._numpy:
-            self._normal = _normal_of(numpy)
-            numpy = b"".join(self._numpy), self._normal
-        python = random.getstate() if self._python is None else (self._python.raw, self._gauss)
-        return torch.default_generator.get_state(), python, numpy, None
-
-    @staticmethod
-    def digest(taken: tuple[Any, ...]) -> int:
-        """Return 64 bits of what `take` has returned, the same on every machine."""
-        state, python, numpy, on_device = taken
-        if len(python) > 2:
-            python = struct.pack("<i8I", python[1][-1], *python[1][:8]), python[2]
-        if isinstance(numpy, dict) and numpy["bit_generator"] == "MT19937":
-            words = numpy["state"]["key"][:8].astype("<u4").tobytes()
-            numpy = words + struct.pack("<i", numpy["state"]["pos"]), _normal_of(numpy)
-        content = memoryview(state.numpy())
-        return digest(
-            content[:96],  # the seed, the position, and the first words
-            content[-64:],  # the normals drawn ahead
-            python[0],
-            _NORMAL.pack(python[1] or 0.0, python[1] is not None),
-            repr(numpy).encode() if isinstance(numpy, dict) else b"".join(numpy),
-            b"" if on_device is None else on_device.cpu().numpy(),
-        )
-
-
-PYTHON: Any = getattr(random.random, "__self__", None)  # the generator behind the functions of ``random``
-_TWISTER_SIZE = 2500  # bytes of 624 words and a position
-_FIRST_WORDS = struct.Struct("<8I")
-_TORCH_STATE, _TORCH_WORDS, _TORCH_SIZE = 5056, 24, 2620  # bytes of its state, before its words there, and of the object
-_NORMAL = struct.Struct("<d?")
-_NO_NORMAL = struct.pack("<?d", False, 0.0)
-
-
-def _normal_of(state: Any) -> bytes:
-    """Return the normal that NumPy's generator has drawn ahead, of its state."""
-    return struct.pack("<?d", bool(state["has_gauss"]), state["gauss"] if state["has_gauss"] else 0.0)
-
-
-@cache
-def view_of_python() -> Any:
-    """Return a view of the position and the first words of Python's generator; ``None`` where they are not found."""
-    size, start = 4 + _FIRST_WORDS.size, object.__basicsize__
-    cls = next((cls for cls in type(PYTHON).__mro__ if cls.__module__ == "_random"), object)
-    if sys.implementation.name != "cpython" or sys.byteorder != "little" or cls.__basicsize__ < start + size:
-        return None
-    view = (ctypes.c_char * size).from_address(id(PYTHON) + start)
-    _, words, _ = random.getstate()
-    return view if view.raw == struct.pack("<i8I", words[-1], *words[:8]) else None
-
-
-def views_of_numpy(bits: Any) -> list[Any]:
-    """Return views of the first words and of the position of a Mersenne twister; none where they are not found."""
-    if type(bits) is not np.random.MT19937 or sys.byteorder != "little":
-        return []
-    address, state = int(bits.ctypes.state_address), np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
-    words = (ctypes.c_char * _FIRST_WORDS.size).from_address(address)
-    position = (ctypes.c_char * 4).from_address(address + 4 * 624)
-    key, place = state["state"]["key"], state["state"]["pos"]
-    is_found = words.raw + position.raw == _FIRST_WORDS.pack(*key[:8].tolist()) + struct.pack("<i", place)
-    return [words, position] if is_found else []
-
-
-@cache
-def _memory_of_python() -> Any:
-    """Return a view of the whole state of Python's generator but its normal; ``None`` where it is not found."""
-    view = view_of_python()
-    return None if view is None else (ctypes.c_char * _TWISTER_SIZE).from_address(ctypes.addressof(view))
-
-
-@lru_cache(8)
-def _memory_of_numpy(bits: Any) -> tuple[Any, ...]:
-    """Return views of the state of NumPy's generator and of its normal drawn ahead; none where they are not found."""
-    generator = getattr(np.random.random, "__self__", None)  # behind the functions of ``numpy.random``
-    found, place = views_of_numpy(bits), _place_of_normal()
-    if not found or place is None or type(generator) is not np.random.RandomState:
-        return ()
-    words = (ctypes.c_char * _TWISTER_SIZE).from_address(ctypes.addressof(found[0]))
-    return words, (ctypes.c_char * 16).from_address(id(generator) + place)
-
-
-@cache
-def _place_of_normal() -> int | None:
-    """Return where in a generator of NumPy the normal that it has drawn ahead lies, behind the flag that there is one.
-
-    The place is that in a generator of its own, of which the normal is known, to see the flag change.
-    """
-    if sys.implementation.name != "cpython":
-        return None
-    own = np.random.RandomState(5)
-    own.standard_normal()
-    state: Any = own.get_state(legacy=False)
-    with_normal = ctypes.string_at(id(own), type(own).__basicsize__)
-    own.standard_normal()
-    without = ctypes.string_at(id(own), type(own).__basicsize__)
-    place = with_normal.find(struct.pack("<d", state["gauss"])) - 8
-    flags = [struct.unpack_from("<i", memory, place)[0] for memory in (with_normal, without)] if place >= 0 else []
-    return place if flags == [1, 0] else None
-
-
-@cache
-def views_of_torch() -> list[Any]:
-    """Return views of the seed, position, first words and normals of torch's generator; none where they are not found.
-
-    The places are those of a generator of its own, which can be seeded, and draws a normal ahead, to see them change.
-    """
-    own = torch.Generator()
-    torch.randn(1, generator=own.manual_seed(5))
-    if sys.byteorder != "little" or len(state := own.get_state().numpy().tobytes()) != _TORCH_STATE:
-        return []
-    words = struct.pack("<624I", *struct.unpack_from("<624Q", state, _TORCH_WORDS))
-    memory = ctypes.string_at(own._cdata, _TORCH_SIZE)  # type: ignore[attr-defined]
-    start, place = memory.find(state[:12]), memory.find(words)
-    normals, known = place + len(words), state[-32:-24] + b"\x01"
-    if not 0 <= start < place <= start + 64 or memory[normals + 12 : normals + 21] != known:
-        return []
-    address: int = torch.default_generator._cdata  # type: ignore[attr-defined]
-    spans = [(start, place + _FIRST_WORDS.size), (normals, normals + 24)]
-    views = [(ctypes.c_char * (end - begin)).from_address(address + begin) for begin, end in spans]
-    return views if views[0].raw[:12] == torch.default_generator.get_state().numpy()[:12].tobytes() else []
+def digest_generators() -> int:
+    """Return a `digest` of the states of the generators of Python, NumPy, torch and the accelerator; it takes 0.1 ms."""
+    _, words, normal = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy_words = np.asarray(numpy["state"].pop("key", ()), "<u8")
+    if not numpy["has_gauss"]:
+        numpy["gauss"] = 0.0  # one that was drawn ahead and is used up stays in the state
+    device = _accelerator()
+    return digest(
+        torch.get_rng_state().numpy(),
+        np.array(words, "<u4"),
+        numpy_words,
+        repr((normal, numpy)).encode(),
+        b"" if device is None else device.get_rng_state().cpu().numpy(),
+    )

@@ -16,9 +16,9 @@ TENSORS = ["updater/model:main/weight", "updater/model:main/bias"]
 
 def block(number, rows=ROWS, losses=("main/loss",), digests=()):
     first = number * ROWS + 1
-    content = [(first + i, 2**64 - 1 - i, dict.fromkeys(losses, (0x3F800000 + i, FLOAT32))) for i in range(rows)]
+    content = [(first + i, dict.fromkeys(losses, (0x3F800000 + i, FLOAT32))) for i in range(rows)]
     tensors = {iteration: (TENSORS, np.array([iteration, 2**64 - iteration], np.uint64)) for iteration in digests}
-    return Block(number, first, content, tensors)
+    return Block(number, first, content, tensors, 2**64 - 1 - number)
 
 
 def write(tmp_path, *blocks, known=()):
@@ -38,7 +38,9 @@ def test_what_was_written_is_read(tmp_path):
     assert ledger.iterations.tolist() == list(range(1, 70))
     assert ledger.names == ("main/loss",)
     row = ledger.row(66)
-    assert (row.batch, row.generators, row.losses) == (66, 2**64 - 2, {"main/loss": (0x3F800001, FLOAT32)})
+    assert (row.batch, row.generators, row.losses) == (66, None, {"main/loss": (0x3F800001, FLOAT32)})
+    assert {i: ledger.row(i).generators for i in (32, 64, 69)} == {32: 2**64 - 1, 64: 2**64 - 2, 69: 2**64 - 3}
+    assert np.flatnonzero(ledger.generators).tolist() == [31, 63, 68]
     assert row.value("main/loss") == np.nextafter(np.float32(1), np.float32(2))
     assert ledger.row(0) is None
     assert ledger.row(70) is None
@@ -66,7 +68,7 @@ def test_losses_that_come_and_go_have_columns_of_their_own(tmp_path):
 
 def test_a_batch_that_is_not_known_is_none(tmp_path):
     """0 stands for no digest."""
-    ledger = Ledger.read(write(tmp_path, Block(0, 1, [(0, 5, {})])))
+    ledger = Ledger.read(write(tmp_path, Block(0, 1, [(0, {})])))
     assert ledger.row(1).batch is None
     assert ledger.row(1).losses == {}
 

@@ -157,7 +157,7 @@ def _later_lines(found: Parting, first: Finding) -> Iterator[str]:
     if first.what == "generators" and all(each.what == "generators" for each in found.findings):
         names = {each.name.split("/")[2] for each in found.findings if each.name.count("/") >= 2}
         which = f" ({', '.join(sorted(names))})" if names else ""
-        remedy = "; chainring.deterministic(seed) lets all of them begin alike" if first.iteration <= 1 else ""
+        remedy = "; chainring.deterministic(seed) lets all of them begin alike" if not first.after else ""
         yield f"all else that was compared is the same: what was drawn from them{which} has changed nothing{remedy}"
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import repeat
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
-from chainring._random import example_keys
+from chainring._random import example_keys, set_seed
 from chainring.converters import concat_examples
-from chainring.iterators._example_seeder import ExampleSeeder
 from chainring.iterators.serial import Segment
 
 Task = tuple[int, list[Segment]]
@@ -59,7 +58,7 @@ class BatchDataset(Dataset[Any]):
         self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
     ) -> None:
         self._dataset = dataset
-        self._seeder = ExampleSeeder() if seeds_examples else None
+        self._seeds_examples = seeds_examples
         self._converter = converter
         self._status = status
 
@@ -69,20 +68,17 @@ class BatchDataset(Dataset[Any]):
         assert info is not None
         index: int | None = None
         order = segments[0][0][1]
-
-        def ask(example: int) -> Any:
-            self._status.report(info.id, example)
-            return self._dataset[example]
-
         try:
-            examples, seeder = [], self._seeder
-            with nullcontext() if seeder is None else seeder.batch():
-                for (seed, order), indices in segments:
-                    keys = repeat(0) if seeder is None else example_keys(seed, order, indices)
-                    for index, key in zip(indices.tolist(), keys, strict=False):
-                        if not self._status.is_current(generation):
-                            return _PickledResult(WorkerResult())
-                        examples.append(ask(index) if seeder is None else seeder.fetch(ask, index, key))
+            examples = []
+            for (seed, order), indices in segments:
+                keys = example_keys(seed, order, indices) if self._seeds_examples else repeat(None)
+                for index, key in zip(indices.tolist(), keys, strict=False):
+                    if not self._status.is_current(generation):
+                        return _PickledResult(WorkerResult())
+                    if key is not None:
+                        set_seed(key)
+                    self._status.report(info.id, index)
+                    examples.append(self._dataset[index])
             index = None
             return _PickledResult(self._collate(examples))
         except Exception as error:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from functools import partial
-from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +18,11 @@ from chainring._random import (
     example_keys,
     preserve_host_rng,
     seed_host,
+    set_seed,
     stable_hash,
 )
 from chainring.datasets._columns import Batch, make_gather
 from chainring.datasets.base import Dataset, size_of
-from chainring.iterators._example_seeder import ExampleSeeder
 from chainring.iterators.base import Iterator, not_the_end
 from chainring.serializers._changes import announce_change
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
@@ -83,7 +81,6 @@ class IndexedIterator(Iterator):
         self._gather = make_gather(dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
-        self._seeder = ExampleSeeder()
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
 
@@ -312,12 +309,13 @@ class SerialIterator(IndexedIterator):
         dataset = self.dataset
         if not self._seeds_examples:
             return Batch([dataset[index] for _, indices in segments for index in indices.tolist()])
-        examples, fetch, ask = [], self._seeder.fetch, partial(getitem, dataset)
-        with preserve_host_rng(), self._seeder.batch():
+        examples = []
+        with preserve_host_rng():
             for order_key, indices in segments:
                 for index, key in zip(indices.tolist(), example_keys(*order_key, indices), strict=True):
+                    set_seed(key)
                     try:
-                        examples.append(fetch(ask, index, key))
+                        examples.append(dataset[index])
                     except Exception as error:
                         error.add_note(f"raised by dataset[{index}], asked by iterator {self.name!r}")
                         raise

@@ -136,12 +136,15 @@ def _compare_ledgers(found: Parting, one: RunFiles, other: RunFiles) -> None:
     names = [name for name in one.ledger.names if name in other.ledger.names]
     _add_compared_rows(found, ledgers, common, names)
     anywhere = np.zeros(len(common), bool)
-    for what, name, differs in _differing_rows(ledgers, common, names):
+    for what, name, is_known, differs in _differing_rows(ledgers, common, names):
+        if what == "generators":
+            _add_compared_generators(found, common[is_known].tolist())
+        differs &= is_known
         anywhere |= differs
         if differs.any():
             iteration = int(common[differs.argmax()])
             text = _loss_text(ledgers, name, iteration) if name else ""
-            found.findings.append(Finding(iteration, what, name, text, _before(common, iteration, 1)))
+            found.findings.append(Finding(iteration, what, name, text, _before(common[is_known].tolist(), iteration, 1)))
     for iteration in common[~anywhere][-1:].tolist():
         found.add_same(iteration)
     _compare_digests(found, one.ledger.digests, other.ledger.digests)
@@ -149,17 +152,26 @@ def _compare_ledgers(found: Parting, one: RunFiles, other: RunFiles) -> None:
 
 def _differing_rows(
     ledgers: Sequence[Ledger], common: NDArray[np.int64], names: Sequence[str]
-) -> Iterator[tuple[str, str, NDArray[np.bool_]]]:
-    """Yield what is recorded of iterations, and in which of them it differs."""
+) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Yield what is recorded of iterations, in which of them both have it, and in which it differs."""
     one, other = ledgers
     rows, rows_other = (np.searchsorted(ledger.iterations, common) for ledger in ledgers)
     batches, batches_other = one.batches[rows], other.batches[rows_other]
-    yield "batch", "", (batches != batches_other) & (batches != 0) & (batches_other != 0)
+    yield "batch", "", (batches != 0) & (batches_other != 0), batches != batches_other
     for name in names:
         column, column_other = (ledger.names.index(name) for ledger in ledgers)
         bits = one.bits[:, column][rows] != other.bits[:, column_other][rows_other]
-        yield "loss", name, bits | (one.types[:, column][rows] != other.types[:, column_other][rows_other])
-    yield "generators", "", one.generators[rows] != other.generators[rows_other]
+        types = one.types[:, column][rows] != other.types[:, column_other][rows_other]
+        yield "loss", name, np.ones(len(common), bool), bits | types
+    generators, generators_other = one.generators[rows], other.generators[rows_other]
+    yield "generators", "", (generators != 0) & (generators_other != 0), generators != generators_other
+
+
+def _add_compared_generators(found: Parting, iterations: list[int]) -> None:
+    if iterations:
+        found.compared.append(f"generators after {_ranges(iterations)}, as recorded")
+    else:
+        found.not_compared.append("generators, which were recorded after different iterations")
 
 
 def _add_compared_rows(found: Parting, ledgers: Sequence[Ledger], common: NDArray[np.int64], names: list[str]) -> None:
@@ -167,8 +179,8 @@ def _add_compared_rows(found: Parting, ledgers: Sequence[Ledger], common: NDArra
         found.not_compared.append("what was recorded, since it is of different iterations")
         return
     knows = [bool((ledger.batches != 0).any()) for ledger in ledgers]
-    parts = [*(["batches"] if all(knows) else []), *names, "generators"]
-    found.compared.append(f"{', '.join(parts)} of {_ranges(common.tolist())}, as recorded")
+    if parts := [*(["batches"] if all(knows) else []), *names]:
+        found.compared.append(f"{', '.join(parts)} of {_ranges(common.tolist())}, as recorded")
     if not all(knows):
         found.not_compared.append("batches, whose indices were not recorded")
     if alone := sorted(set(ledgers[0].names) ^ set(ledgers[1].names)):

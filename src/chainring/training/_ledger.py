@@ -17,9 +17,9 @@ bytes of the head     meaning
 The payload is, in this order:
 
 - the names of the losses in this block: a 16-bit length, and a JSON array of strings in UTF-8;
-- the rows, each: the 64-bit digest of the batch's indices (0: not known), the 64-bit digest of the generators, for each name
-  the 64 bits of the loss (those of a shorter type are the lowest), and for each name one byte, the type: an index into
-  `LOSS_TYPES`, of which 0 says that this loss was not reported;
+- the rows, each: the 64-bit digest of the batch's indices (0: not known), the 64-bit digest of the generators (0 in all but
+  the last row, and there if it was not taken), for each name the 64 bits of the loss (those of a shorter type are the
+  lowest), and for each name one byte, the type: an index into `LOSS_TYPES`, of which 0 says that this loss was not reported;
 - the digests of tensors, for each iteration of the block in which they were taken: the iteration (64 bits), the number of
   tensors (32 bits), the length of a JSON array of their names (32 bits; 0 where they are those of the digests before), the
   array, and 64 bits for each tensor. Those of iteration 0 are of the tensors before the first update.
@@ -76,13 +76,13 @@ class Row:
     Attributes:
         iteration: its number; the first of a run is 1.
         batch: the digest of the indices of the batch's examples; ``None`` where they are not known.
-        generators: the digest of the random generators at the end of the iteration.
+        generators: the digest of the random generators after the iteration; ``None`` where it was not taken.
         losses: by name, such as ``"main/loss"``, the bits and the type of what was reported.
     """
 
     iteration: int
     batch: int | None
-    generators: int
+    generators: int | None
     losses: Mapping[str, Bits]
 
     def value(self, name: str) -> float:
@@ -102,7 +102,7 @@ class Ledger:
         path: the file.
         iterations: the iterations, in ascending order; consecutive, unless the recorder was missing in a part of the run.
         batches: the digests of the batches' indices, 0 where they are not known.
-        generators: the digests of the random generators at the end of each iteration.
+        generators: the digests of the random generators after the last iteration of each block, 0 after the others.
         names: the names of the losses, the columns of the next two.
         bits: the bits of the losses.
         types: their types as indices into `LOSS_TYPES`, 0 where one was not reported. Two losses are the same if bits and
@@ -155,7 +155,7 @@ class Ledger:
             return None
         reported = [column for column in range(len(self.names)) if self.types[index, column]]
         losses = {self.names[column]: (int(self.bits[index, column]), int(self.types[index, column])) for column in reported}
-        return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]), losses)
+        return Row(iteration, int(self.batches[index]) or None, int(self.generators[index]) or None, losses)
 
 
 def loss_value(bits: int, kind: int) -> float:
@@ -175,21 +175,29 @@ class Block:
     Attributes:
         number: of the block in its file, from 0.
         first: the iteration of the first row.
-        rows: for each iteration the digest of the batch, that of the generators, and the losses by name.
+        rows: for each iteration the digest of the batch, and the losses by name.
         digests: by iteration the names of the tensors, and their digests.
+        generators: the digest of the random generators after the last iteration; 0 if it was not taken.
     """
 
     number: int
     first: int
-    rows: list[tuple[int, int, Mapping[str, Bits]]] = field(default_factory=list)
+    rows: list[tuple[int, Mapping[str, Bits]]] = field(default_factory=list)
     digests: dict[int, tuple[Sequence[str], NDArray[np.uint64]]] = field(default_factory=dict)
+    generators: int = 0
+
+    def add_row(self, batch: int, losses: Mapping[str, Bits]) -> None:
+        """Add the next iteration, after which the generators are other ones."""
+        self.rows.append((batch, losses))
+        self.generators = 0
 
     def encode(self, known: Sequence[str]) -> bytes:
         """Return the block as it lies in the file, after digests of tensors with these names."""
-        names = list(dict.fromkeys(name for _, _, losses in self.rows for name in losses))
+        names = list(dict.fromkeys(name for _, losses in self.rows for name in losses))
         text, pack = _json(names), struct.Struct(f"<QQ{len(names)}Q{len(names)}B").pack  # as `_row_type` has it
         parts = [_NAMES.pack(len(text)), text]
-        for batch, generators, losses in self.rows:
+        for index, (batch, losses) in enumerate(self.rows, 1):
+            generators = self.generators if index == len(self.rows) else 0
             row = [losses.get(name, (0, 0)) for name in names]
             parts.append(pack(batch, generators, *[bits for bits, _ in row], *[kind for _, kind in row]))
         for iteration, (tensors, values) in self.digests.items():

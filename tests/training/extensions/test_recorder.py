@@ -127,10 +127,10 @@ def test_an_updater_that_skips_iterations_has_rows_of_those_that_there_were(tmp_
         lambda: torch.manual_seed(3),
     ],
 )
-def test_one_draw_from_a_generator_shows_in_its_iteration(tmp_path, draw):
-    """Also the second of two normals, which were drawn together; before it all digests are the same."""
+def test_one_draw_from_a_generator_shows_in_its_block(tmp_path, draw):
+    """Also the second of two normals, which were drawn together; a block has the digest after its last iteration."""
 
-    def rows(out, at):
+    def digests(out, at):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -140,16 +140,18 @@ def test_one_draw_from_a_generator_shows_in_its_iteration(tmp_path, draw):
                 if self.iteration in at:
                     draw()
 
-        run(Drawing(), 9, out, Recorder())
-        return ledger_of(out).generators.tolist()
+        run(Drawing(), 70, out, Recorder())
+        ledger = ledger_of(out)
+        assert ledger.iterations[np.flatnonzero(ledger.generators)].tolist() == [32, 64, 70]
+        return ledger.generators[[31, 63, 69]].tolist()
 
-    plain, once, twice = rows(tmp_path / "a", []), rows(tmp_path / "b", [4]), rows(tmp_path / "c", [4, 6])
-    assert plain == plain[:1] * 9
-    assert once[:4] == plain[:4]
-    assert once[4:] == once[4:5] * 5 != plain[4:]
-    assert twice[:6] == once[:6]
+    plain, once, twice = digests(tmp_path / "a", []), digests(tmp_path / "b", [63]), digests(tmp_path / "c", [63, 64])
+    assert plain == plain[:1] * 3
+    assert once[0] == plain[0]
+    assert once[1] == once[2] != plain[1]
+    assert twice[:2] == once[:2]
     is_seeding = draw() is None or isinstance(draw(), torch.Generator)
-    assert (twice[6:] == once[6:]) is is_seeding
+    assert (twice[2] == once[2]) is is_seeding
 
 
 def batches_of(out, iterator, length=8, **settings):

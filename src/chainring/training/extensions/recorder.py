@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,10 +35,11 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 class Recorder(Extension):
     """Records fingerprints of every iteration, to compare runs: the loss, the batch, the random numbers, the parameters.
 
-    The file takes at most 48 bytes per iteration: the bits of the loss, a 64-bit digest of the indices of the batch's
-    examples, and one of the states of the random generators. When the trigger fires, and before the first update, a
-    digest of every parameter, buffer and optimizer tensor is added; it does not depend on how they are sharded. The
-    format is described in the documentation, under "The black box".
+    The file takes at most 48 bytes per iteration: the bits of the loss, and a 64-bit digest of the indices of the batch's
+    examples. Every 32 iterations, and when a snapshot is taken or the run ends, a digest of the states of the random
+    generators is added; when the trigger fires, and before the first update, one of every parameter, buffer and optimizer
+    tensor, which does not depend on how they are sharded. The format is described in the documentation, under "The black
+    box".
 
     - The loss is ``main/loss`` as the updater reports it, and one more key of which the last part is ``loss``, the first
       in alphabetical order; if the updater reports none, none is recorded. With several ranks, the loss and the
@@ -74,7 +76,7 @@ class Recorder(Extension):
             raise ValueError(f'filename is a name in out, such as "recorder.bin", and not one of the run; got {filename!r}')
         self.trigger = get_trigger(parameters)
         self._filename = filename
-        self._generators = _random.GeneratorStates()
+        self._generators = 0  # their digest after the last iteration; 0 if it was not taken there
         self._batches: Batches | None = None
         self._places: list[Any] = []  # of the batches, when the values were read last
         self._is_writing = False  # on the main rank, during a run
@@ -94,7 +96,6 @@ class Recorder(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         self._refuse_a_shared_file(trainer)
-        self._generators = _random.GeneratorStates()  # which may have been put back
         self._batches = Batches(trainer.updater)
         self._places = self._batches.take()
         if trainer.comm.is_main:
@@ -144,7 +145,8 @@ class Recorder(Extension):
             self._losses = _find_losses(self._keys)
         losses = [reported[name] for name in self._losses]
         assert self._batches is not None
-        self._rows.append(_Row(iteration, self._batches.take(), self._generators.take(), self._losses, losses))
+        self._rows.append(_Row(iteration, self._batches.take(), self._losses, losses))
+        self._generators = 0 if iteration % ROWS else _random.digest_generators()
 
     def __call__(self, trainer: Trainer) -> None:
         self._add_digests(trainer)
@@ -163,13 +165,12 @@ class Recorder(Extension):
             found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
             all_bits = losses.finish([next(found) for _ in losses.bits])
             assert self._batches is not None
-            taken, generators = None, 0
             for row, bits in zip(self._rows, all_bits, strict=True):
                 batch = self._batches.digest(self._places, row.places)
-                if row.generators is not taken:  # while nothing is drawn they stay the same tuple
-                    taken, generators = row.generators, self._generators.digest(row.generators)
-                self._block.rows.append((batch, generators, bits))
+                self._block.add_row(batch, bits)
                 self._places = row.places
+            if self._rows:
+                self._block.generators = self._generators
             for iteration, each in self._digests.items():
                 self._block.digests[iteration] = each.names, each.finish([next(found) for _ in each.sums])
             self._rows, self._digests = [], {}
@@ -177,6 +178,8 @@ class Recorder(Extension):
 
     def _close_block(self) -> None:
         if (block := self._read()) is not None:
+            if self._last % ROWS:  # a snapshot may have been taken there, and is in another run taken elsewhere
+                block.generators = 0
             self._file.append(block.encode(self._names))
             self._count += 1
             self._names = next((list(names) for names, _ in reversed(block.digests.values())), self._names)
@@ -189,6 +192,8 @@ class Recorder(Extension):
 
     def _write_block(self) -> None:
         """Write the block that is not complete, as far as it has come."""
+        if self._rows and self._last % ROWS:
+            self._generators = _random.digest_generators()
         block = self._read()
         self._file.write_tail(b"" if block is None else block.encode(self._names))
 
@@ -198,7 +203,7 @@ class Recorder(Extension):
             if self._is_writing:
                 self._write_block()
             if (block := self._read()) is not None:
-                rows = HEAD + Block(0, block.first, block.rows, block.digests).encode([])
+                rows = HEAD + replace(block, number=0).encode([])
             if (state := self._file.state(serializer.directory, serializer.refer)) is not None:
                 in_file = [*state, self._count]
             elif self._file.size:
@@ -221,7 +226,6 @@ class _Row(NamedTuple):
 
     iteration: int
     places: list[Any]  # of the batches
-    generators: tuple[Any, ...]
     names: list[str]
     values: list[Any]
 
@@ -290,7 +294,8 @@ def _parse_block(content: bytes) -> Block:
     for iteration in ledger.iterations.tolist():
         row = ledger.row(iteration)
         assert row is not None
-        block.rows.append((row.batch or 0, row.generators, row.losses))
+        block.add_row(row.batch or 0, row.losses)
+        block.generators = row.generators or 0
     for iteration, tensors in ledger.digests.items():
         block.digests[iteration] = list(tensors), np.array(list(tensors.values()), np.uint64)
     return block
