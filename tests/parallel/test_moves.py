@@ -1,6 +1,5 @@
 """A snapshot of a model in any layout is loaded in any other, with the same bits, and read once by all ranks together."""
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -8,21 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import EVERY, a_trainer, whole_state
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from chainring import serializers
 from chainring.cli import main
-from chainring.iterators import SerialIterator
 from chainring.parallel import RankFailed
 from chainring.serializers import CorruptError
 from chainring.serializers._checkpoint import read_state
-from chainring.training import StandardUpdater, Trainer
 from rank_pair import on_ranks
 
 WIDTH = 16384  # so that tensors are read in parts, and not at once as small ones are
 NAMES = [f"{module}/{name}" for module in (0, 2, 3, 4) for name in ("weight", "bias")]
-EARLIER = Path(__file__).parents[1] / "serializers" / "earlier" / "without_checksums_of_parts"
 
 
 def saved_state(snapshot, names=NAMES):
@@ -151,67 +145,42 @@ def test_what_is_damaged_is_noticed_by_all_ranks_which_go_on_from_the_snapshot_b
         assert told == [1, 0, 0, 0], name
 
 
-class OnRank0:
-    """An object of which rank 0 alone has large state, and on which rank 2 fails, if told."""
+class Table:
+    """An object with large state, which rank 0 alone asks for, or which rank 2 fails to load."""
 
-    def __init__(self, comm, fails=False):
-        self.comm, self.fails = comm, fails
+    def __init__(self, comm, fault=None):
+        self.comm, self.fault = comm, fault
         self.table = torch.full((100, 100), float(comm.rank + 1))
 
     def serialize(self, serializer):
-        if self.comm.rank == 0:
-            serializer("table", self.table)
-        if self.fails and self.comm.rank == 2:
+        if self.fault == "apart" and self.comm.rank > 0:
+            return
+        serializer("table", self.table)
+        if self.fault == "fails" and self.comm.rank == 2:
             raise KeyError("no such key")
-        if not self.fails:
-            serializer("number", 3)
 
 
 def asked_apart(world, directory):
-    """What each rank has after a load for which rank 0 alone asks, and what it raises if rank 2 fails meanwhile."""
+    """What each rank raises where rank 0 alone asks for a tensor, and where rank 2 fails meanwhile."""
     if world.rank == 0:
-        serializers.save(f"{directory}/saved", OnRank0(world))
+        serializers.save(f"{directory}/saved", Table(world))
     world.barrier()
-    loaded = OnRank0(world)
-    loaded.table.zero_()
+    raised = []
+    for fault in ("apart", "fails"):
+        with pytest.raises((KeyError, RankFailed, ValueError)) as caught:
+            serializers.load(f"{directory}/saved", Table(world, fault))
+        raised.append(f"{caught.typename}: {caught.value}")
+    loaded = Table(world)
     serializers.load(f"{directory}/saved", loaded)
-    try:
-        serializers.load(f"{directory}/saved", OnRank0(world, fails=True))
-    except (KeyError, RankFailed) as error:
-        return loaded.table.unique().item(), f"{type(error).__name__}: {error}"
+    return raised, loaded.table.unique().tolist()
 
 
-def test_what_one_rank_asks_for_it_gets_and_where_one_fails_all_do(tmp_path):
-    """Ranks that ask for nothing read for the others; none waits for one that has failed."""
-    found = on_ranks(4, asked_apart, str(tmp_path))
-    assert [rank[0] for rank in found] == [1.0, 0.0, 0.0, 0.0]
-    words = [rank[1] for rank in found]
-    assert words[2] == "KeyError: 'no such key'"
-    for other in (0, 1, 3):
-        assert words[other].startswith("RankFailed: "), words
-        assert "by rank 2: KeyError: 'no such key'" in words[other]
-
-
-def loaded_earlier(world, directory):
-    """What differs after a snapshot of an earlier version was loaded, and the words with which a damaged one is refused."""
-    net = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 1))
-    for module in (net[0], net[2], net):
-        fully_shard(module)
-    updater = StandardUpdater(SerialIterator([0.0] * 8, 8), torch.optim.AdamW(net.parameters(), 0.01), net, comm=world)
-    trainer = Trainer(updater, (1, "iteration"), out=directory)
-    serializers.load(EARLIER, trainer)
-    names = [f"{module}/{name}" for module in (0, 2) for name in ("weight", "bias")]
-    try:
-        serializers.load(f"{directory}/damaged", trainer)
-    except CorruptError as error:
-        return different(whole_state(trainer), saved_state(EARLIER, names)), str(error)
-
-
-def test_a_snapshot_without_checksums_of_parts_is_loaded_as_ever(tmp_path):
-    """As earlier versions wrote them: this one by two ranks with fully_shard; its files have one checksum each."""
-    assert "parts" not in json.loads((EARLIER / "manifest.json").read_bytes().rpartition(b"\n")[0])
-    shutil.copytree(EARLIER, tmp_path / "damaged")
-    flip(tmp_path / "damaged" / "rank00001-of-00002.safetensors", 20_000)
-    for wrong, words in on_ranks(4, loaded_earlier, str(tmp_path)):
-        assert wrong == []
-        assert "rank00001-of-00002.safetensors has other bytes than were written" in words
+def test_where_a_rank_asks_for_another_tensor_or_fails_all_ranks_raise(tmp_path):
+    """The error names what is asked for; none waits for one that has failed, and all can load again."""
+    ranks = on_ranks(4, asked_apart, str(tmp_path))
+    for rank, ((apart, fails), table) in enumerate(ranks):
+        assert apart.startswith("ValueError: ranks load the same state in the same order"), apart
+        assert "rank 0 reads table, rank 1 nothing" in apart
+        assert fails.startswith("KeyError: " if rank == 2 else "RankFailed: "), fails
+        assert rank == 2 or "by rank 2: KeyError: 'no such key'" in fails
+        assert table == [1.0]

@@ -1,18 +1,19 @@
 """The tensors of a snapshot in parts: each is read by one of the ranks that load it, which hands it to those that need it.
 
-Every rank opens some of the files and knows the parts in them. What a rank asks for is read in a round, in which all ranks
-take part, whatever each of them asks for: the ranks say which regions of which tensors they need, then which parts of these
-they have, and then stream them in blocks, verified on the way. A rank that needs nothing more waits in `conclude`, and reads
-on for the others until all have come there. So nothing depends on the order in which ranks ask.
+The ranks load in program order: all read the same tensors at the same time, each into what it holds of them. In a read every
+rank says which regions of them it needs, then which parts of them lie in its files, and who needs some of each; these are
+streamed in blocks, and verified on the way. Ranks that read different tensors are an error on all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,39 +24,33 @@ from chainring.serializers._restoring import StoredTensor
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, StoredFile
 
 T = TypeVar("T")
-Needs = Mapping[str, list[tuple[int, Region]]]
-"""By the name of a tensor the ranks that need it, with the regions that they need."""
+Request = Mapping[str, list[Region]]
+"""By the names of the tensors that are read, the regions of them that a rank needs."""
 
 _SMALL = 1 << 13  # bytes of a tensor that every rank gets at once
 _BLOCK = 1 << 20  # bytes that a rank reads, sends, or receives at once
-_ROUND = 64  # tensors for which a rank asks at once
+_ROUND = 64  # tensors that are read at once
 
 
 class _Part(NamedTuple):
     """A part of a tensor that this rank reads."""
 
-    path: str  # of the file
-    start: int  # its first byte there
     file: StoredFile
+    start: int  # its first byte there
     region: Region
-    whole: tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of the tensor
     crc: int | None  # None where the file was verified as a whole
 
 
-class _Whole(NamedTuple):
-    """What is known of a tensor before it is read."""
+class _Described(NamedTuple):
+    """What all ranks know of a part, and of the tensor to which it belongs."""
 
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    region: Region
     strides: Sequence[int] | None
-    content: bytes | None  # of a small one
-
-
-class _Request(NamedTuple):
-    """What a rank needs, and the failure for which it needs nothing any more."""
-
-    regions: list[tuple[str, Region]] | None  # of tensors by name; None when it waits for the others
-    failure: str | None
+    content: bytes | None  # of a small tensor
+    same_as: str | None  # the tensor that is stored in its place
 
 
 class _Offer(NamedTuple):
@@ -63,10 +58,6 @@ class _Offer(NamedTuple):
 
     region: Region
     ranks: set[int]
-
-
-Offers = Sequence[Mapping[str, list[_Offer]]]
-"""For each rank by the name of a tensor what it has of it."""
 
 
 class _Block(NamedTuple):
@@ -80,7 +71,7 @@ class _Block(NamedTuple):
 class StoredTensors:
     """The tensors of a snapshot by their names, and what else is in it.
 
-    All ranks of ``comm`` make one at the same time, and use it as a context for what each of them loads.
+    All ranks of ``comm`` make one at the same time, and use it as a context for what they load.
 
     Raises:
         CorruptError: the snapshot is not what was written, or cannot be read, as far as that shows before its tensors are
@@ -101,18 +92,7 @@ class StoredTensors:
         assert looked is not None
         self.manifest, self.text = looked
         self._parts: dict[str, list[_Part]] = {}
-        self._tied: dict[str, set[str | None]] = {}  # by name of a tensor, those stored in its place in the files here
-        self._wholes: dict[str, _Whole] = {}
-        self._sound: set[Any] = set()
-        for begun in self._on_all(self._open):
-            self._take(begun)
-        self.tensors: dict[str, Tensor | StoredTensor] = {
-            name: StoredTensor(name, whole.dtype, whole.shape, whole.strides, self)
-            if whole.content is None
-            else _to_tensor(whole.content, whole)
-            for name, whole in sorted(self._wholes.items())
-        }
-        self._tie()
+        self.tensors = self._assemble(list(itertools.chain.from_iterable(self._on_all(self._open))))
 
     def __enter__(self) -> StoredTensors:
         return self
@@ -121,7 +101,7 @@ class StoredTensors:
         if error is None:
             self.conclude()
         elif not self._has_ended:
-            self._round(None, f"{type(error).__name__}: {error}")
+            self._agree(None, f"{type(error).__name__}: {error}")
 
     def read(self, targets: Sequence[tuple[StoredTensor, Tensor]]) -> None:
         """Read each of these tensors into one of its shape and dtype, of which only the shards of this rank are filled.
@@ -129,17 +109,46 @@ class StoredTensors:
         Raises:
             CorruptError: on all ranks, that a part is not what was written; then some may have been filled.
             RankFailed: another rank has failed.
+            ValueError: another rank reads other tensors.
         """
-        for start in range(0, len(targets), _ROUND):
-            wanted: dict[str, list[Shard]] = {}
-            for stored, target in targets[start : start + _ROUND]:
-                wanted.setdefault(stored.name, []).extend(_shards_of(target.detach()))
-            self._round(wanted)
+        wanted: dict[str, list[Shard]] = {}
+        for stored, target in targets:
+            wanted.setdefault(stored.name, []).extend(_shards_of(target.detach()))
+        names = list(wanted)
+        for start in range(0, len(names), _ROUND):
+            requests = self._agree({name: list(map(region_of, wanted[name])) for name in names[start : start + _ROUND]})
+            offers = self._gather(self._offer(requests))
+            dtypes = {name: self.tensors[name].dtype for name in requests[0]}
+            stream = _Stream(self._comm, self._parts, dtypes, requests, offers, wanted)
+            try:
+                stream.run()
+            except BaseException:
+                self._has_ended = True
+                raise
+            self._on_all(stream.check)
 
     def conclude(self) -> None:
-        """Read for the other ranks as long as one of them needs it."""
-        while not self._round(None):
-            pass
+        """Wait until all ranks have read what they read so far; raise as `read` does where one has failed."""
+        self._agree(None)
+
+    def _agree(self, request: Request | None, failure: str | None = None) -> list[Request]:
+        """Return what all ranks read now, which must be the same tensors; none where they conclude."""
+        answers = self._gather((request or {}, failure))
+        if failures := [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(answers) if reason]:
+            self._has_ended = True
+            if failure is None:
+                raise RankFailed(f"the snapshot {self._source} could not be loaded by {failures[0]}")
+        requests: list[Request] = [request for request, _ in answers]
+        for rank, other in enumerate(requests if failure is None else ()):
+            if list(other) != list(requests[0]):
+                self._has_ended = True
+                pairs = itertools.zip_longest(requests[0], other, fillvalue="nothing")
+                ours, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"ranks load the same state in the same order, and of {self._source} rank 0 reads {ours}, rank {rank} "
+                    f"{theirs}: let all ranks ask for it in serialize, and extend the trainer alike"
+                )
+        return requests
 
     def _gather(self, value: T) -> list[T]:
         try:
@@ -172,131 +181,93 @@ class StoredTensors:
             raise CorruptError(f"{self._source}/{state} has other bytes than were written")
         return manifest, text
 
-    def _open(self) -> list[tuple[str, _Whole]]:
-        """Open the files that this rank reads, or reads some of; return the tensors of which it reads the beginning."""
+    def _open(self) -> list[_Described]:
+        """Open the files that this rank reads, or reads some of; return what it reads of each tensor."""
         names = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
-        begun: list[tuple[str, _Whole]] = []
+        described = []
         for name, readers in zip(names, _assign_readers(len(names), self._comm.size), strict=True):
             if self._comm.rank not in readers:
                 continue
             file = self._source.open(name, self.manifest)
             crc, stored = _safetensors.read_header(file)
-            crcs = self._checksums(file, name, crc, stored, self._comm.rank == readers[0])
+            text = self.manifest.parts.get(name, "")
+            crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
+            if not self._is_verified and (len(crcs) != 1 + len({entry.part for entry in stored.values()}) or crcs[0] != crc):
+                raise CorruptError(f"{file.path} has other bytes than were written")
             mine = _share(stored, readers.index(self._comm.rank), len(readers))
             for key, entry in stored.items():
-                tensor = _name_of(key)
-                self._tied.setdefault(tensor, set()).add(entry.same_as and _name_of(entry.same_as))
                 if entry.part in mine:
-                    begun += self._add(file, tensor, entry, None if crcs is None else crcs[entry.part])
-        return begun
+                    described.append(self._add(file, key, entry, None if self._is_verified else crcs[entry.part]))
+        return described
 
-    def _checksums(
-        self, file: StoredFile, name: str, crc: int, stored: Mapping[str, _safetensors.Stored], is_first: bool
-    ) -> list[int] | None:
-        """Return the checksums of the parts of a file, ``None`` where it is verified as a whole, as by earlier versions."""
-        if self._is_verified:
-            return None
-        text, count = self.manifest.parts.get(name), len({entry.part for entry in stored.values()})
-        if text is None:
-            if is_first and file.checksum() != self.manifest.files[name][1]:
-                raise CorruptError(f"{file.path} has other bytes than were written")
-            return None
-        crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-        if len(crcs) != 1 + count or crcs[0] != crc:
-            raise CorruptError(f"{file.path} has other bytes than were written")
-        return crcs
-
-    def _add(self, file: StoredFile, tensor: str, entry: _safetensors.Stored, crc: int | None) -> list[tuple[str, _Whole]]:
+    def _add(self, file: StoredFile, key: str, entry: _safetensors.Stored, crc: int | None) -> _Described:
+        """Take a part of a tensor that this rank reads; a small tensor is read at once."""
+        name, size, content = _name_of(key), entry.place[1] - entry.place[0], None
         offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
-        part = _Part(file.path, entry.place[0], file, (tuple(offsets), entry.shape), (entry.dtype, tuple(shape)), crc)
-        self._parts.setdefault(tensor, []).append(part)
-        if any(offsets):
-            return []
-        size, content = entry.place[1] - entry.place[0], None
+        self._parts.setdefault(name, []).append(_Part(file, entry.place[0], (tuple(offsets), entry.shape), crc))
         if entry.shape == tuple(shape) and size <= (_SMALL if self._source.is_local else 0):  # there a request for each
-            content = bytes(file.read(part.start, size).numpy())
+            content = bytes(file.read(entry.place[0], size).numpy())
             if crc is not None and zlib.crc32(content) != crc:
                 raise CorruptError(f"{file.path} has other bytes than were written")
-        return [(tensor, _Whole(entry.dtype, tuple(shape), None if entry.offsets else entry.strides, content))]
+        strides, same_as = None if entry.offsets else entry.strides, entry.same_as and _name_of(entry.same_as)
+        return _Described(name, entry.dtype, tuple(shape), (tuple(offsets), entry.shape), strides, content, same_as)
 
-    def _take(self, begun: Sequence[tuple[str, _Whole]]) -> None:
-        """Take over what a rank knows of tensors; all ranks do alike, with the same result."""
-        total = sum(size for size, _ in self.manifest.files.values())
-        for name, whole in begun:
-            if name in self._wholes:
-                raise CorruptError(f"{self._source} has {name!r} in two files, or twice")
-            if math.prod(whole.shape) * whole.dtype.itemsize > total:  # first: a shape alone could ask for any memory
-                _refuse_parts(name, whole.shape)
-            self._wholes[name] = whole
+    def _assemble(self, described: Iterable[_Described]) -> dict[str, Tensor | StoredTensor]:
+        """Return the tensors that the parts of all ranks make up; those that are one in all files are one value."""
+        parts: dict[str, list[_Described]] = {}
+        for part in described:
+            parts.setdefault(part.name, []).append(part)
+        tensors: dict[str, Tensor | StoredTensor] = {}
+        sound: set[Any] = set()
+        for name, (first, *others) in sorted(parts.items()):
+            layout = first.shape, tuple(part.region for part in parts[name])
+            if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in others) or (
+                layout not in sound and not is_partition(*layout)  # first: a shape alone could ask for any memory
+            ):
+                _refuse_parts(name, first.shape)
+            sound.add(layout)
+            if first.content is None:
+                tensors[name] = StoredTensor(name, first.dtype, first.shape, first.strides, self)
+            else:
+                content = torch.tensor(np.frombuffer(first.content, np.uint8))
+                tensors[name] = _safetensors.to_tensor(content, first.dtype, first.shape, first.strides)
+        sources = {name: {part.same_as for part in parts[name]} for name in parts}
+        tied = {name: source for name, (source, *others) in sources.items() if source in tensors and not others}
+        return tensors | {name: tensors[source] for name, source in tied.items() if source is not None}
 
-    def _tie(self) -> None:
-        """Give tensors that are one in all files alike one value."""
-        own = {(name, other) for name, others in self._tied.items() for other in others if other is not None}
-        found = {pair for pairs in self._gather(own) for pair in pairs}
-        if found:
-            wrong = {pair for pair in found if self._tied.get(pair[0], {pair[1]}) != {pair[1]}}
-            refused = {pair for pairs in self._gather(wrong) for pair in pairs}
-            self.tensors |= {name: self.tensors[other] for name, other in found - refused if other in self.tensors}
+    def _offer(self, requests: Sequence[Request]) -> dict[str, list[_Offer]]:
+        """Return the parts of the requested tensors that this rank has, in the order in which they lie in its files."""
 
-    def _round(self, wanted: Mapping[str, list[Shard]] | None, failure: str | None = None) -> bool:
-        """Read what the ranks need in this round; return whether none needs anything."""
-        regions = None if wanted is None else [(name, region_of(shard)) for name in wanted for shard in wanted[name]]
-        requests: list[_Request] = self._gather(_Request(regions, failure))
-        if failures := [f"rank {rank}: {request.failure}" for rank, request in enumerate(requests) if request.failure]:
-            self._has_ended = True
-            if failure is None:
-                raise RankFailed(f"the snapshot {self._source} could not be loaded by {failures[0]}")
-            return True
-        needs: dict[str, list[tuple[int, Region]]] = {}
-        for rank, request in enumerate(requests):
-            for name, region in request.regions or ():
-                needs.setdefault(name, []).append((rank, region))
-        if needs:
-            offers: Offers = self._on_all(lambda: self._offer(needs))
-            self._check(needs, offers)
-            stream = _Stream(self._comm, self._parts, self._wholes, needs, offers, wanted or {})
-            try:
-                stream.run()
-            except BaseException:
-                self._has_ended = True
-                raise
-            self._on_all(stream.check)
-        return all(request.regions is None for request in requests)
+        def needs(part: _Part, regions: list[Region]) -> bool:
+            return any(_overlap(part.region, region) for region in regions)
 
-    def _offer(self, needs: Needs) -> dict[str, list[_Offer]]:
-        offers = {}
-        for name in sorted(needs.keys() & self._parts.keys(), key=lambda name: self._parts[name][0][:2]):
-            parts, needed = self._parts[name], needs[name]
-            if any(part.whole != self._wholes[name][:2] for part in parts):
-                _refuse_parts(name, self._wholes[name].shape)
-            offers[name] = [
-                _Offer(part.region, {rank for rank, region in needed if _overlap(part.region, region)}) for part in parts
+        def place(name: str) -> tuple[str, int]:
+            return self._parts[name][0].file.path, self._parts[name][0].start
+
+        names = sorted(requests[0].keys() & self._parts.keys(), key=place)
+        return {
+            name: [
+                _Offer(part.region, {rank for rank, request in enumerate(requests) if needs(part, request[name])})
+                for part in self._parts[name]
             ]
-        return offers
-
-    def _check(self, needs: Iterable[str], offers: Offers) -> None:
-        """Refuse parts that are not the whole of a tensor, on all ranks alike."""
-        for name in needs:
-            layout = self._wholes[name].shape, tuple(offer.region for of_rank in offers for offer in of_rank.get(name, ()))
-            if layout not in self._sound and not is_partition(*layout):
-                _refuse_parts(name, layout[0])
-            self._sound.add(layout)
+            for name in names
+        }
 
 
 class _Stream:
-    """A round in which parts of tensors are read in blocks, and handed to the ranks that need them."""
+    """A read in which parts of tensors are read in blocks, and handed to the ranks that need them."""
 
     def __init__(
         self,
         comm: Communicator,
         parts: Mapping[str, list[_Part]],
-        wholes: Mapping[str, _Whole],
-        needs: Needs,
-        offers: Offers,
+        dtypes: Mapping[str, torch.dtype],
+        requests: Sequence[Request],
+        offers: Sequence[Mapping[str, list[_Offer]]],
         wanted: Mapping[str, list[Shard]],
     ) -> None:
-        self._comm, self._parts, self._wholes, self._needs, self._wanted = comm, parts, wholes, needs, wanted
-        self._offers = offers
+        self._comm, self._parts, self._dtypes, self._wanted = comm, parts, dtypes, wanted
+        self._requests, self._offers = requests, offers
         self._crcs: dict[tuple[str, int], int] = {}
         self._ends = self._row_ends()  # by file and first byte of a part, where those end that are read one after the other
         self._failure: CorruptError | None = None
@@ -306,36 +277,35 @@ class _Stream:
         if self._failure is not None:
             raise self._failure
 
+    def run(self) -> None:
+        """Fill what is wanted here, and what the other ranks want of the parts here."""
+        limit = max(_BLOCK // self._comm.size, 1 << 18)
+        plans = [list(self._steps(rank, limit, is_shared=True)) for rank in range(self._comm.size)]
+        for step in itertools.zip_longest(*plans, fillvalue=()):
+            self._exchange(step)
+        for blocks in self._steps(self._comm.rank, _BLOCK, is_shared=False):
+            for block in blocks:
+                self._fill(block, self._read(block))
+
     def _row_ends(self) -> dict[tuple[str, int], int]:
         own, places = self._comm.rank, []
         for name, offers in self._offers[own].items():
-            itemsize = self._wholes[name].dtype.itemsize
             for part, offer in zip(self._parts[name], offers, strict=True):
                 if offer.ranks:  # what others need comes first
-                    end = part.start + math.prod(part.region[1]) * itemsize
-                    places.append((offer.ranks != {own}, part.path, part.start, end))
+                    end = part.start + math.prod(part.region[1]) * self._dtypes[name].itemsize
+                    places.append((offer.ranks != {own}, part.file.path, part.start, end))
         rows: dict[tuple[bool, str, int], int] = {}
         for is_shared, path, start, end in sorted(places, reverse=True):
             rows[is_shared, path, start] = rows.get((is_shared, path, end), end)
         return {(path, start): end for (_, path, start), end in rows.items()}
 
-    def run(self) -> None:
-        """Fill what is wanted here, and what the other ranks want of the parts here."""
-        limit = max(_BLOCK // self._comm.size, 1 << 18)
-        plans = [list(self._steps(rank, limit, is_shared=True)) for rank in range(self._comm.size)]
-        for number in range(max(map(len, plans))):
-            self._exchange([plan[number] if number < len(plan) else [] for plan in plans])
-        for blocks in self._steps(self._comm.rank, _BLOCK, is_shared=False):
-            for block in blocks:
-                self._place(block, self._read(block))
-
     def _steps(self, rank: int, limit: int, *, is_shared: bool) -> Iterator[list[_Block]]:
         """Yield blocks of the parts of a rank that others need, or those that it alone needs, a few at a time."""
         step: list[_Block] = []
         size = 0
-        for name, of_tensor in self._offers[rank].items():
-            itemsize = self._wholes[name].dtype.itemsize
-            for number, (region, ranks) in enumerate(of_tensor):
+        for name, offers in self._offers[rank].items():
+            itemsize = self._dtypes[name].itemsize
+            for number, (region, ranks) in enumerate(offers):
                 if not ranks or (ranks != {rank}) != is_shared:
                     continue
                 for box in _boxes(region[1], limit // itemsize):
@@ -350,48 +320,44 @@ class _Stream:
 
     def _exchange(self, blocks: Sequence[Sequence[_Block]]) -> None:
         """Send the blocks of this rank to those that need them, and take those of the others, rank by rank."""
-        own, device = self._comm.rank, self._comm.device
+        own = self._comm.rank
         sent: list[list[Tensor]] = [[] for _ in blocks]
         for block in blocks[own]:
             content = self._read(block)
-            self._place(block, content)
-            for rank, region in self._needs[block.name]:
-                if rank != own and (overlap := _overlap(block.region, region)):
-                    sent[rank].append(_bytes(content[_within(block.region, overlap)]))
-        coming = [[block for block in of_rank if rank != own] for rank, of_rank in enumerate(blocks)]
-        sizes = [sum(self._sizes_wanted(block) for block in of_rank) for of_rank in coming]
-        wait = self._comm.start_all_to_all([_joined(pieces).to(device) for pieces in sent], sizes)
+            self._fill(block, content)
+            for rank, request in enumerate(self._requests):
+                overlaps = [_overlap(block.region, region) for region in request[block.name] if rank != own]
+                sent[rank] += [_bytes(content[_within(block.region, overlap)]) for overlap in overlaps if overlap]
+        coming = [
+            [target for block in of_rank if rank != own for _, target in self._targets(block)]
+            for rank, of_rank in enumerate(blocks)
+        ]
+        sizes = [sum(target.numel() * target.itemsize for target in targets) for targets in coming]
+        wait = self._comm.start_all_to_all([_joined(pieces).to(self._comm.device) for pieces in sent], sizes)
         sent.clear()
-        for content, of_rank in zip(wait(), coming, strict=True):
-            self._take(content.cpu(), of_rank)
+        for content, targets in zip(wait(), coming, strict=True):
+            pieces = torch.split(content.cpu(), [target.numel() * target.itemsize for target in targets])
+            for piece, target in zip(pieces, targets, strict=True):
+                target[...] = piece.clone().view(target.dtype).reshape(target.shape)  # aligned by the copy
 
-    def _sizes_wanted(self, block: _Block) -> int:
-        regions = [_overlap(block.region, region_of(shard)) for shard in self._wanted.get(block.name, ())]
-        return sum(math.prod(region[1]) for region in regions if region) * self._wholes[block.name].dtype.itemsize
-
-    def _take(self, content: Tensor, blocks: Sequence[_Block]) -> None:
-        """Put what a rank has sent where it belongs: of each block what was wanted, in the order in which it was."""
-        for block in blocks:
-            for shard in self._wanted.get(block.name, ()):
-                if overlap := _overlap(block.region, region_of(shard)):
-                    size = math.prod(overlap[1]) * shard.tensor.itemsize
-                    piece = content[:size].clone().view(shard.tensor.dtype).reshape(overlap[1])  # aligned by the copy
-                    shard.tensor[_within(region_of(shard), overlap)] = piece
-                    content = content[size:]
-
-    def _place(self, block: _Block, content: Tensor) -> None:
+    def _targets(self, block: _Block) -> Iterator[tuple[Region, Tensor]]:
+        """Yield the regions of a block that are wanted here, in the order of the request, each with the tensor to fill."""
         for shard in self._wanted.get(block.name, ()):
             if overlap := _overlap(block.region, region_of(shard)):
-                shard.tensor[_within(region_of(shard), overlap)] = content[_within(block.region, overlap)]
+                yield overlap, shard.tensor[_within(region_of(shard), overlap)]
+
+    def _fill(self, block: _Block, content: Tensor) -> None:
+        for overlap, target in self._targets(block):
+            target[...] = content[_within(block.region, overlap)]
 
     def _read(self, block: _Block) -> Tensor:
         """Return the content of a block of a part, of which the blocks before it were read before."""
-        part, dtype = self._parts[block.name][block.number], self._wholes[block.name].dtype
+        part, dtype = self._parts[block.name][block.number], self._dtypes[block.name]
         first = _row_major_index(block.region, part.region) * dtype.itemsize
         size, whole = (math.prod(region[1]) * dtype.itemsize for region in (block.region, part.region))
         content = torch.empty(size, dtype=torch.uint8)
         try:
-            content = part.file.read(part.start + first, size, self._ends[part.path, part.start])
+            content = part.file.read(part.start + first, size, self._ends[part.file.path, part.start])
         except OSError as error:
             self._failure = self._failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
@@ -434,14 +400,6 @@ def _shards_of(tensor: Tensor) -> list[Shard]:
     if is_sharded(tensor):
         return local_shards(tensor)
     return [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
-
-
-def _to_tensor(content: bytes, whole: _Whole) -> Tensor:
-    values = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    tensor = values.view(whole.dtype).reshape(whole.shape)
-    if whole.strides is None:
-        return tensor
-    return torch.empty_strided(whole.shape, whole.strides, dtype=whole.dtype).copy_(tensor)
 
 
 def _view(content: Tensor) -> memoryview:

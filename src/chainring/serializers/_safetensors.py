@@ -139,7 +139,11 @@ def _read_stored(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
 
 def read_tensors(file: StoredFile, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by its header, in memory of their own on the CPU. Tied ones are one tensor again."""
-    found = {name: _to_tensor(_read(file, entry), entry) for name, entry in stored.items() if entry.same_as is None}
+    found = {
+        name: to_tensor(_read(file, entry), entry.dtype, entry.shape, entry.strides)
+        for name, entry in stored.items()
+        if entry.same_as is None
+    }
     return {name: found[stored[name].same_as or name] for name in sorted(stored)}
 
 
@@ -223,12 +227,12 @@ def _read(file: StoredFile, entry: Stored) -> torch.Tensor:
     return file.read(start, end - start)
 
 
-def _to_tensor(content: torch.Tensor, entry: Stored) -> torch.Tensor:
-    """Return a tensor with the dtype and the strides that were written."""
-    tensor = content.view(entry.dtype).reshape(entry.shape)
-    if entry.strides is None:
-        return tensor
-    return torch.empty_strided(entry.shape, entry.strides, dtype=entry.dtype).copy_(tensor)
+def to_tensor(
+    content: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
+) -> torch.Tensor:
+    """Return a tensor with the dtype and the strides that were written, of its bytes."""
+    tensor = content.view(dtype).reshape(shape)
+    return tensor if strides is None else torch.empty_strided(shape, strides, dtype=dtype).copy_(tensor)
 
 
 def _is_entry(entry: Any) -> bool:
@@ -425,7 +429,7 @@ def read_verified(file: StoredFile) -> dict[str, torch.Tensor]:
         if entry.same_as is None:
             content = _read(file, entry)
             crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
-            found[name] = _to_tensor(content, entry)
+            found[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
     _compare(file, expected, crc)
     return {name: found[stored[name].same_as or name] for name in sorted(stored)}
 
