@@ -197,16 +197,6 @@ def test_schedulers_of_two_optimizers_keep_their_own_state_when_swapped(tmp_path
     assert rates("ba", trainer.state_dict(), 6)[1] == rates("ab", stop=6)[1]
 
 
-def test_a_snapshot_without_what_identifies_its_extensions_loads_by_name_and_class(tmp_path):
-    """Of an earlier version, which did not record it."""
-    state = run(tmp_path, Calls(), (Calls(), every(2))).state_dict()
-    old = {key: value for key, value in state.items() if not key.startswith("extension_identities")}
-    assert len(old) < len(state)
-    parts = [Calls(), Calls()]
-    run(tmp_path, parts[0], (parts[1], every(2)), load=old, stop=6)
-    assert [part.calls for part in parts] == [6, 3]
-
-
 def test_an_identity_of_another_meaning_is_left_alone(tmp_path):
     """Of a user's class that has an attribute or a method of this name for something else."""
 

@@ -231,7 +231,7 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     """Return the settings of an extension; one of a user's own may have others for each rank, such as the name of a file."""
     extension = entry.extension
     settings = {
-        "classes": entry.class_names,
+        "classes": [type(extension).__name__, type(entry.trigger).__name__],
         "trigger": describe_setting(entry.trigger),
         "priority": entry.priority,
         "invoke_before_training": entry.invoke_before_training,
@@ -243,8 +243,8 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     scheduler: Any = getattr(extension, "scheduler", None)
     if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__:
         settings |= {f"{key} of the scheduler": value for key, value in scheduler.state_dict().items()}
-    if _is_ours(type(extension)) and entry.identity is not None:
-        settings["identity"] = entry.identity(trainer)
+    if _is_ours(type(extension)):
+        settings["identity"] = entry.identify(trainer)
     return settings
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,17 +14,15 @@ from chainring import _random
 from chainring._distributed.sharding import is_tensor_parallel
 from chainring._distributed.watchdog import reporting_position
 from chainring._hints import find_hint
-from chainring._messages import info, warn
+from chainring._messages import info
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
-from chainring.serializers._changes import ChangedSetting, recording_changes, telling_changes
-from chainring.serializers.protocol import Deserializer, conclude_reading, visit_if_stateful
+from chainring.serializers._changes import telling_changes
 from chainring.training._agreement import check_agreement, check_generators, check_out
+from chainring.training._loaded_state import LoadedState
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training.extension import RollBack
-from chainring.training.triggers import IntervalTrigger
-from chainring.training.triggers.base import describe_setting, serialize_extension_trigger
 
 if TYPE_CHECKING:
     from chainring.serializers._store import Store
@@ -35,218 +31,6 @@ if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 logger = logging.getLogger("chainring")
-
-
-class LoadedState:
-    """The saved run that was loaded into a trainer, as far as it waits: for extensions not registered yet, for the start."""
-
-    def __init__(self) -> None:
-        self.exists = False  # True once anything was loaded, so that the run continues an earlier one
-        self.gives_way = False  # True if it came from another library: snapshots of the run itself are newer
-        self.generators: Any = None  # the state of the random generators, put back immediately before the first update
-        self.directory: Path | None = None  # with the files beside the snapshot that was loaded, unless it came from memory
-        self.place: str | None = None  # of the run that has saved it
-        self.changes: dict[str, list[Any]] = {}  # by name, the old and the new value of settings that the script changes
-        self.untold: list[ChangedSetting] = []  # changes that are not printed yet
-        self._source: Deserializer | None = None
-        self._saved: list[Identity] = []  # the extensions of the saved run
-        self._pairs: dict[str, str] = {}  # by the name of an extension here, the one in the saved run that it continues
-
-    def begin(self, source: Deserializer, saved: list[Identity], generators: Any, trainer: Trainer) -> None:
-        """Take over a saved run, which had these extensions, and restore those that are registered."""
-        self.exists = True
-        self.gives_way = source.gives_way
-        self.generators = generators
-        self.directory, self.place = source.directory, source.place
-        self._source, self._saved, self._pairs = source, saved, {}
-        self.restore(trainer)
-
-    def restore(self, trainer: Trainer, *, is_complete: bool = True) -> list[Identity]:
-        """Load the state of extensions and triggers where it is certain whose it is; return the extensions that there are.
-
-        With ``is_complete=False`` more of them may be registered, and only what is the same in everything is certain.
-        """
-        source = self._source
-        if source is None:
-            return []
-        current = [identify(entry, trainer) for entry in trainer.entries]
-        pairs = _match(self._saved, current, self._pairs, self._has_state, is_complete)
-        saved = {one.name: one for one in self._saved}
-        for entry in trainer.entries:
-            if entry.name in pairs and entry.name not in self._pairs:
-                self._restore(source, entry, saved[pairs[entry.name]])
-        self._pairs = pairs
-        return current
-
-    def _restore(self, source: Deserializer, entry: Entry, saved: Identity) -> None:
-        """Load the state of an extension and of its trigger, each unless its class is another one now."""
-        extension_class, trigger_class = entry.class_names
-        with recording_changes(self.changes):
-            if saved.extension_class == extension_class:
-                visit_if_stateful(source["extensions"], saved.name, entry.extension)
-            is_same = saved.trigger_class == trigger_class
-            serialize_extension_trigger(source, entry.name, entry.trigger, saved_name=saved.name, is_same_class=is_same)
-
-    def _has_state(self, saved: Identity) -> bool:
-        """Return whether the state of an extension of the saved run matters; an interval trigger does without its own."""
-        keys = ["extensions"] if saved.trigger_class == IntervalTrigger.__name__ else ["extensions", "extension_triggers"]
-        assert self._source is not None
-        return any(next(self._source[key][saved.name].paths(), None) is not None for key in keys)
-
-    def conclude(self, trainer: Trainer) -> None:
-        """Restore all that can be, and warn of the extensions that differ; called when a run starts."""
-        current = self.restore(trainer)
-        there = [one for one in self._saved if one.name not in self._pairs.values()]
-        here = [one for one in current if one.name not in self._pairs]
-        doubtful = {one.kind for one in there if self._has_state(one)} & {one.kind for one in here}
-        for kind in sorted(doubtful):
-            _warn_of_doubt([one for one in here if one.kind == kind], [one for one in there if one.kind == kind])
-        classes = {one.name: one.extension_class for one in self._saved}
-        only_there = [one.name for one in there if one.kind not in doubtful]
-        only_here = [
-            one.name
-            for one in current
-            if one.kind not in doubtful and classes.get(self._pairs.get(one.name, "")) != one.extension_class
-        ]
-        if (only_there or only_here) and not self.gives_way:
-            warn(
-                f"this run has different extensions from the saved run: only there {only_there}, only here {only_here}. "
-                "The state of those only there is dropped; those only here start from now",
-            )
-        if self._source is not None:
-            conclude_reading(self._source)
-        self._source, self._saved, self._pairs = None, [], {}
-
-
-class Identity(NamedTuple):
-    """What an extension of one run is recognized by in another."""
-
-    name: str
-    base_name: str  # without the number of the second of a name
-    extension_class: str
-    trigger_class: str
-    identity: tuple[str, ...] | None  # of the extension; None in a run of an earlier version
-    trigger_identity: tuple[str, ...]
-    trigger: str
-
-    @property
-    def kind(self) -> tuple[str, str]:
-        """What extensions have in common among which one has to be found."""
-        return self.base_name, self.extension_class
-
-    @property
-    def identifiers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What the extension and its trigger are known by."""
-        return self.identity or (), self.trigger_identity
-
-
-def identify(entry: Entry, trainer: Trainer) -> Identity:
-    """Return what an extension is recognized by in another run."""
-    return Identity(
-        entry.name,
-        entry.base_name,
-        entry.class_names[0],
-        entry.class_names[1],
-        _parts(getattr(entry.extension, "writes", ()) if entry.identity is None else entry.identity(trainer)),
-        _parts(() if entry.trigger_identity is None else entry.trigger_identity(trainer)),
-        describe_setting(entry.trigger),
-    )
-
-
-def _parts(identity: Any) -> tuple[str, ...]:
-    return tuple(map(str, identity)) if isinstance(identity, (tuple, list)) else ()
-
-
-def _match(
-    saved: list[Identity],
-    current: list[Identity],
-    pairs: Mapping[str, str],
-    has_state: Callable[[Identity], bool],
-    is_complete: bool,
-) -> dict[str, str]:
-    """Return by the name of each extension the one in the saved run that it continues, where that is certain.
-
-    An extension that has a name to itself is known by it, as long as it has the class. Those that share one, of which all
-    but the first got a number, are known by what identifies them, because their numbers change with their order.
-    """
-    found = dict(pairs)
-    if any(one.identity is None for one in saved):  # by a version that saved names and classes alone
-        return found | {one.name: one.name for one in current if any(one.name == other.name for other in saved)}
-    _pair(saved, current, found, lambda one: one[1:], only_single=not is_complete)
-    if is_complete:
-        _pair(saved, current, found, lambda one: any(one.identifiers) and (one.kind, one.identifiers))
-        for length in range(max((len(one.identity or ()) for one in saved), default=0), 0, -1):
-            _pair(saved, current, found, partial(_beginning, length))
-        _pair_by_name(saved, current, found, has_state)
-    return found
-
-
-def _pair(
-    saved: list[Identity],
-    current: list[Identity],
-    found: dict[str, str],
-    key: Callable[[Identity], Any],
-    only_single: bool = True,
-) -> None:
-    """Pair the extensions of equal keys, if as many there as here have it; ``only_single`` if it is one."""
-    there, here = _group(saved, key), _group(current, key)
-    for value, ones in here.items():
-        others = there.get(value, [])
-        if value and len(ones) == len(others) and (len(ones) == 1 or not only_single):
-            for one, other in zip(ones, others, strict=True):
-                if other.name not in found.values():
-                    found.setdefault(one.name, other.name)
-
-
-def _beginning(length: int, one: Identity) -> Any:
-    """Return so much of what identifies an extension, the most significant first; nothing if nothing does."""
-    return one.identity and (one.kind, one.identity[:length])
-
-
-def _pair_by_name(
-    saved: list[Identity], current: list[Identity], found: dict[str, str], has_state: Callable[[Identity], bool]
-) -> None:
-    """Pair what is left over by name, where nothing else could tell it apart or nothing depends on it."""
-    there, here = _group(saved, lambda one: one.kind), _group(current, lambda one: one.kind)
-    for kind, ones in here.items():
-        others = there.get(kind, [])
-        if len(ones) == len(others) == 1:
-            found.setdefault(ones[0].name, others[0].name)
-            continue
-        left = {one.name: one for one in ones if one.name not in found}
-        candidates = {other.name: other for other in others if other.name not in found.values()}
-        common = [name for name in left if name in candidates]
-        is_same = len(common) == len(left) == len(candidates) and all(
-            left[name].identifiers == candidates[name].identifiers for name in common
-        )
-        is_known = len({other[1:] for other in candidates.values()}) == 1  # by nothing but the name, or it is the only one
-        if (is_same and is_known) or not any(map(has_state, candidates.values())):
-            found.update((name, name) for name in common)
-    names = {other.name: other for other in saved if other.name not in found.values()}
-    for one in current:  # a name that was a number's before, or another class, whose trigger may be the same
-        other = names.get(one.name)
-        if other is None or one.kind == other.kind:
-            continue
-        if one.extension_class != other.extension_class or one[2:] == other[2:]:
-            found.setdefault(one.name, one.name)
-
-
-def _group(identities: list[Identity], key: Callable[[Identity], Any]) -> dict[Any, list[Identity]]:
-    groups: dict[Any, list[Identity]] = {}
-    for one in sorted(identities, key=lambda one: (len(one.name), one.name)):  # "log_2" before "log_10"
-        groups.setdefault(key(one), []).append(one)
-    return groups
-
-
-def _warn_of_doubt(here: list[Identity], there: list[Identity]) -> None:
-    def shown(ones: list[Identity]) -> str:
-        return ", ".join(f"{one.name!r} ({', '.join([*(one.identity or ()), one.trigger])})" for one in ones)
-
-    warn(
-        "extensions start without their saved state, because they cannot be matched with certainty: here "
-        f"{shown(here)}, in the saved run {shown(there)}. Register them as in the saved run to restore all; from now on, "
-        "a different extend(..., name=) for each avoids this",
-    )
 
 
 class Run:

@@ -225,9 +225,7 @@ class Entry:
         base_name: the name without the number that made it unique.
         fires: the call of the trigger, or ``None`` if it fires in every iteration.
         observe, observe_start, before_snapshot: methods of the extension, or ``None`` if it does not define them.
-        class_names: those of the extension and of its trigger; saved state is loaded into the same classes only.
-        identity, trigger_identity: methods of the extension and its trigger, or ``None`` if they do not define them.
-        call: calls the extension. A profiler replaces it by a call that it times.
+        call: calls the extension.
         place: the line of the script that has registered it, to which warnings point.
         is_due: True while the snapshots of an iteration are taken, if this is one of them and has not been called yet.
     """
@@ -256,12 +254,19 @@ class Entry:
         self.is_snapshot: bool = getattr(extension, "is_snapshot", False)
         self.place = user_place()
         self.is_due = False
-        self.class_names = [type(extension).__name__, type(self.trigger).__name__]
-        self.identity = _of_trainer(self._defined("identity"))
-        self.trigger_identity = _of_trainer(getattr(self.trigger, "identity", None))
         self.observe = self._defined("observe")
         self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
+
+    def identify(self, trainer: Trainer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the texts that identify the extension, the most significant first, and those that identify its trigger."""
+        texts = []
+        for identified, default in ((self.extension, getattr(self.extension, "writes", ())), (self.trigger, ())):
+            identity: Any = getattr(identified, "identity", None)
+            if callable(identity) and not find_call_error(identity, trainer):  # else it is something else of the user's
+                default = identity(trainer)
+            texts.append(tuple(map(str, default)) if isinstance(default, (tuple, list)) else ())
+        return texts[0], texts[1]
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""
@@ -293,11 +298,6 @@ def _check_extension(extension: Any, name: str) -> None:
         raise TypeError(f"an extension is called with one argument, the trainer, and {name!r} cannot be: {error}")
     if callable(on_error := getattr(extension, "on_error", None)):
         _check_on_error(on_error, f"of extension {name!r}")
-
-
-def _of_trainer(method: Any) -> Callable[[Trainer], Any] | None:
-    """Return a method unless it is something else that a user gave this name."""
-    return method if callable(method) and not find_call_error(method, None) else None
 
 
 def _bound(function: Any) -> Any:

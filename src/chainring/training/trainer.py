@@ -23,12 +23,12 @@ from chainring.serializers.protocol import (
     Deserializer,
     Stateful,
     visit_if_stateful,
-    visit_optional,
     visit_setting,
 )
 from chainring.training import _preview
+from chainring.training._loaded_state import identify, visit_identities
 from chainring.training._observer import Observer, surround
-from chainring.training._run import Identity, Run, identify, optional_method
+from chainring.training._run import Run, optional_method
 from chainring.training._run_directory import resolve_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
@@ -223,8 +223,6 @@ class Trainer(Stateful):
             suffix += 1
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
-        with telling_changes(self._run.loaded_state.untold, is_complete=False):
-            self._run.loaded_state.restore(self, is_complete=False)
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
@@ -457,6 +455,8 @@ class Trainer(Stateful):
         run, entries, is_loading = self._run, list(self._entries.values()), isinstance(serializer, Deserializer)
         if is_loading and run.started_at is not None:
             raise RuntimeError("state must be loaded before run(), which has started; make a new trainer and load into that")
+        if not is_loading:
+            run.loaded_state.restore(self)  # saved before the run, what was loaded is complete too
         run.loaded_state.changes = {} if is_loading else run.loaded_state.changes
         with contextlib.ExitStack() as stack:
             if is_loading:
@@ -465,7 +465,7 @@ class Trainer(Stateful):
             serializer.visit("updater", self.updater)
             elapsed_time = serializer("elapsed_time", self.elapsed_time)
             weight = serializer("weight", getattr(self.updater, "weight", 1))  # of the observation in a mean
-            identities = self._visit_identities(serializer, entries)
+            identities = visit_identities(serializer, [] if is_loading else [identify(entry, self) for entry in entries])
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
             generators = self._visit_generators(serializer["generators"])
@@ -483,21 +483,6 @@ class Trainer(Stateful):
             for entry in entries:
                 visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
                 serialize_extension_trigger(serializer, entry.name, entry.trigger)
-
-    def _visit_identities(self, serializer: AbstractSerializer, entries: list[Entry]) -> list[Identity]:
-        """Save what each extension is recognized by, or return that of each extension of the saved run."""
-        if not isinstance(serializer, Deserializer):
-            self._run.loaded_state.restore(self)  # saved before the run, what was loaded is complete too
-        known = [identify(entry, self) for entry in entries]
-        classes = serializer("extension_types", {one.name: [one.extension_class, one.trigger_class] for one in known})
-        rows = {one.name: [one.base_name, *map(list, one.identifiers), one.trigger] for one in known}
-        saved = visit_optional(serializer, "extension_identities", None if isinstance(serializer, Deserializer) else rows)
-        if saved is None:  # by a version that knew names and classes alone
-            return [Identity(name, name, cls, trigger_cls, None, (), "") for name, (cls, trigger_cls) in classes.items()]
-        return [
-            Identity(name, row[0], cls, trigger_cls, tuple(row[1]), tuple(row[2]), row[3])
-            for (name, (cls, trigger_cls)), row in ((item, saved[item[0]]) for item in classes.items())
-        ]
 
     def _visit_generators(self, serializer: AbstractSerializer) -> Any:
         """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
