@@ -312,7 +312,7 @@ def test_other_iterations_are_refused(run, iteration, error, text):
 def test_what_is_no_run_is_refused(run, tmp_path):
     """A snapshot, an empty directory, nothing at all, and a function that makes no trainer."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NoReplay, match="is a snapshot; give the directory of the run"):
+    with pytest.raises(NoReplay, match="is a snapshot; give its run, such as"):
         replay(make_noting, run[0] / "snapshot_iter_4", 4)
     with pytest.raises(FileNotFoundError, match="holds no run"):
         replay(make_noting, tmp_path / "empty", 4)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chainring._runs.finished import FinishedRun
 from chainring.cli._replays import RecordedRun, same
 from chainring.testing._capturing import Step, differing_groups, first_difference, first_module, first_tensor
 from chainring.testing._parting import Finding, Parting
-from chainring.testing._run_files import RunFiles
 
 _MOST_IN_DETAIL = 64  # iterations
 
@@ -46,7 +46,7 @@ def require_script(script: str | None) -> None:
         raise FileNotFoundError(f"there is no script {script}")
 
 
-def replay_both(script: str, found: Parting, one: RunFiles, other: RunFiles) -> Replayed:
+def replay_both(script: str, found: Parting, one: FinishedRun, other: FinishedRun) -> Replayed:
     """Replay two runs where they part, each with its own arguments.
 
     Raises:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shutil
 import sys
-import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
+from chainring._runs.finished import FinishedRun
 from chainring.cli._common import ended_by_sigterm, printable
 from chainring.testing._replay_process import replay_script
 from chainring.testing._replaying import NoReplay, start_in_force, starts_between
-from chainring.testing._run_copies import copy_nearest, local_run
 from chainring.training._run_directory import read_record
 
 _MOST_SHOWN = 8
@@ -51,15 +47,15 @@ class RecordedRun:
     Attributes:
         place: where the run is, as it was given.
         directory: that of the run; of one in an object store a copy of what is needed of it.
-        store: its snapshots.
+        run: the same, read.
         replays: how many replays were made.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.place = options.run_directory
-        copies = os.path.realpath(tempfile.mkdtemp(prefix="chainring-run-"))
-        weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
-        self.directory, self.store = local_run(self.place, Path(copies))
+        self.run = FinishedRun.open(self.place)
+        self.run.copy_files()
+        self.directory = self.run.directory
         self.replays = 0
         self._script, self._given = options.script, options.arguments
         self._record = read_record(self.directory)
@@ -70,7 +66,7 @@ class RecordedRun:
         threads = self._record.get("threads")
         settings["threads"] = threads if isinstance(threads, int) else None
         self.replays += 1
-        copy_nearest(self.store, self.directory, latest)
+        self.run.copy_nearest(latest)
         try:
             with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
                 found = replay_script(self.directory, self._script, arguments, latest=latest, **settings)

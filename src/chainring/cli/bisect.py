@@ -72,7 +72,7 @@ def _condition(text: str) -> Condition:
 def run(options: argparse.Namespace) -> int:
     """Find the iteration, print it, and return the exit status."""
     recorded, condition = RecordedRun(options), options.bad
-    evidence = collect(recorded.directory, recorded.store, condition.key, looks_into_snapshots=options.monotone)
+    evidence = collect(recorded.run, condition.key, looks_into_snapshots=options.monotone)
     last = evidence.last if options.to is None else options.to
     found = None
     goes_on = options.to is None

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from chainring._files import to_json
+from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, print_json, printable
 from chainring.cli._diff_replays import Replayed, replay_both, require_script
 from chainring.serializers._store import CorruptError
 from chainring.testing._parting import Finding, Parting, compare_runs
-from chainring.testing._run_files import RunFiles, read_run_files
 
 _MOST_SHOWN = 12
 _WORDS = {"batch": "the batch", "loss": "the loss", "generators": "the random generators", "value": "the value",
@@ -58,13 +58,13 @@ def run(options: argparse.Namespace) -> int:
     """Compare, print what was found, and return the exit status."""
     require_script(options.script)
     try:
-        with read_run_files(options.one) as one, read_run_files(options.other) as other:
-            found = compare_runs(one, other)
-            replayed = _replay(options.script, found, one, other) if options.script is not None else None
-            if options.json:
-                print_json(to_json(_facts(found, replayed)))
-            else:
-                print(*map(printable, _lines(found, replayed, one, other)), sep="\n")
+        one, other = FinishedRun.open(options.one), FinishedRun.open(options.other)
+        found = compare_runs(one, other)
+        replayed = _replay(options.script, found, one, other) if options.script is not None else None
+        if options.json:
+            print_json(to_json(_facts(found, replayed)))
+        else:
+            print(*map(printable, _lines(found, replayed, one, other)), sep="\n")
     except (CorruptError, RecursionError) as error:
         raise ValueError(str(error)) from error  # 1 is the answer that they differ
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     return {True: 0, False: 1, None: 2}[found.is_same]
 
 
-def _replay(script: str, found: Parting, one: RunFiles, other: RunFiles) -> Replayed | None:
+def _replay(script: str, found: Parting, one: FinishedRun, other: FinishedRun) -> Replayed | None:
     """Replay two runs that differ, and add to what was found."""
     if found.is_same:
         return None
@@ -122,7 +122,7 @@ def _facts(found: Parting, replayed: Replayed | None) -> dict[str, Any]:
     }
 
 
-def _lines(found: Parting, replayed: Replayed | None, one: RunFiles, other: RunFiles) -> Iterator[str]:
+def _lines(found: Parting, replayed: Replayed | None, one: FinishedRun, other: FinishedRun) -> Iterator[str]:
     yield _answer(found, one, other)
     first = found.first
     if first is not None:
@@ -178,7 +178,7 @@ def _replayed_lines(replayed: Replayed) -> Iterator[str]:
     yield from replayed.notes
 
 
-def _answer(found: Parting, one: RunFiles, other: RunFiles) -> str:
+def _answer(found: Parting, one: FinishedRun, other: FinishedRun) -> str:
     first = found.first
     if found.is_same is None:
         return "not known: the two runs have left nothing that can be compared"

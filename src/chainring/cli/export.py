@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
-from chainring.cli._common import add_command, is_file, print_json, printable, snapshots
+from chainring._runs.locate import is_file, locate_snapshots
+from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
 from chainring.serializers._restoring import find_aliases, read_stored
 from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
@@ -57,7 +58,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    saved, place = snapshots(options.directory)[0], options.place
+    saved, place = locate_snapshots(options.directory)[0], options.place
     _check_place(place, options.format)
     model, found = _read_model(saved, options.model)
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}

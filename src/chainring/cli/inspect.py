@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chainring.cli._common import add_command, describe_file, find_saved, is_model, listed, print_json, printable
+from chainring._runs.finished import FinishedRun
+from chainring._runs.locate import describe_file, is_model, locate
+from chainring.cli._common import add_command, print_json, printable
+from chainring.serializers._absence import list_names
 from chainring.serializers._safetensors import read_entries
 from chainring.serializers._store import SavedSnapshot, StoredFile
 
@@ -42,7 +45,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
-    found = find_saved(options.path)
+    found = locate(options.path)
     if isinstance(found, StoredFile):
         if not is_model(found):
             raise FileNotFoundError(f"{found.path} is {describe_file(found)}")
@@ -53,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"{printable(found.path)}: the file of a model")
             _print_table(tensors, found.size)
         return
-    saved, *others = found
+    saved, *others = found.saved() if isinstance(found, FinishedRun) else [found]
     about = _describe(saved)
     if options.json:
         print_json(about)
@@ -68,7 +71,7 @@ def _print_summary(about: Mapping[str, Any], others: Sequence[SavedSnapshot]) ->
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
-        print(f"also there: {printable(listed([other.name for other in others]))}")
+        print(f"also there: {printable(list_names([other.name for other in others]))}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
 from chainring.html_report import Parting, names_of, watch, write, write_several
 from chainring.testing._parting import compare_runs
-from chainring.testing._run_files import read_run_files
 
 _PORT = 8642
 _MOST_COMPARED = 6  # runs of which it is looked up where each parts from the first
@@ -124,8 +124,8 @@ def _partings(places: Sequence[str]) -> list[Parting]:
 
 def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     try:
-        with read_run_files(places[0]) as one, read_run_files(places[index]) as other:
-            found = compare_runs(one, other, with_snapshots=False)
+        one, other = FinishedRun.open(places[0]), FinishedRun.open(places[index])
+        found = compare_runs(one, other, with_snapshots=False)
     except (OSError, ValueError, RecursionError) as error:
         return Parting(index, None, f"Where {pair} part is not known: {error}")
     first = found.first

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from chainring.cli._common import add_command, describe_file, describe_foreign_file, find_saved, print_json, printable
+from chainring._runs.finished import FinishedRun
+from chainring._runs.locate import describe_file, describe_foreign_file, locate
+from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers import _safetensors
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, StoredFile
 
@@ -35,8 +37,11 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
-    found = find_saved(options.path)
-    results = [_verify_file(found)] if isinstance(found, StoredFile) else [_verify_snapshot(saved) for saved in found]
+    found = locate(options.path)
+    if isinstance(found, StoredFile):
+        results = [_verify_file(found)]
+    else:
+        results = [_verify_snapshot(saved) for saved in (found.saved() if isinstance(found, FinishedRun) else [found])]
     if options.json:
         sound = all(error is None for _, error in results)
         print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})

@@ -243,7 +243,8 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
 
 def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
-    from chainring.serializers._object_store import explain_absence, fetched  # which few programs need
+    from chainring.serializers._absence import explain_absence
+    from chainring.serializers._object_store import fetched  # which few programs need
 
     try:
         file = open_file(url)

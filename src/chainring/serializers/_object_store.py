@@ -36,7 +36,6 @@ from chainring.serializers._store import (
     Written,
     check_name,
     format_manifest,
-    has_name,
     parse_manifest,
     split,
 )
@@ -52,9 +51,7 @@ _READERS = 8  # manifests read at once
 _DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
 _IN_ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
-_FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")
 _RECORD = "run.json"
-_MAX_SHOWN = 3  # names in a message
 
 
 class ObjectSnapshot(SavedSnapshot):
@@ -476,28 +473,3 @@ def fetched(file: StoredFile) -> Iterator[Path]:
         except Exception as error:
             error.add_note(f"{path} was a copy of {file.path}")
             raise
-
-
-def explain_absence(url: str) -> Exception:
-    """Return the error of an address where neither a snapshot nor an object is, with what is there instead."""
-    above, name = split(url)
-    if (target := _link_target(Bucket(above), name)) is not None:
-        return FileNotFoundError(f"{url} is a link to {above}/{target}, which is not there")
-    bucket = Bucket(url)
-    if names := ObjectStore(bucket).names():
-        return FileNotFoundError(f"{url} is a run, not a snapshot; give one of its own, such as {bucket.url}/{names[0]}")
-    keys = [entry.key for entry in bucket.list()]
-    if any(_FILE.fullmatch(key) for key in keys):
-        return CorruptError(f"{url} has files of a snapshot and no {MANIFEST}: it is damaged, or was not finished")
-    if _RECORD in keys:
-        return FileNotFoundError(
-            f"{url} belongs to a run that has taken no snapshot. In the script, "
-            'trainer.extend(extensions.snapshot(), trigger=(1, "epoch")) takes them'
-        )
-    if keys:
-        return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {bucket.url}/{keys[0]}")
-    others = ObjectStore(Bucket(above)).names() if has_name(above) else []
-    more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
-    return FileNotFoundError(
-        f"there is no {url}" + (f"; {above} has {', '.join(others[:_MAX_SHOWN])}{more}" if others else "")
-    )

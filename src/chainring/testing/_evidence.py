@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
-from chainring._files import from_json, open_regular
+from chainring._runs.finished import FinishedRun, read_values, saved_trainers
+from chainring._runs.rows import Rows, read_rows
 from chainring.serializers._checkpoint import opened_state
 from chainring.serializers._restoring import read_stored
-from chainring.serializers._store import SavedSnapshot, Store
+from chainring.serializers._store import SavedSnapshot
 from chainring.testing._recorded import ledger_of
-from chainring.testing._replaying import NoReplay, first_iteration, read_values, saved_trainers
+from chainring.testing._replaying import NoReplay, first_iteration
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -106,16 +103,16 @@ class Evidence:
         return max(known, default=self.begin), end
 
 
-def collect(run: Path, store: Store, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
+def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
-    found = Evidence(begin=first_iteration(read_record(run)))
-    found.last = max((manifest.iteration for _, manifest in store.listing() if manifest is not None), default=0)
-    for log in _logs(run):
-        _add_rows(found, log, key)
-    for saved, manifest, _ in saved_trainers(store) if looks_into_snapshots else ():
+    found = Evidence(begin=first_iteration(read_record(run.directory)))
+    found.last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
+    for path in filter(None, map(run.file, run.log_names)):
+        _add_rows(found, read_rows(path), key)
+    for saved, manifest, _ in saved_trainers(run.store) if looks_into_snapshots else ():
         if (value := _observed(saved, f"observation/{key}")) is not None:
             found.values[manifest.iteration] = value
-    ledger = ledger_of(run)
+    ledger = ledger_of(run.directory)
     if ledger is not None and len(ledger.iterations):
         found.last = max(found.last, int(ledger.iterations[-1]))
         if key in ledger.names:
@@ -144,35 +141,18 @@ def _observed(snapshot: SavedSnapshot, path: str) -> float | None:
     return None
 
 
-def _logs(run: Path) -> Iterator[Path]:
-    for name in read_record(run).get("files", ()):
-        path = run / name
-        if name.endswith(".jsonl") and not name.endswith(".media.jsonl") and not os.path.isabs(name) and path.is_file():
-            yield path
-
-
-def _add_rows(found: Evidence, log: Path, key: str) -> None:
+def _add_rows(found: Evidence, rows: Rows, key: str) -> None:
+    """Add the means of a log; a line that a person has changed, or that goes back, is passed over."""
     before = 0
-    with open(open_regular(log), "rb") as file:
-        for line in file:
-            row = _row(line)
-            iteration = row.get("iteration")
-            if not isinstance(iteration, int) or iteration < before:
-                continue
-            found.last = max(found.last, iteration)
-            found.logged.update(row)
-            mean = row.get(key)
-            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
-                found.means.append((before, iteration, float(mean)))
-                if iteration == before + 1:
-                    found.values[iteration] = float(mean)
-            before = iteration
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """Return a row; an empty one for a line that is being written, or that a person has changed."""
-    try:
-        row = from_json(json.loads(line))
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
+    for row in rows:
+        iteration = None if row is None else row.get("iteration")
+        if row is None or not isinstance(iteration, int) or iteration < before:
+            continue
+        found.last = max(found.last, iteration)
+        found.logged.update(row)
+        mean = row.get(key)
+        if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
+            found.means.append((before, iteration, float(mean)))
+            if iteration == before + 1:
+                found.values[iteration] = float(mean)
+        before = iteration

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from chainring._runs.finished import FinishedRun, LogRow
 from chainring.serializers._store import CorruptError
-from chainring.testing._run_files import Row, RunFiles
 from chainring.testing._saved_difference import compare_saved, count_compared
 from chainring.testing._settings import differing_settings
 from chainring.training._ledger import Ledger, loss_value
@@ -103,7 +103,7 @@ class Parting:
             self.tensors_same_at = max(self.tensors_same_at or 0, iteration)
 
 
-def compare_runs(one: RunFiles, other: RunFiles, *, with_snapshots: bool = True) -> Parting:
+def compare_runs(one: FinishedRun, other: FinishedRun, *, with_snapshots: bool = True) -> Parting:
     """Compare the files of two runs, with a progress bar where large snapshots are read, unless they are left out."""
     found = Parting(differing_settings(one, other), lasts=(one.last, other.last))
     if not (one.record and other.record):
@@ -125,15 +125,17 @@ def compare_runs(one: RunFiles, other: RunFiles, *, with_snapshots: bool = True)
 # --- recorders ---
 
 
-def _compare_ledgers(found: Parting, one: RunFiles, other: RunFiles) -> None:
-    found.not_compared += [run.ledger.note for run in (one, other) if run.ledger is not None and run.ledger.note is not None]
-    if one.ledger is None or other.ledger is None:
-        without = [run.place for run in (one, other) if run.ledger is None]
+def _compare_ledgers(found: Parting, one: FinishedRun, other: FinishedRun) -> None:
+    found.not_compared += [
+        run.recorder.note for run in (one, other) if run.recorder is not None and run.recorder.note is not None
+    ]
+    if one.recorder is None or other.recorder is None:
+        without = [run.place for run in (one, other) if run.recorder is None]
         found.not_compared.append(f"single iterations, since nothing was recorded in {' and '.join(without)}")
         return
-    ledgers = one.ledger, other.ledger
-    common = np.intersect1d(one.ledger.iterations, other.ledger.iterations)
-    names = [name for name in one.ledger.names if name in other.ledger.names]
+    ledgers = one.recorder, other.recorder
+    common = np.intersect1d(one.recorder.iterations, other.recorder.iterations)
+    names = [name for name in one.recorder.names if name in other.recorder.names]
     _add_compared_rows(found, ledgers, common, names)
     anywhere = np.zeros(len(common), bool)
     for what, name, is_known, differs in _differing_rows(ledgers, common, names):
@@ -147,7 +149,7 @@ def _compare_ledgers(found: Parting, one: RunFiles, other: RunFiles) -> None:
             found.findings.append(Finding(iteration, what, name, text, _before(common[is_known].tolist(), iteration, 1)))
     for iteration in common[~anywhere][-1:].tolist():
         found.add_same(iteration)
-    _compare_digests(found, one.ledger.digests, other.ledger.digests)
+    _compare_digests(found, one.recorder.digests, other.recorder.digests)
 
 
 def _differing_rows(
@@ -223,7 +225,7 @@ def _before(iterations: Iterable[int], iteration: int, earliest: int = 0) -> int
 # --- logs ---
 
 
-def _compare_logs(found: Parting, name: str, one: RunFiles, other: RunFiles) -> None:
+def _compare_logs(found: Parting, name: str, one: FinishedRun, other: FinishedRun) -> None:
     rows, rows_other = one.logs[name], other.logs[name]
     others = {(row.after, row.iteration): row for row in rows_other}
     pairs = [(row, others[row.after, row.iteration]) for row in rows if (row.after, row.iteration) in others]
@@ -247,7 +249,7 @@ def _compare_logs(found: Parting, name: str, one: RunFiles, other: RunFiles) -> 
         found.add_same(row.iteration)
 
 
-def _keys_of_one(rows: Iterable[Row], rows_other: Iterable[Row]) -> list[str]:
+def _keys_of_one(rows: Iterable[LogRow], rows_other: Iterable[LogRow]) -> list[str]:
     keys, keys_other = ({key for row in each for key in row.values} for each in (rows, rows_other))
     return sorted(keys ^ keys_other) if keys and keys_other else []
 
@@ -255,7 +257,7 @@ def _keys_of_one(rows: Iterable[Row], rows_other: Iterable[Row]) -> list[str]:
 # --- snapshots ---
 
 
-def _compare_snapshots(found: Parting, one: RunFiles, other: RunFiles) -> None:
+def _compare_snapshots(found: Parting, one: FinishedRun, other: FinishedRun) -> None:
     """Compare the snapshots of the same iterations, up to the first that differs."""
     common = sorted(one.snapshots.keys() & other.snapshots.keys())
     if not common and one.snapshots and other.snapshots:
@@ -284,7 +286,7 @@ def _compare_snapshots(found: Parting, one: RunFiles, other: RunFiles) -> None:
         found.compared.append(f"the snapshots of {_ranges(compared)}, bit for bit")
 
 
-def _compare_saved(found: Parting, one: RunFiles, other: RunFiles, iteration: int) -> list[Finding]:
+def _compare_saved(found: Parting, one: FinishedRun, other: FinishedRun, iteration: int) -> list[Finding]:
     """Compare the snapshots of an iteration; return what differs."""
     with one.opened(iteration) as state, other.opened(iteration) as state_other:
         title = f"compare snapshots of iteration {iteration}"

@@ -19,23 +19,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import to_local
-from chainring._files import parse_strict
 from chainring._messages import warn
 from chainring._naming import parameter_names
+from chainring._runs.finished import saved_trainers
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._checkpoint import STATE, load
-from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, Manifest, SavedSnapshot, Store
+from chainring.serializers._checkpoint import load
+from chainring.serializers._store import CorruptError, DirectoryStore
 from chainring.testing._batches import BatchIndices
 from chainring.training._observer import Observer
-from chainring.training._run_directory import RECORD, read_record
+from chainring.training._run_directory import read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
-
-_LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
-_ITERATION = "updater/iteration"
 
 
 class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
@@ -63,60 +60,10 @@ class Origin:
     ranks: int = 1
 
 
-def require_run(path: str | os.PathLike[str]) -> Path:
-    """Return the directory of a run.
-
-    Raises:
-        FileNotFoundError: there is no directory, or no run in it.
-        NoReplay: it is a snapshot.
-    """
-    run = Path(os.path.realpath(path))
-    if not run.is_dir():
-        raise FileNotFoundError(f"there is no directory {os.fspath(path)}; give that of a run, its out")
-    if (run / MANIFEST).exists():
-        raise NoReplay(f"{os.fspath(path)} is a snapshot; give the directory of the run, such as {run.parent}")
-    if not (run / RECORD).exists() and next(origins(run), None) is None:
-        raise FileNotFoundError(f"{os.fspath(path)} holds no run: neither {RECORD} nor a snapshot")
-    return run
-
-
 def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
-    """Yield the snapshots of the trainer up to an iteration, the latest first, whatever series they are of.
-
-    Those that were taken because of an error are left out, since the update may be incomplete, as are those in
-    ``abandoned``, which the run has left behind.
-    """
+    """Yield the snapshots of the trainer up to an iteration, the latest first; see `saved_trainers`."""
     for saved, manifest, ranks in saved_trainers(DirectoryStore(run), latest):
         yield Origin(run / saved.name, manifest.iteration, ranks)
-
-
-def saved_trainers(store: Store, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
-    """Yield the snapshots of `origins` in a store, with their manifests and on how many ranks the run was there."""
-    for name, manifest in store.listing():
-        if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
-            continue
-        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or damaged
-            saved = store.snapshot(name)
-            values = read_values(saved)
-            if values.get(_ITERATION) == manifest.iteration:
-                ranks = {path.split("/")[1] for path in values if path.startswith("generators/")}
-                yield saved, manifest, max(len(ranks), 1)
-
-
-def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
-    """Return the plain values in a snapshot by their paths, without reading its tensors.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
-    """
-    file = snapshot.open(STATE, snapshot.read_manifest())
-    if file.size > _LARGEST_STATE:
-        raise ValueError(f"{file.path} is too large for the state of a snapshot")
-    document = parse_strict(file.read_all())
-    values = document["state"] if isinstance(document, dict) else None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file.path} is not the state of a snapshot")
-    return values
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from chainring.testing._run_files import RunFiles
+from chainring._runs.finished import FinishedRun
 from chainring.training._recorded_settings import recorded_settings
 
 
-def differing_settings(one: RunFiles, other: RunFiles) -> dict[str, tuple[Any, Any]]:
+def differing_settings(one: FinishedRun, other: FinishedRun) -> dict[str, tuple[Any, Any]]:
     """Return by name both values of each setting that differs, ``None`` where one run has none."""
     records = (one.record, other.record) if one.record and other.record else ({}, {})
     flat, flat_other = (dict(recorded_settings(record)) for record in records)

@@ -15,10 +15,10 @@ import torch
 from tqdm import tqdm
 
 from chainring._checks import is_integer
+from chainring._runs.finished import FinishedRun
 from chainring.testing import _recorded
 from chainring.testing._harness import call_make_trainer
-from chainring.testing._replaying import Replay
-from chainring.testing._run_copies import copy_nearest, local_run
+from chainring.testing._replaying import NoReplay, Replay
 from chainring.training._run_directory import read_record
 from chainring.training.trainer import Trainer
 
@@ -71,8 +71,9 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         raise ValueError(f"an iteration is 0, the state before the first, or more; got {iteration}")
     directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="chainring-replay-")))
     try:
-        run, store = local_run(out, directory / "run")
-        copy_nearest(store, run, int(iteration))
+        earlier = _open(out, directory / "run")
+        earlier.copy_nearest(int(iteration))
+        run = earlier.directory
         with recorded_threads(read_record(run).get("threads")):
             trainer = call_make_trainer(make_trainer, str(directory / "out"))
             if not isinstance(trainer, Trainer):
@@ -87,6 +88,15 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         raise
     weakref.finalize(trainer, shutil.rmtree, directory, ignore_errors=True)
     return trainer
+
+
+def _open(out: str | os.PathLike[str], copies: Path) -> FinishedRun:
+    try:
+        run = FinishedRun.open(out, copies)
+    except ValueError as error:  # it is a snapshot
+        raise NoReplay(str(error)) from error
+    run.copy_files()
+    return run
 
 
 def _replay(trainer: Trainer, run: Path, directory: Path, iteration: int) -> Replay:

@@ -1,0 +1,371 @@
+"""A finished run, read from its directory or from its address: its record, settings, logs, recorder and snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from chainring._files import is_url, parse_strict
+from chainring._messages import warn
+from chainring._runs.rows import read_rows
+from chainring.serializers._checkpoint import STATE, opened_state
+from chainring.serializers._store import (
+    MANIFEST,
+    CorruptError,
+    DirectorySnapshot,
+    Manifest,
+    Place,
+    SavedSnapshot,
+    Store,
+    find_snapshot,
+    format_manifest,
+    has_name,
+    open_file,
+    open_store,
+    split,
+)
+from chainring.training._ledger import MAGIC, Ledger
+from chainring.training._run_directory import RECORD, parse_record
+
+LOG = "log.jsonl"
+"""The lines of the log of the default name."""
+RECORDER = "recorder.bin"
+"""The file of a `Recorder` of the default name."""
+
+_LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
+_SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_size)")
+_SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system"}  # what reports them, and its default name
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """A row of a log.
+
+    Attributes:
+        after: the iteration of the row before, 0 if there is none: the means are of the iterations after it.
+        iteration: that with which its interval ends.
+        values: all of it by key.
+    """
+
+    after: int
+    iteration: int
+    values: Mapping[str, Any]
+
+
+class FinishedRun:
+    """A run that has ended, was killed, or is still running; it is only read, and nothing in it is trusted.
+
+    Files of a run in an object store are copied when they are asked for, into a directory that is removed with this object.
+
+    Args:
+        place: the directory of the run, or its address.
+        copies: an empty directory for the copies, which then stay.
+
+    Attributes:
+        place: as it was given.
+        directory: that of the run, or of the copies.
+        store: its snapshots.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+        ValueError: it is a snapshot.
+        OSError: the store does not answer.
+    """
+
+    def __init__(self, place: Place, copies: Path | None = None) -> None:
+        self.place = os.fspath(place)
+        self._is_remote = is_url(self.place)
+        _refuse_snapshot(self.place)
+        self.store: Store = open_store(self.place)
+        if not self._is_remote:
+            self.directory = Path(self.store.place)
+        elif copies is not None:
+            copies.mkdir(parents=True, exist_ok=True)
+            self.directory = copies.resolve()
+        else:
+            self.directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="chainring-run-")))
+            weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        self._copied: set[str] = set()
+
+    @classmethod
+    def open(cls, place: Place, copies: Path | None = None) -> FinishedRun:
+        """Return the run of which something is there.
+
+        Raises:
+            FileNotFoundError: there is nothing that a run leaves.
+        """
+        run = cls(place, copies)
+        if run.is_empty:
+            raise FileNotFoundError(
+                f"{run.place} holds no run: neither {RECORD} nor a snapshot, and no {LOG}; give the out= of the Trainer"
+            )
+        return run
+
+    @property
+    def name(self) -> str:
+        """The last part of its path or its address."""
+        return self.store.place.rpartition("/")[2] or self.place
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that a run leaves: no record, no log, nothing recorded, and no snapshot."""
+        has_file = any(self.file(name) for name in (RECORD, *self.log_names, *self._recorder_names))
+        return not has_file and not self.snapshots
+
+    # --- files ---
+
+    def file(self, name: str) -> Path | None:
+        """Return the regular file of a name, which a file of the run may have told; ``None`` if there is none inside it."""
+        try:
+            path = (self.directory / name).resolve()
+            if not path.is_relative_to(self.directory):
+                return None
+        except (OSError, ValueError):  # of no file
+            return None
+        if self._is_remote and name not in self._copied:
+            self._copied.add(name)
+            with contextlib.suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
+                file = open_file(f"{self.store.place}/{name}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file.copy_to(path)
+        try:
+            return path if path.is_file() else None
+        except OSError:  # too long a name
+            return None
+
+    def copy_files(self) -> None:
+        """Copy the record, the logs with their media, and what was recorded, of a run in an object store."""
+        media = [name for name in self.files if name.endswith(".media.jsonl")]
+        for name in (RECORD, *self.log_names, *self._recorder_names, *media):
+            self.file(name)
+
+    @cached_property
+    def _parsed_record(self) -> tuple[dict[str, Any], str | None]:
+        path = self.file(RECORD)
+        try:
+            return ({} if path is None else parse_record(path)), None
+        except (OSError, ValueError) as error:
+            return {}, str(error)
+
+    @property
+    def record_error(self) -> str | None:
+        """Why run.json cannot be read, if it is there and cannot."""
+        return self._parsed_record[1]
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The content of run.json, empty if there is none.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        record, error = self._parsed_record
+        if error is not None:
+            raise ValueError(f"{self.place.rstrip('/')}/{RECORD}: {error}")
+        return record
+
+    @property
+    def files(self) -> list[str]:
+        """The names of what the run writes, as its record lists them."""
+        return [name for name in self._parsed_record[0].get("files", ()) if isinstance(name, str)]
+
+    @property
+    def log_names(self) -> list[str]:
+        """The files of rows that the run lists, and first the one of the default name.
+
+        Of the two files of a log, ``log`` and ``log.jsonl``, the lines are read, to which every row is appended at once.
+        """
+        files = set(self.files)
+        names = sorted(name for name in files if name.endswith(".jsonl") and name.removesuffix(".jsonl") in files)
+        return list(dict.fromkeys([LOG, *names]))
+
+    @property
+    def _recorder_names(self) -> list[str]:
+        names = [name for name in self.files if name.endswith(".bin") and "{" not in name]
+        return list(dict.fromkeys([RECORDER, *names]))
+
+    # --- what was logged and recorded ---
+
+    @cached_property
+    def logs(self) -> dict[str, list[LogRow]]:
+        """The rows of every log by the name of its file.
+
+        Raises:
+            ValueError: a line is not a row that was written after the one before.
+            OSError: a file cannot be read.
+        """
+        paths = {name: self.file(name) for name in self.log_names}
+        return {name: self._read_log(name, path) for name, path in paths.items() if path is not None}
+
+    def _read_log(self, name: str, path: Path) -> list[LogRow]:
+        rows: list[LogRow] = []
+        for number, values in enumerate(read_rows(path), 1):
+            after = rows[-1].iteration if rows else 0
+            iteration = None if values is None else values.get("iteration")
+            if values is None or type(iteration) is not int or not after <= iteration < 1 << 62:
+                raise ValueError(
+                    f"{self.place.rstrip('/')}/{name}: line {number} is not a row that a log has after iteration {after}; "
+                    "the file is damaged"
+                )
+            rows.append(LogRow(after, iteration, values))
+        return rows
+
+    @cached_property
+    def recorder(self) -> Ledger | None:
+        """What a `Recorder` has recorded, also in a file of another name; ``None`` if there is nothing.
+
+        Raises:
+            LedgerError: the file is damaged.
+            OSError: it cannot be read.
+        """
+        for name in self._recorder_names:
+            path = self.file(name)
+            if path is not None and (name == RECORDER or path.open("rb").read(len(MAGIC)) == MAGIC):
+                try:
+                    return Ledger.read(path)
+                except ValueError as error:  # about a file that may be a copy
+                    raise type(error)(str(error).replace(str(self.directory), self.place.rstrip("/"))) from error
+        return None
+
+    def is_speed(self, key: str) -> bool:
+        """Return whether a value is a time, a speed, or a use of memory, which no two runs share."""
+        plan = self.record.get("plan")
+        entries = plan.get("extensions") if isinstance(plan, dict) else None
+        entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        names = {str(entry.get("name")) for entry in entries if str(entry.get("class")) in _SPEEDS} or set(_SPEEDS.values())
+        return key == "elapsed_time" or key.split("/")[0] in names
+
+    @property
+    def last(self) -> int:
+        """The last iteration that it is known to have reached."""
+        rows = [rows[-1].iteration for rows in self.logs.values() if rows]
+        recorded = [] if self.recorder is None else list(map(int, self.recorder.iterations[-1:]))
+        return max([0, *rows, *recorded, *self.snapshots])
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of ranks that trained it, ``None`` if it is not known."""
+        ranks = self.record.get("ranks")
+        return ranks if isinstance(ranks, int) else None
+
+    # --- snapshots ---
+
+    @cached_property
+    def snapshots(self) -> dict[int, str]:
+        """The names of the snapshots by iteration, in order, without those that were taken because of an error."""
+        try:
+            listing = self.store.listing()
+        except FileNotFoundError:
+            return {}
+        names = {
+            manifest.iteration: name for name, manifest in listing if manifest is not None and "error" not in manifest.about
+        }
+        return dict(sorted(names.items()))
+
+    def saved(self) -> list[SavedSnapshot]:
+        """Return all snapshots, the newest first, those with a damaged manifest last."""
+        return [self.store.snapshot(name) for name in self.store.names()]
+
+    @contextlib.contextmanager
+    def opened(self, iteration: int) -> Iterator[dict[str, Any]]:
+        """Open the snapshot of an iteration: its flat state, of which `read_stored` reads the tensors.
+
+        Raises:
+            CorruptError: it is not what was written.
+            OSError: it cannot be read, or the run has removed it.
+        """
+        with opened_state(self.store.snapshot(self.snapshots[iteration])) as state:
+            yield state
+
+    def saved_settings(self) -> dict[str, Any]:
+        """Return the settings of the updater and the sizes of data and batches, from the last snapshot that can be read."""
+        for name in reversed(self.snapshots.values()):
+            with contextlib.suppress(OSError, ValueError):  # damaged, or removed
+                values = read_values(self.store.snapshot(name))
+                return {".".join(key.split("/")): value for key, value in values.items() if _SETTING.fullmatch(key)}
+        return {}
+
+    def copy_nearest(self, latest: int) -> None:
+        """Copy the latest sound snapshot up to an iteration, with the files beside it, of a run in an object store."""
+        for saved, manifest, _ in saved_trainers(self.store, latest):
+            if not self._is_remote or (self.directory / saved.name).exists():
+                return
+            try:
+                _copy(saved, manifest, self.directory)
+            except FileNotFoundError:  # removed by the run, which continues
+                continue
+            except CorruptError as error:
+                warn(f"snapshot {saved} is skipped: {error}")
+                continue
+            for name in manifest.beside:
+                self.file(name)
+            return
+
+
+def _refuse_snapshot(given: str) -> None:
+    """Refuse what is no directory, and a snapshot in the place of its run."""
+    if not is_url(given) and not os.path.isdir(given):
+        raise FileNotFoundError(f"there is no directory {given or repr(given)}; give that of a run, its out")
+    if (not is_url(given) or has_name(given)) and find_snapshot(given).exists():
+        above = split(given)[0] if is_url(given) else os.path.dirname(os.path.realpath(given))
+        raise ValueError(f"{given} is a snapshot; give its run, such as {above}")
+
+
+def _copy(saved: SavedSnapshot, manifest: Manifest, directory: Path) -> None:
+    target, draft = directory / saved.name, directory / ".copied"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    total = sum(size for size, _ in manifest.files.values())
+    title = f"copy {saved.name}"
+    with tqdm(desc=title, total=total, unit="B", unit_scale=True, delay=2.0, file=sys.stderr, disable=None) as bar:
+        for name, (size, _) in manifest.files.items():
+            saved.open(name, manifest).copy_to(draft / name)
+            bar.update(size)
+    (draft / MANIFEST).write_bytes(format_manifest(replace(manifest, folder="")))
+    DirectorySnapshot(draft).verify()
+    draft.rename(target)
+
+
+def saved_trainers(store: Store, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
+    """Yield the snapshots of the trainer up to an iteration, the latest first, whatever series they are of.
+
+    With each come its manifest, and on how many ranks the run was there. Those that were taken because of an error are left
+    out, since the update may be incomplete, as are those in ``abandoned``, which the run has left behind.
+    """
+    for name, manifest in store.listing():
+        if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
+            continue
+        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or damaged
+            saved = store.snapshot(name)
+            values = read_values(saved)
+            if values.get("updater/iteration") == manifest.iteration:
+                ranks = {path.split("/")[1] for path in values if path.startswith("generators/")}
+                yield saved, manifest, max(len(ranks), 1)
+
+
+def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
+    """Return the plain values in a snapshot by their paths, without reading its tensors.
+
+    Raises:
+        OSError, ValueError: they cannot be read.
+    """
+    file = snapshot.open(STATE, snapshot.read_manifest())
+    if file.size > _LARGEST_STATE:
+        raise ValueError(f"{file.path} is too large for the state of a snapshot")
+    document = parse_strict(file.read_all())
+    values = document.get("state") if isinstance(document, dict) else None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file.path} is not the state of a snapshot")
+    return values
