@@ -29,7 +29,7 @@ def test_a_run_that_trained_in_a_store_is_compared_with_one_on_the_disk(s3, base
     planted.make_trainer(f"{s3}/run").run()
     status, found = diff(capsys, base, f"{s3}/run/")
     assert (status, found["same"], found["iterations"]) == (0, True, [24, 24])
-    assert len(found["compared"]) == 4
+    assert len(found["compared"]) == 5
     assert found["not_compared"] == []
 
 
