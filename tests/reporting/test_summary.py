@@ -434,15 +434,6 @@ def test_the_state_with_what_is_not_a_number_does_not_depend_on_when_it_was_save
     assert torch.equal(state["0/folded"], expected["0/folded"])
 
 
-def test_state_of_earlier_versions_which_saved_each_value_is_loaded():
-    """And goes on to the same mean."""
-    values, weights = torch.tensor([0.1, 0.7], dtype=torch.float64), torch.tensor([3.0, 1.0], dtype=torch.float64)
-    summary = DictSummary()
-    summary.load_state_dict({"names": ["a"], "0/values": values, "0/weights": weights})
-    summary.add({"a": 0.3}, 2)
-    assert summary.compute_mean() == {"a": math.fsum([0.1 * 3, 0.7, 0.3 * 2]) / 6}
-
-
 def test_sums_of_another_length_are_refused():
     """The file is not one that was written so."""
     summary = Summary()

@@ -34,7 +34,7 @@ class Stack:
         return self.values[self.keys.index(key)]
 
 
-class ReportedValues:
+class Reported:
     """What has been reported in an iteration. Stacks stay whole until somebody asks for the observation.
 
     Attributes:
@@ -93,7 +93,7 @@ class Reporter:
     """
 
     def __init__(self) -> None:
-        self.reported = ReportedValues({})
+        self.reported = Reported({})
         self.watchers: tuple[Callable[[str, Any], None], ...] = ()
         self.media_watchers: tuple[Callable[[str, Any], None], ...] = ()
         self._names: dict[int, tuple[Any, str]] = {}  # by id, with a reference that keeps the id from being reused
@@ -105,7 +105,7 @@ class Reporter:
 
     @observation.setter
     def observation(self, values: dict[str, Any]) -> None:
-        self.reported = ReportedValues(values)
+        self.reported = Reported(values)
 
     def add_observer(self, name: str, observer: Any) -> None:
         """Register an object under a name: the keys that it reports from now on become ``<name>/<key>``."""
@@ -171,7 +171,7 @@ class _Scope:
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
         self._reporter = reporter
-        self._other = ReportedValues(observation)
+        self._other = Reported(observation)
 
     def __enter__(self) -> None:
         reporter = self._reporter
@@ -184,12 +184,12 @@ class _Scope:
         current.reporter = self._outer
 
 
-def _report_many(keys: list[str], values: list[Any], reported: ReportedValues) -> None:
+def _report_many(keys: list[str], values: list[Any], reported: Reported) -> None:
     """Add values as they are now; tensors that are alike are copied at once."""
     # hot path: "keys in the log": a copy of each takes three times as long
     are_tensors = set(map(type, values)) == {Tensor}
     tensors = values if are_tensors else [value for value in values if type(value) is Tensor]
-    stacked = _stack(tensors)
+    stacked = stack_tensors(tensors)
     if stacked is None:
         reported.values.update(zip(keys, map(_snapshot, values), strict=True))
     elif are_tensors and reported.stacks is not None:
@@ -202,8 +202,8 @@ def _report_many(keys: list[str], values: list[Any], reported: ReportedValues) -
         reported.values.update(zip(keys, items, strict=True))
 
 
-def _stack(tensors: list[Tensor]) -> Tensor | None:
-    """Return copies of scalars as one tensor; ``None`` if they are not alike."""
+def stack_tensors(tensors: list[Tensor]) -> Tensor | None:
+    """Return copies of scalars as one tensor, out of their graphs; ``None`` if they are not alike."""
     if not tensors or tensors[0].ndim or len(set(map(_dtype, tensors))) > 1:
         return None
     try:

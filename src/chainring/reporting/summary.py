@@ -1,51 +1,26 @@
-"""Means of reported values, over intervals, micro-batches and ranks.
-
-A mean is the correctly rounded sum (`math.fsum`) of the products value x weight in float64 over the summed weight. So it
-does not depend on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in
-chunks, because a thousand live scalars slow every iteration. They are read, which synchronizes with the device, when a
-mean is computed or the state is saved; a long interval is also read every few thousand values, into sums without
-rounding, so that neither memory nor a snapshot grows with it.
-"""
+"""Means of reported values, over intervals, micro-batches and ranks."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress, groupby
 from numbers import Real
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.sharding import shared_by_copies
-from chainring._messages import warn
 from chainring.converters import to_device
-from chainring.reporting import _counts
-from chainring.reporting._exact import ExactSum, Moments
-from chainring.reporting.reporter import Stack
-from chainring.serializers._objects import has_state, serialize_method
-from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful, visit_optional
+from chainring.reporting import _metrics
+from chainring.reporting._column import Column, Moments, read
+from chainring.reporting._metrics import is_metric
+from chainring.reporting.reporter import Stack, stack_tensors
+from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
-if TYPE_CHECKING:
-    from chainring.training.trainer import Trainer
-
-_dtype = attrgetter("dtype")
-_CHUNK_SIZE = 256
-"""The number of scalars stacked at once: the fixed cost of stacking is then small, and few objects are alive."""
-_MAX_CHUNKS = 64
-"""The number of chunks that are merged into one."""
-_MAX_ROWS = 2048
-"""The number of rows from which merged chunks are folded into sums: many, since a fold has a fixed cost for each key."""
-_Chunk = tuple[Tensor, Tensor]
-"""Values (n,) or (n, keys), and their weights (n,)."""
-_EMPTY: _Chunk = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+_MIN_ROWS, _MIN_VALUES = 32, 256
+"""How many observations are stacked at once, if they have so many values: few objects are alive then, at a small cost."""
 
 
 class MeanSummary(Stateful):
@@ -61,8 +36,7 @@ class MeanSummary(Stateful):
     _has_deviation = False
 
     def __init__(self) -> None:
-        self._chunks: list[_Chunk] = []
-        self._moments: Moments | None = None  # of what has been folded
+        self._column = Column(self._has_deviation)
 
     def add(self, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Add one number with a weight. Both may be 0-dimensional tensors, which are not read from their device.
@@ -74,82 +48,37 @@ class MeanSummary(Stateful):
         if not is_scalar(value):
             raise TypeError(f"a summary takes single numbers, got {_describe(value)}; reduce it first, for example .mean()")
         _check_weight(weight)
-        self._append((_as_vector(value), _as_vector(weight)))
-
-    def _append(self, chunk: _Chunk) -> None:
-        if _append(self._chunks, chunk):
-            self._fold()
-
-    def _on_host(self) -> _Chunk:
-        self._chunks = [_to_host(self._chunks)] if self._chunks else []
-        return self._chunks[0] if self._chunks else _EMPTY
-
-    def _fold(self) -> Moments:
-        """Add all values to the moments and return these."""
-        values, weights = self._on_host()
-        self._chunks = []
-        return self._fold_column(values, weights, _total(weights))
-
-    def _fold_column(self, values: Tensor, weights: Tensor, total: ExactSum) -> Moments:
-        if self._moments is None:
-            self._moments = Moments(self._has_deviation)
-        if len(values):
-            self._moments.add(values, weights, total)
-        return self._moments
+        self._column.append(_as_vector(value), _as_vector(weight))
 
     def compute_mean(self) -> float:
         """Return the weighted mean; NaN if nothing has been added."""
-        if self._moments is None:  # hot path: "keys in the log"
-            return _mean_of(*self._on_host())
-        moments = self._fold()
-        return _quotient(moments.products.value(), moments.weights.value(), moments.least, moments.largest)
+        return self._column.mean()
 
     def compute_sum(self) -> float | None:
         """Return the weighted sum; ``None`` if nothing has been added."""
-        moments = self._fold()
-        return None if moments.is_empty else moments.products.value()
+        sums = self._column.fold()
+        return None if sums.is_empty else sums.products.value()
 
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks."""
-        return self._merge(comm.gather_object(self._parts()))
+        return self._merge(comm.gather_object(self._column.fold()))
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either."""
-        return self._merge([self._parts(), other._parts()]) if type(other) is type(self) else NotImplemented
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._merge([self._column.fold(), other._column.fold()])
 
-    def _merge(self, parts: Iterable[tuple[Moments | None, _Chunk]]) -> Self:
+    def _merge(self, all_sums: Iterable[Moments]) -> Self:
         merged = type(self)()
-        for part in parts:
-            merged._merge_parts(part)
+        for sums in all_sums:
+            merged._column.merge(sums)
         return merged
 
-    def _parts(self) -> tuple[Moments | None, _Chunk]:
-        return self._moments, self._on_host()
-
-    def _merge_parts(self, parts: tuple[Moments | None, _Chunk]) -> None:
-        moments, chunk = parts
-        self._chunks.append(chunk)
-        if moments is not None:
-            if self._moments is None:
-                self._moments = Moments(self._has_deviation)
-            self._moments.merge(moments)
-
     def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the sums over all ranks, or load them into rank 0: a mean does not depend on which rank has them."""
+        """Save the sums over all ranks, or load them into rank 0."""
         is_shared = isinstance(serializer, Serializer) and serializer.comm.size > 1
-        (self.over_ranks(serializer.comm) if is_shared else self)._visit(serializer)
-
-    def _visit(self, serializer: AbstractSerializer) -> None:
-        if isinstance(serializer, Serializer):
-            serializer("folded", self._fold().to_tensor())
-            return
-        folded = visit_optional(serializer, "folded", None)
-        values, weights = _EMPTY
-        if folded is None:  # earlier versions saved each value
-            values, weights = serializer("values", values), serializer("weights", weights)
-        is_here = serializer.comm.rank == 0
-        self._moments = Moments.from_tensor(folded, self._has_deviation) if folded is not None and is_here else None
-        self._chunks = [(values, weights)] if len(values) and is_here else []
+        (self.over_ranks(serializer.comm) if is_shared else self)._column.serialize(serializer)
 
 
 class Summary(MeanSummary):
@@ -167,8 +96,7 @@ class Summary(MeanSummary):
 
     def make_statistics(self) -> tuple[float, float]:
         """Return the weighted mean and the weighted population standard deviation, from sums without rounding."""
-        deviation = self._fold().deviation()
-        return self.compute_mean(), deviation
+        return self._column.statistics()
 
 
 class DictMeans(Stateful):
@@ -181,13 +109,15 @@ class DictMeans(Stateful):
         summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
     """
 
-    _summary: type[MeanSummary] = MeanSummary
+    _has_deviation = False
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[dict[str, Any]] = []  # observations whose values are in no column yet
         self._weights: list[Any] = []
-        self._tables: dict[tuple[str, ...], list[_Chunk]] = {}
-        self._summaries: defaultdict[str, MeanSummary] = defaultdict(self._summary)
+        self._columns: dict[str, Column] = {}  # in the order in which keys were first added
         self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
@@ -204,10 +134,12 @@ class DictMeans(Stateful):
         _check_weight(weight)
         self._rows.append(dict(values))
         self._weights.append(weight)
-        if len(self._rows) * (len(values) or 1) >= _CHUNK_SIZE:
+        count = len(self._rows)
+        if count >= _MIN_ROWS and count * (len(values) or 1) >= _MIN_VALUES:
             self._stack_rows()
 
     def _stack_rows(self) -> None:
+        """Move the values of the rows to the columns."""
         # hot path: "keys in the log": observations of the same keys are stacked at once if their values are alike
         all_rows, all_weights = self._rows, self._weights
         self._rows, self._weights = [], []
@@ -217,8 +149,8 @@ class DictMeans(Stateful):
             rows = [list(row.values()) for row in compress(all_rows, has_keys)]
             weights = list(compress(all_weights, has_keys))
             weight_vector, start = _stack(weights), 0
-            for _, part in groupby(rows[0], _as_stack):
-                end = start + len(list(part))
+            for _, group in groupby(rows[0], lambda value: value if type(value) is Stack else None):
+                end = start + len(list(group))
                 self._add_rows(keys[start:end], [row[start:end] for row in rows], weights, weight_vector)
                 start = end
 
@@ -226,67 +158,53 @@ class DictMeans(Stateful):
         self, keys: tuple[str, ...], rows: list[list[Any]], weights: list[Any], weight_vector: Tensor | None
     ) -> None:
         """Add rows of values, one of each key, or of a stack in the place of each of its elements."""
-        if self._add_table(keys, _join_stacks(keys, rows), weight_vector):
+        table = _join_stacks(keys, rows)
+        if table is None:
+            rows = [
+                [value[key] if type(value) is Stack else value for key, value in zip(keys, row, strict=True)] for row in rows
+            ]
+            table = _stack(list(chain.from_iterable(rows)))
+        if table is not None and weight_vector is not None:
+            for key, numbers in zip(keys, table.view(-1, len(keys)).unbind(1), strict=True):
+                self._column(key).append(numbers, weight_vector)
             return
-        rows = [
-            [value if _as_stack(value) is None else value[key] for key, value in zip(keys, row, strict=True)] for row in rows
-        ]
-        if self._add_table(keys, _stack(list(chain.from_iterable(rows))), weight_vector):
-            return
-        for key, column in zip(keys, map(list, zip(*rows, strict=True)), strict=True):
-            if not self._add_table((key,), _stack(column), weight_vector):
-                self._add_column(key, column, weights)
+        for key, values in zip(keys, map(list, zip(*rows, strict=True)), strict=True):
+            vector = _stack(values)
+            if vector is not None and weight_vector is not None:
+                self._column(key).append(vector, weight_vector)
+                continue
+            for value, weight in zip(values, weights, strict=True):
+                if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
+                    _check_weight(value[1])
+                    self._column(key).append(*map(_as_vector, value))
+                elif is_scalar(value):
+                    self._column(key).append(_as_vector(value), _as_vector(weight))
+                elif is_metric(value):
+                    self._metrics[key] = value
 
-    def _add_table(self, keys: tuple[str, ...], values: Tensor | None, weights: Tensor | None) -> bool:
-        """Add rows of values, one of each key; return False if they could not be stacked."""
-        if values is None or weights is None:
-            return False
-        for key in keys:
-            self._summaries[key]  # created, because means come in the order in which keys were first added
-        if _append(self._tables.setdefault(keys, []), (values.view(-1, len(keys)), weights)):
-            self._fold_table(keys)
-        return True
+    def _column(self, key: str) -> Column:
+        column = self._columns.get(key)
+        if column is None:
+            column = self._columns[key] = Column(self._has_deviation)
+        return column
 
-    def _fold_table(self, keys: tuple[str, ...]) -> None:
-        values, weights = _to_host(self._tables.pop(keys))
-        total = _total(weights)
-        for key, column in zip(keys, values.unbind(1), strict=True):
-            self._summaries[key]._fold_column(column, weights, total)
-
-    def _add_column(self, key: str, column: list[Any], weights: list[Any]) -> None:
-        for value, weight in zip(column, weights, strict=True):
-            if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
-                self._summaries[key].add(*value)
-            elif is_scalar(value):
-                self._summaries[key].add(value, weight)
-            elif is_metric(value):
-                self._metrics[key] = value
-
-    def _collect(self) -> dict[str, MeanSummary]:
-        """Return the summary of each key, with all of its values but those of metrics."""
+    def _end_interval(self) -> dict[str, Column]:
+        """Return the column of each key, those of metrics included, which are computed and reset."""
         self._stack_rows()
-        tables, self._tables = self._tables, {}
-        for keys, chunks in tables.items():
-            values, weights = _to_host(chunks)
-            for key, column in zip(keys, values.unbind(1), strict=True):
-                self._summaries[key]._append((column.contiguous(), weights))
-        return self._summaries
-
-    def _end_interval(self) -> dict[str, MeanSummary]:
-        """Return the summary of each key, those of metrics included, which are computed and reset."""
-        summaries, metrics, self._metrics = self._collect(), self._metrics, {}
+        metrics, self._metrics = self._metrics, {}
         for key, metric in metrics.items():
             value = metric.compute()
             metric.reset()
             values = {f"{key}/{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
             for name, item in values.items():
                 if is_scalar(item):
-                    summaries[name].add(item)
-        return summaries
+                    self._column(name).append(_as_vector(item), _as_vector(1))
+        read(self._columns.values())
+        return self._columns
 
     def compute_mean(self) -> dict[str, float]:
         """Return the weighted mean of each key, in the order in which the keys were first added."""
-        return {key: summary.compute_mean() for key, summary in self._end_interval().items()}
+        return {key: column.mean() for key, column in self._end_interval().items()}
 
     def add_up_metrics(self, comm: Communicator) -> None:
         """Put metrics that have counted what those of all ranks have in the place of those of this rank.
@@ -295,7 +213,7 @@ class DictMeans(Stateful):
             ValueError: one was not added on all ranks, or what it has counted cannot be added up.
         """
         self._stack_rows()
-        self._metrics = _counts.all_over_ranks(self._metrics, comm)
+        self._metrics = _metrics.all_over_ranks(self._metrics, comm)
 
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks. Metrics are computed and reset.
@@ -306,7 +224,7 @@ class DictMeans(Stateful):
         is_alone = comm.size == 1 and (type(comm) is Communicator or comm.world.size == 1)
         if not is_alone:
             self._stack_rows()
-            _counts.check_exchange(self._metrics, comm)
+            _metrics.check_exchange(self._metrics, comm)
         self._end_interval()
         return self if is_alone else self._gather(comm)  # on a mesh, what one of the ranks that see the same rows has
 
@@ -318,42 +236,40 @@ class DictMeans(Stateful):
         """
         if type(other) is not type(self):
             return NotImplemented
-        parts = [self._parts(), other._parts()]
+        all_sums = [self._fold(), other._fold()]
         if metrics := sorted({*self._metrics, *other._metrics}):
             raise ValueError(
                 f"the metrics {metrics} are computed when a mean is asked for; add their values, not the metrics"
             )
-        return self._merge(parts)
+        return self._merge(all_sums)
 
     def _gather(self, comm: Communicator) -> Self:
-        return self._merge(comm.gather_object(self._parts()))
+        return self._merge(comm.gather_object(self._fold()))
 
-    def _parts(self) -> dict[str, tuple[Moments | None, _Chunk]]:
-        return {key: summary._parts() for key, summary in self._collect().items()}
+    def _fold(self) -> dict[str, Moments]:
+        """Return the sums of each key, but for those of metrics."""
+        self._stack_rows()
+        read(self._columns.values())
+        return {key: column.fold() for key, column in self._columns.items()}
 
-    def _merge(self, parts: Iterable[dict[str, tuple[Moments | None, _Chunk]]]) -> Self:
+    def _merge(self, all_sums: Iterable[dict[str, Moments]]) -> Self:
         merged = type(self)()
-        for part in parts:
-            for key, held in part.items():
-                merged._summaries[key]._merge_parts(held)
+        for key, sums in chain.from_iterable(map(dict.items, all_sums)):
+            merged._column(key).merge(sums)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the numbers of all ranks, or load them into rank 0."""
-        self._stack_rows()
-        source, is_saving = self, isinstance(serializer, Serializer)
-        if is_saving:
-            _warn_of_unsaved(self._metrics)
+        source = self
+        if isinstance(serializer, Serializer):
+            self._stack_rows()
+            _metrics.warn_of_unsaved(self._metrics)
             source = self if serializer.comm.size == 1 else self._gather(serializer.comm)
-        keys: list[str] = serializer("names", list(source._collect()))
-        if not is_saving:
-            self._rows = []
-            self._weights = []
-            self._tables = {}
-            self._metrics = {}
-            self._summaries = defaultdict(self._summary)
-        for index, key in enumerate(keys):  # by index: a key may hold slashes
-            source._summaries[key]._visit(serializer[str(index)])
+            read(source._columns.values())
+        else:
+            self._forget()
+        for index, key in enumerate(serializer("names", list(source._columns))):  # by index: a key may hold slashes
+            source._column(key).serialize(serializer[str(index)])
 
 
 class DictSummary(DictMeans):
@@ -366,15 +282,27 @@ class DictSummary(DictMeans):
         summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
     """
 
-    _summary = Summary
+    _has_deviation = True
 
     def make_statistics(self) -> dict[str, float]:
         """Return the mean of each key as ``key`` and its standard deviation as ``key.std``."""
         statistics: dict[str, float] = {}
-        for key, summary in self._end_interval().items():
-            assert isinstance(summary, Summary)
-            statistics[key], statistics[f"{key}.std"] = summary.make_statistics()
+        for key, column in self._end_interval().items():
+            statistics[key], statistics[f"{key}.std"] = column.statistics()
         return statistics
+
+
+class Observed(Protocol):
+    """A trainer, as far as means need it."""
+
+    @property
+    def observation(self) -> dict[str, Any]: ...
+
+    @property
+    def updater(self) -> Any: ...
+
+    @property
+    def comm(self) -> Communicator: ...
 
 
 class IntervalMeans:
@@ -392,7 +320,7 @@ class IntervalMeans:
         """Begin a new interval."""
         self._summary = DictMeans()
 
-    def observe(self, trainer: Trainer, weight: Any = None) -> None:
+    def observe(self, trainer: Observed, weight: Any = None) -> None:
         """Add what has been reported so far in this iteration, by default with the weight of the update."""
         reported = getattr(trainer, "reported", None)  # a trainer of the user's may have an observation alone
         values = trainer.observation if reported is None else reported.values
@@ -401,7 +329,7 @@ class IntervalMeans:
         if values:
             self._summary.add(values, getattr(trainer.updater, "weight", 1) if weight is None else weight)
 
-    def take(self, trainer: Trainer) -> dict[str, float]:
+    def take(self, trainer: Observed) -> dict[str, float]:
         """Return the means of this iteration alone, each report counting once, beside the open interval."""
         interval, self._summary = self._summary, DictMeans()
         try:
@@ -410,13 +338,13 @@ class IntervalMeans:
         finally:
             self._summary = interval
 
-    def end(self, trainer: Trainer) -> dict[str, float]:
+    def end(self, trainer: Observed) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
         means = self._compute(trainer)
         self.reset()
         return means
 
-    def _compute(self, trainer: Trainer) -> dict[str, float]:
+    def _compute(self, trainer: Observed) -> dict[str, float]:
         if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
             self._summary.add_up_metrics(trainer.comm)
         return self._summary.over_ranks(trainer.comm).compute_mean()
@@ -454,10 +382,6 @@ def weighted_mean(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return sum(value * weight for value, weight in pairs) / total, total
 
 
-_PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
-"""Types of most attributes of a module, which are not metrics."""
-
-
 def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence[Any], device: Any) -> dict[str, Any]:
     """Merge what replicas of a model reported on several devices: numbers by weighted mean, on ``device``, else the last."""
     if len(observations) == 1:
@@ -473,74 +397,6 @@ def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence
                 "the metric's value of the batch, which is averaged, or keep one metric outside the model, for all replicas"
             )
     return weighted_means(list(zip(moved, weights, strict=True)))
-
-
-def is_metric(value: Any) -> bool:
-    """Return True for an object with ``compute()`` and ``reset()``, such as a torchmetrics metric."""
-    return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
-
-
-@contextmanager
-def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
-    """Replace every metric that is an attribute of a submodule by a reset copy, until the end of the context.
-
-    A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
-    to that interval and then end it.
-    """
-    found = [attribute for model in models for attribute in _metric_attributes(model)]
-    # One for all, so that a metric under two names is one copy.
-    memo = shared_by_copies(part for _, _, metric in found for part in _counts.parts_of(metric) if hasattr(part, "__dict__"))
-    copies = [copy.deepcopy(metric, memo) for _, _, metric in found]
-    try:
-        for (attributes, name, _), fresh in zip(found, copies, strict=True):
-            fresh.reset()
-            attributes[name] = fresh
-        yield
-    finally:
-        for attributes, name, metric in found:
-            attributes[name] = metric
-
-
-@contextmanager
-def uncounted(models: Iterable[nn.Module]) -> Generator[None]:
-    """Undo at the end of the context what metrics that are attributes of submodules have counted in it; not in buffers."""
-    found = {
-        id(metric): metric for model in models for *_, metric in _metric_attributes(model) if hasattr(metric, "__dict__")
-    }
-    of_modules = {"_buffers", "_modules", "_parameters"}
-    states = [
-        {name: copy.deepcopy(value, {id(metric): metric}) for name, value in vars(metric).items() if name not in of_modules}
-        for metric in found.values()
-    ]
-    try:
-        yield
-    finally:
-        for metric, state in zip(found.values(), states, strict=True):
-            for name in vars(metric).keys() - state.keys() - of_modules:
-                del vars(metric)[name]
-            vars(metric).update(state)
-
-
-def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    for module in model.modules():
-        for attributes in (vars(module), module._modules):
-            for name, value in attributes.items():
-                if type(value) in _PLAIN or not is_metric(value):
-                    continue
-                # A module with trained parameters is a layer that only happens to have methods of those names.
-                if not isinstance(value, nn.Module) or not any(p.requires_grad for p in value.parameters()):
-                    yield attributes, name, value
-
-
-def _warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
-    """Name the metrics whose state is not saved by their owner, a model for example."""
-    saved = (name for name, m in metrics.items() if serialize_method(m) is not None or (has_state(m) and m.state_dict()))
-    if unsaved := sorted(metrics.keys() - set(saved)):
-        warn(
-            f"this state lies inside the interval of the metrics {unsaved}, and what they have counted is not in it: a run "
-            "resumed from here computes them over the rest of the interval. Save where intervals end; or make the metric a "
-            "part of the model that saves its state: metric.persistent(True), or an nn.Module with buffers",
-        )
 
 
 def is_scalar(value: Any) -> bool:
@@ -591,16 +447,7 @@ def _stack(scalars: list[Any]) -> Tensor | None:
         if scalars.count(first) == len(scalars):  # weights, nearly always
             return torch.full((len(scalars),), float(first), dtype=torch.float64)
         return torch.from_numpy(np.array(scalars, np.float64))
-    if types != {Tensor} or not is_scalar(first) or len(set(map(_dtype, scalars))) > 1:
-        return None
-    try:
-        return torch.stack(scalars)
-    except RuntimeError:  # some have dimensions, or lie on another device
-        return None
-
-
-def _as_stack(value: Any) -> Stack | None:
-    return value if type(value) is Stack else None
+    return stack_tensors(scalars) if types == {Tensor} and not first.is_complex() else None
 
 
 def _join_stacks(keys: tuple[str, ...], rows: list[list[Any]]) -> Tensor | None:
@@ -611,66 +458,3 @@ def _join_stacks(keys: tuple[str, ...], rows: list[list[Any]]) -> Tensor | None:
     names = list(keys)
     is_whole = all(stack.keys == names and row.count(stack) == len(names) for stack, row in zip(stacks, rows, strict=True))
     return torch.stack([stack.values for stack in stacks]) if is_whole and not stacks[0].values.is_complex() else None
-
-
-def _append(chunks: list[_Chunk], chunk: _Chunk) -> bool:
-    """Add a chunk, and merge many into one; return whether there are so many rows or chunks that they should be folded."""
-    chunks.append(chunk)
-    if len(chunks) < _MAX_CHUNKS:
-        return False
-    chunks[:] = _merge(chunks)
-    return len(chunks) > _MAX_CHUNKS // 2 or sum(len(weights) for _, weights in chunks) >= _MAX_ROWS
-
-
-def _merge(chunks: list[_Chunk]) -> list[_Chunk]:
-    """Concatenate neighbours of the same dtypes and devices."""
-    groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
-    return [_concatenate(list(group)) for _, group in groups]
-
-
-def _concatenate(chunks: Sequence[_Chunk]) -> _Chunk:
-    if len(chunks) == 1:  # hot path: "keys in the log"
-        return chunks[0]
-    values, weights = zip(*chunks, strict=True)
-    return torch.cat(values), torch.cat(weights)
-
-
-def _to_host(chunks: list[_Chunk]) -> _Chunk:
-    """Concatenate all chunks in float64 on the host: the one place where a device is waited for."""
-    return _concatenate([(v.cpu().to(torch.float64), w.cpu().to(torch.float64)) for v, w in _merge(chunks)])
-
-
-def _total(weights: Tensor) -> ExactSum:
-    total = ExactSum()
-    total.add(weights.tolist())
-    return total
-
-
-def _mean_of(values: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
-    if not len(values):
-        return math.nan
-    products = exact_sum((values * weights).tolist())
-    counts = None if math.isfinite(products) else weights != 0
-    if counts is not None and not counts.all():  # zero times infinity is NaN, and a value of no weight adds nothing
-        return _mean_of(values[counts], weights[counts])
-    return _quotient(products, exact_sum(weights.tolist()), values.min().item(), values.max().item())
-
-
-def _quotient(products: float, weights: float, least: float, largest: float) -> float:
-    """Return a mean from its two sums, and within the values of which it is the mean; NaN without weight."""
-    if not weights:
-        return math.nan
-    mean = products / weights
-    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
-    return min(max(mean, least), largest) if math.isfinite(mean) else mean
-
-
-def exact_sum(numbers: list[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order."""
-    try:
-        return math.fsum(numbers)
-    except (ValueError, OverflowError):  # infinities of both signs; past the largest float on the way, in this order
-        total = ExactSum()
-        total.add(numbers)
-        return total.value()

@@ -14,7 +14,7 @@ from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._hints import hinting
 from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
-from chainring.reporting.reporter import ReportedValues, Reporter
+from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._changes import announce_change, recording_changes, telling_changes
 from chainring.serializers._store import open_store
@@ -103,7 +103,7 @@ class Trainer(Stateful):
         self.out = out
         self.config = dict(config or {})
         self.reporter = Reporter()
-        self.reported = ReportedValues()
+        self.reported = Reported()
         self.extension_name: str | None = None
         self.is_rehearsing = False
         self.is_final_snapshot = False
@@ -131,7 +131,7 @@ class Trainer(Stateful):
 
     @observation.setter
     def observation(self, values: dict[str, Any]) -> None:
-        self.reported = ReportedValues(values)
+        self.reported = Reported(values)
 
     @property
     def comm(self) -> Communicator:
@@ -317,7 +317,7 @@ class Trainer(Stateful):
         snapshots = [self._step(entry) for entry in self.entries if entry.is_snapshot]
         while not ends():
             previous = self.reported
-            self.reported = self.reporter.reported = ReportedValues()
+            self.reported = self.reporter.reported = Reported()
             try:
                 update()
             except StopIteration as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +11,8 @@ from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.virtual_ranks import block_of
 from chainring.datasets._columns import count_examples, take_examples
-from chainring.reporting import _counts
-from chainring.reporting.summary import DictMeans, is_metric
+from chainring.reporting._metrics import all_over_ranks, is_metric, undone
+from chainring.reporting.summary import DictMeans
 from chainring.training.updaters._wrapped import WrappedModules
 
 Forward = Callable[..., tuple[dict[str, Any], Any]]
@@ -46,7 +44,7 @@ class VirtualForwards:
         """
         for index, batch in enumerate(batches):
             self._run_batch(index, batch, forward, summary)
-        for key, metric in _counts.all_over_ranks(self._metrics, self._comm).items():
+        for key, metric in all_over_ranks(self._metrics, self._comm).items():
             summary.add({key: metric})
 
     def _run_batch(self, index: int, batch: Any, forward: Forward, summary: DictMeans) -> None:
@@ -64,23 +62,13 @@ class VirtualForwards:
             summary.add({key: value for key, value in observation.items() if key not in metrics}, weight)
             done += 1
         for _ in range(max(self._least, int(index == 0)) - done):
-            with self._uncounted():
+            with undone(self._metrics.values()):
                 observation, _ = forward(take_examples(batch, slice(0, 1)), shows=False)
             self._buffers.restore()
             for key, value in observation.items():
                 if is_metric(value) and key not in self._metrics:
                     value.reset()
                     self._metrics[key] = value
-
-    @contextmanager
-    def _uncounted(self) -> Generator[None]:
-        """Restore the metrics that were reported so far at the end."""
-        found = {id(metric): metric for metric in self._metrics.values()}.values()
-        states = [copy.deepcopy(vars(metric), {id(metric): metric}) for metric in found]
-        yield
-        for metric, state in zip(found, states, strict=True):
-            vars(metric).clear()
-            vars(metric).update(state)
 
 
 class _Buffers:

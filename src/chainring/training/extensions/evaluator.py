@@ -21,9 +21,10 @@ from chainring.converters import Converter, Device, as_device, concat_examples, 
 from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
+from chainring.reporting._metrics import fresh_metrics, is_metric
 from chainring.reporting.media import report_media
 from chainring.reporting.reporter import Reporter, report
-from chainring.reporting.summary import DictMeans, fresh_metrics, is_metric, is_scalar
+from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
 from chainring.training.extensions._virtual_forwards import VirtualForwards

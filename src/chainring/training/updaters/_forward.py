@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from chainring._checks import find_call_error
 from chainring._distributed.sharding import to_full
-from chainring.reporting.reporter import ReportedValues, current, report
+from chainring.reporting.reporter import Reported, current, report
 from chainring.reporting.summary import is_scalar, select_scalars
 
 Loss = Tensor | Mapping[str, Any]
@@ -66,7 +66,7 @@ def run_backward(loss: Tensor, retain_graph: bool = False) -> None:
         return
     # hot path: "no extension" of benchmarks/overhead.py. As in a scope of the reporter, which is two calls.
     reported = reporter.reported
-    during = reporter.reported = ReportedValues({})
+    during = reporter.reported = Reported({})
     try:
         loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     finally:

@@ -22,8 +22,8 @@ from chainring._distributed.virtual_ranks import TreeSum, block_of
 from chainring._messages import warn
 from chainring._naming import unwrap
 from chainring.datasets._columns import Batch, count_examples, take_examples
+from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import current
-from chainring.reporting.summary import uncounted
 from chainring.serializers._objects import own_states
 from chainring.training.updaters._closures import needs_closure
 from chainring.training.updaters._gradient_exchange import GradientExchange

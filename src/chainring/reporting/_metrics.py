@@ -1,9 +1,11 @@
-"""What metric objects have counted on several ranks, added up."""
+"""Metric objects: those of models, and what they have counted on several ranks, added up."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,83 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
+from chainring._distributed.sharding import shared_by_copies
+from chainring._messages import warn
+from chainring.serializers._objects import has_state, serialize_method
+
+_PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
+"""Types of most attributes of a module, which are not metrics."""
+
+
+def is_metric(value: Any) -> bool:
+    """Return True for an object with ``compute()`` and ``reset()``, such as a torchmetrics metric."""
+    return callable(getattr(value, "compute", None)) and callable(getattr(value, "reset", None))
+
+
+@contextmanager
+def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
+    """Replace every metric that is an attribute of a submodule by a reset copy, until the end of the context.
+
+    A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
+    to that interval and then end it.
+    """
+    found = [attribute for model in models for attribute in _metric_attributes(model)]
+    # One for all, so that a metric under two names is one copy.
+    memo = shared_by_copies(part for _, _, metric in found for part in parts_of(metric) if hasattr(part, "__dict__"))
+    copies = [copy.deepcopy(metric, memo) for _, _, metric in found]
+    try:
+        for (attributes, name, _), fresh in zip(found, copies, strict=True):
+            fresh.reset()
+            attributes[name] = fresh
+        yield
+    finally:
+        for attributes, name, metric in found:
+            attributes[name] = metric
+
+
+def uncounted(models: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return a context that undoes what metrics that are attributes of submodules have counted in it; not in buffers."""
+    metrics = [metric for model in models for *_, metric in _metric_attributes(model)]
+    return undone(metrics, but=("_buffers", "_modules", "_parameters"))
+
+
+@contextmanager
+def undone(metrics: Iterable[Any], but: Collection[str] = ()) -> Generator[None]:
+    """Put metrics back as they were at the end of the context, except for some of their attributes."""
+    counting = {id(metric): metric for metric in metrics if hasattr(metric, "__dict__")}.values()
+    states = [
+        copy.deepcopy({name: value for name, value in vars(metric).items() if name not in but}, {id(metric): metric})
+        for metric in counting
+    ]
+    try:
+        yield
+    finally:
+        for metric, state in zip(counting, states, strict=True):
+            for name in vars(metric).keys() - state.keys() - set(but):
+                del vars(metric)[name]
+            vars(metric).update(state)
+
+
+def _metric_attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for module in model.modules():
+        for attributes in (vars(module), module._modules):
+            for name, value in attributes.items():
+                if type(value) in _PLAIN or not is_metric(value):
+                    continue
+                # A module with trained parameters is a layer that only happens to have methods of those names.
+                if not isinstance(value, nn.Module) or not any(p.requires_grad for p in value.parameters()):
+                    yield attributes, name, value
+
+
+def warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
+    """Name the metrics whose state is not saved by their owner, a model for example."""
+    saved = (name for name, m in metrics.items() if serialize_method(m) is not None or (has_state(m) and m.state_dict()))
+    if unsaved := sorted(metrics.keys() - set(saved)):
+        warn(
+            f"this state lies inside the interval of the metrics {unsaved}, and what they have counted is not in it: a run "
+            "resumed from here computes them over the rest of the interval. Save where intervals end; or make the metric a "
+            "part of the model that saves its state: metric.persistent(True), or an nn.Module with buffers",
+        )
 
 
 def all_over_ranks(metrics: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
