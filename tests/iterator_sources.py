@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from chainring.datasets import TransformDataset, TupleDataset
-from chainring.iterators import DevicePrefetcher, FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
 
 SIZE, BATCH = 10, 4
 
@@ -127,9 +127,18 @@ ONCE = {
     "a worker once": lambda size=SIZE: MultiprocessIterator(Drawn(size), BATCH, repeat=False, n_processes=1),
     "DataLoader once": lambda size=SIZE: LoaderIterator(loader(size), repeat=False),
 }
-AHEAD = {
-    f"{name}, ahead": lambda size=SIZE, make=make: DevicePrefetcher(make(size), "cpu")
-    for name, make in (SERIAL | WORKERS | LOADER | FUNCTION).items()
-}
-ALL = SERIAL | WORKERS | LOADER | FUNCTION | AHEAD
+ALL = SERIAL | WORKERS | LOADER | FUNCTION
+KINDS = [
+    "arrays",
+    "a user's dataset",
+    "an order sampler",
+    "two workers",
+    "DataLoader",
+    "a function",
+    "a loader with state_dict and no length",
+    "a function of the index",
+    "a user's dataset once",
+    "DataLoader once",
+]
+"""One source of each kind, for rules that take time."""
 STATELESS = [name for name in ALL if not name.startswith("a loader with state_dict")]

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from chainring import datasets, iterators, training
-from chainring.iterators import DevicePrefetcher
 from chainring.nn import Classifier
 from chainring.training.extensions import LogReport, ProgressBar, snapshot
 
@@ -15,7 +14,7 @@ def test_a_hundred_iterations_do_not_synchronise(tmp_path):
     data = datasets.TupleDataset(torch.randn(800, 8, generator=draw).numpy(), torch.zeros(800, dtype=torch.int64).numpy())
     model = Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))).to("cuda")
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    source = DevicePrefetcher(iterators.SerialIterator(data, 8), "cuda")
+    source = iterators.SerialIterator(data, 8)
     updater = training.StandardUpdater(source, optimizer, model, device="cuda")
     trainer = training.Trainer(updater, (300, "iteration"), str(tmp_path))
     for extension in (LogReport(), ProgressBar(out=(tmp_path / "screen").open("w")), snapshot()):

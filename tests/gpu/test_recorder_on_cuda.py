@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from chainring import datasets, iterators, training
-from chainring.iterators import DevicePrefetcher
 from chainring.nn import Classifier
 from chainring.training._digests import digest_tensor
 from chainring.training._ledger import Ledger
@@ -26,7 +25,7 @@ def test_the_device_is_waited_for_once_in_32_iterations(tmp_path):
     data = datasets.TupleDataset(torch.randn(800, 8, generator=draw).numpy(), torch.zeros(800, dtype=torch.int64).numpy())
     model = Classifier(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))).to("cuda")
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    source = DevicePrefetcher(iterators.SerialIterator(data, 8), "cuda")
+    source = iterators.SerialIterator(data, 8)
     updater = training.StandardUpdater(source, optimizer, model, device="cuda")
     trainer = training.Trainer(updater, (200, "iteration"), str(tmp_path))
     trainer.extend(Recorder((5, "iteration")))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from chainring.iterators import DevicePrefetcher, FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
+from chainring.iterators import FunctionIterator, LoaderIterator, MultiprocessIterator, SerialIterator
 
 
 def backwards(seed, epoch, size):
@@ -62,7 +62,7 @@ def test_a_share_has_the_digest_of_the_whole_batch():
 
 
 def test_whatever_is_fetched_ahead_only_returned_batches_count():
-    """By worker processes, and by a prefetcher of an iterator that is ahead of it."""
+    """By worker processes."""
 
     def digests_of(iterator):
         found = []
@@ -73,7 +73,6 @@ def test_whatever_is_fetched_ahead_only_returned_batches_count():
         return found
 
     expected = digests_of(SerialIterator(list(range(10)), 4, seed=3))
-    assert digests_of(DevicePrefetcher(SerialIterator(list(range(10)), 4, seed=3), "cpu")) == expected
     with MultiprocessIterator(list(range(10)), 4, seed=3, n_processes=1, n_prefetch=2) as workers:
         assert digests_of(workers) == expected
 

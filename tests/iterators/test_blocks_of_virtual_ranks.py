@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 from chainring.datasets import TupleDataset
 from chainring.iterators import (
     Batch,
-    DevicePrefetcher,
     FunctionIterator,
     Iterator,
     LoaderIterator,
@@ -52,7 +51,6 @@ SOURCES = {
     "a DataLoader": lambda batch: LoaderIterator(DataLoader(Drawn(), batch), repeat=False),
     "a loader of examples": lambda batch: LoaderIterator([Batch([f"{row}" for row in range(batch)])] * 2, repeat=False),
     "a function": lambda batch: FunctionIterator(lists, 3, seed=0),
-    "ahead": lambda batch: DevicePrefetcher(SerialIterator(arrays(), batch, repeat=False, seed=0), "cpu"),
 }
 
 
@@ -78,16 +76,19 @@ def by_virtual_rank(shares, virtual_ranks):
     return [share[at::count] for share, count in zip(shares, blocks, strict=True) for at in range(count)]
 
 
-@pytest.mark.parametrize("virtual_ranks", [1, 3, 4, 7, 8])
-@pytest.mark.parametrize("batch", [8, 11])
+CASES = [(8, 1, [1]), (8, 8, [1, 3, 8]), (11, 7, [2, 7]), (11, (drawn := random.randint(2, 6)), [random.randint(1, drawn)])]
+"""Batch sizes, virtual ranks and ranks: the edges, and one that is drawn anew each time."""
+
+
+@pytest.mark.parametrize(("batch", "virtual_ranks", "sizes"), CASES, ids=["one", "as many as rows", "uneven", "drawn"])
 @pytest.mark.parametrize("name", SOURCES)
-def test_each_virtual_rank_has_its_rows_on_any_number_of_ranks(name, batch, virtual_ranks):
+def test_each_virtual_rank_has_its_rows_on_any_number_of_ranks(name, batch, virtual_ranks, sizes):
     """In the order of the batch, which is uneven at the end; epochs are counted as in one process."""
     with SOURCES[name](batch) as iterator:
         whole = take(iterator)
         assert len(whole) > 1
         expected = [[rows[virtual::virtual_ranks] for virtual in range(virtual_ranks)] for rows, _ in whole]
-        for size in range(1, virtual_ranks + 1):
+        for size in sizes:
             taken = [take(iterator, rank, size, virtual_ranks) for rank in range(size)]
             assert [len(batches) for batches in taken] == [len(whole)] * size
             for rows, (_, detail), found in zip(expected, whole, zip(*taken, strict=True), strict=True):
@@ -108,7 +109,7 @@ def test_a_block_without_rows_repeats_an_example_of_weight_0(name):
     assert len(sizes) > 1
 
 
-@pytest.mark.parametrize("name", ["examples", "workers", "a DataLoader", "ahead"])
+@pytest.mark.parametrize("name", ["examples", "workers", "a DataLoader"])
 @pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
 def test_a_run_saved_on_three_ranks_goes_on_with_the_same_rows_on_two(name):
     """The state is that of the whole batches."""
@@ -157,7 +158,6 @@ def test_more_virtual_ranks_than_examples_in_a_batch_are_refused_for_one_process
     for iterator in (
         SerialIterator(arrays(), 6),
         LoaderIterator(DataLoader(Drawn(), 6)),
-        DevicePrefetcher(SerialIterator(arrays(), 6), "cpu"),
     ):
         with pytest.raises(ValueError, match="6 examples for virtual_ranks=7; raise the batch size, or take fewer"):
             iterator.use_virtual_ranks(7)
@@ -257,14 +257,11 @@ def pad(examples, device=None):
 
 def test_a_converter_that_runs_ahead_is_refused_on_several_ranks():
     """It would pad to the longest example of a block, say, which depends on the number of ranks."""
-    for iterator in (
-        MultiprocessIterator(Drawn(), 8, n_processes=1, converter=pad),
-        DevicePrefetcher(SerialIterator(Drawn(), 8), "cpu", converter=pad),
-    ):
-        iterator.use_virtual_ranks(4)
-        iterator.share(0, 1)
-        with pytest.raises(ValueError, match=r"pad of iterator 'main'.*give it to the updater or the Evaluator"):
-            iterator.share(0, 2)
+    iterator = MultiprocessIterator(Drawn(), 8, n_processes=1, converter=pad)
+    iterator.use_virtual_ranks(4)
+    iterator.share(0, 1)
+    with pytest.raises(ValueError, match=r"pad of iterator 'main'.*give it to the updater or the Evaluator"):
+        iterator.share(0, 2)
     iterator = MultiprocessIterator(arrays(), 8, n_processes=1, converter=pad)  # which is gathered, and converted by nobody
     iterator.use_virtual_ranks(4)
     iterator.share(0, 2)

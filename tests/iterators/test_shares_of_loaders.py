@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from chainring import serializers
-from chainring.iterators import DevicePrefetcher, LoaderIterator
+from chainring.iterators import LoaderIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 
 sys.path.append(str(Path(__file__).parents[1] / "training" / "updaters"))
@@ -49,14 +49,9 @@ def whole_batches():
     return [torch.cat([share[k] for share in shares if k < len(share)]) for k in range(4)]
 
 
-def train_both(comm, out):
-    return [train(comm, f"{out}/{prefetches}", prefetches) for prefetches in (False, True)]
-
-
-def train(comm, out, prefetches):
+def train(comm, out):
     warnings.simplefilter("ignore")
-    source = LoaderIterator(Cut(comm.rank), per_rank=True)
-    updater = updater_over(DevicePrefetcher(source, "cpu") if prefetches else source, comm)
+    updater = updater_over(LoaderIterator(Cut(comm.rank), per_rank=True), comm)
     trainer = Trainer(updater, (2, "epoch"), out=out)
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
     trainer.extend(extensions.Evaluator(LoaderIterator(Cut(comm.rank), per_rank=True), updater.get_model("main")))
@@ -70,14 +65,14 @@ def losses(trainer):
 
 def test_ranks_with_shares_of_their_own_train_as_one_on_all_rows(tmp_path):
     """Every row counts once, in evaluations too; a rank whose share ends early takes part until all have ended."""
-    found = on_two_ranks(train_both, str(tmp_path / "ranks"))
+    found = on_two_ranks(train, str(tmp_path / "ranks"))
     whole = updater_over(whole_batches())
     trainer = Trainer(whole, (2, "epoch"), out=tmp_path / "one")
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
     trainer.extend(extensions.Evaluator(whole_batches(), whole.get_model("main")))
     trainer.run()
     assert not [result for result in found if isinstance(result, str)]
-    for values, iteration, epoch, log in [*found[0], *found[1]]:
+    for values, iteration, epoch, log in found:
         assert (iteration, epoch) == (8, 2)
         assert values == pytest.approx(parameters(whole), rel=1e-5)
         assert log == pytest.approx(losses(trainer), rel=1e-5)

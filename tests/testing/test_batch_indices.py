@@ -35,7 +35,6 @@ def loader_of(dataset, **settings):
 ITERATORS = {
     "serial": lambda: iterators.SerialIterator(Numbers(), 4, seed=1),
     "workers": lambda: iterators.MultiprocessIterator(Numbers(), 4, seed=1, n_processes=2),
-    "ahead": lambda: iterators.DevicePrefetcher(iterators.SerialIterator(Numbers(), 4, seed=1), "cpu"),
     "loader": lambda: loader_of(Numbers(), shuffle=True),
     "loader with workers": lambda: loader_of(Numbers(), shuffle=True, num_workers=2),
     "loader that drops": lambda: loader_of(Numbers(), shuffle=True, drop_last=True),

@@ -11,7 +11,7 @@ import zipfile
 import numpy as np
 import torch
 from every_extension import EXTENSIONS, OFTEN, TRIGGERS, alone, firing, labels, points
-from interrupted import BATCH, in_order, letters, loss_of
+from interrupted import BATCH, letters, loss_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from chainring import datasets, iterators, report, training
@@ -127,7 +127,6 @@ def drawn(index):
 
 
 ITERATORS = {
-    "DevicePrefetcher": {"iterate": lambda data: iterators.DevicePrefetcher(in_order(data), "cpu")},
     "FunctionIterator": {"iterate": lambda data: iterators.FunctionIterator(drawn, 4)},
     "Iterator": {"iterate": lambda data: EndlessDigits()},
     "LoaderIterator": {"iterate": lambda data: iterators.LoaderIterator(batches)},

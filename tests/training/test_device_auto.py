@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import forked
-from chainring import converters, iterators, training
+from chainring import converters, training
 from rank_pair import on_two_ranks
 
 WITH_ACCELERATORS = """
@@ -40,7 +40,7 @@ def printed(program):
 
 
 def test_it_is_the_current_accelerator():
-    """Wherever a device is taken: conversion, updaters, evaluation, prefetching, parts of a batch."""
+    """Wherever a device is taken: conversion, updaters, evaluation, parts of a batch."""
     program = """
 data = [(torch.zeros(2), 0.0)] * 4
 print(converters.as_device("auto"))
@@ -115,7 +115,6 @@ def test_without_an_accelerator_it_is_the_host():
     """Nothing is moved, and a run is the one with ``device="cpu"``."""
     tensor = torch.ones(1)
     assert converters.to_device("auto", tensor) is tensor
-    assert iterators.DevicePrefetcher(iterators.SerialIterator([0.0] * 4, 2), "auto").device == torch.device("cpu")
 
 
 def test_the_record_has_what_it_became(tmp_path):

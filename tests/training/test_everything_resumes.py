@@ -47,7 +47,7 @@ def all_parts():
 
     def iterate(data):
         sampler = iterators.NoRepeatOrderSampler(BATCH)
-        return iterators.DevicePrefetcher(iterators.SerialIterator(data, BATCH, order_sampler=sampler), "cpu")
+        return iterators.SerialIterator(data, BATCH, order_sampler=sampler)
 
     return {
         "iterate": iterate,

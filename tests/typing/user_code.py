@@ -175,7 +175,7 @@ def make_of_anything(model: nn.Module, rows: torch.utils.data.Dataset[Any], devi
         {"main": loader}, optimizers, {"main": model}, device=device, converter=pad, loss_func=loss_func
     )
     for where in (None, "auto", "cuda:1", 0, -1, torch.device("cpu")):
-        StandardUpdater(iterators.DevicePrefetcher(loader, where), optimizers["main"], model, device=where)
+        StandardUpdater(loader, optimizers["main"], model, device=where)
         extensions.Evaluator(loader, {"main": model}, device=where, loss_func=lambda model, x, t: model(x).sum())
         converters.to_device(where, {"x": numbers})
     ParallelUpdater(loader, optimizers["main"], model, devices={"main": "auto", "second": "cpu"})

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from chainring._random import epoch_order
 from chainring.iterators.base import Batch, Iterator
-from chainring.iterators.device_prefetcher import DevicePrefetcher
 from chainring.iterators.function_iterator import FunctionIterator
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.iterators.multiprocess import MultiprocessIterator
@@ -12,7 +11,7 @@ from chainring.iterators.samplers import BucketOrderSampler, NoRepeatOrderSample
 from chainring.iterators.serial import SerialIterator
 
 __all__ = [
-    "Batch", "BucketOrderSampler", "DevicePrefetcher", "FunctionIterator", "Iterator", "LoaderIterator",
+    "Batch", "BucketOrderSampler", "FunctionIterator", "Iterator", "LoaderIterator",
     "MultiprocessIterator", "NoRepeatOrderSampler", "SerialIterator", "WeightedOrderSampler", "as_iterator", "epoch_order",
 ]  # fmt: skip
 

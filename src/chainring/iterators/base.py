@@ -198,18 +198,6 @@ class Iterator(Stateful):
         """
         return None
 
-    def refuse_to_convert(self, converter: Converter | None) -> None:
-        """Refuse a converter that runs before the rows of a block are given to its virtual ranks.
-
-        Raises:
-            ValueError: in any case.
-        """
-        raise ValueError(
-            f"the rows of each virtual rank are converted apart, and {getattr(converter, '__name__', converter)} of "
-            f"iterator {self.name!r} ({type(self).__name__}) would see those of a whole block, to which it may pad; leave "
-            "it out there, and give it to the updater or the Evaluator"
-        )
-
     def use_converter(self, converter: Converter) -> None:
         """Learn which converter the batches go to, as an updater and an Evaluator say before the first."""
 

@@ -97,7 +97,11 @@ class MultiprocessIterator(IndexedIterator):
         super().check_share(size)
         is_own = self._converter not in (None, concat_examples)
         if size > 1 and self.virtual_ranks is not None and is_own and self._gather is None:
-            self.refuse_to_convert(self._converter)
+            name = getattr(self._converter, "__name__", self._converter)
+            raise ValueError(
+                f"the rows of each virtual rank are converted apart, and {name} of iterator {self.name!r} would see those "
+                "of a whole block, to which it may pad; leave it out there, and give it to the updater or the Evaluator"
+            )
 
     def use_converter(self, converter: Converter) -> None:
         if self._converter is concat_examples and converter is not concat_examples:

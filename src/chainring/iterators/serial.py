@@ -210,10 +210,6 @@ class IndexedIterator(Iterator):
     def batch_place(self) -> Any:
         return self._first_order + self.epoch, self.current_position
 
-    def place_of(self, epoch: int, position: int) -> tuple[int, int]:
-        """Return the place of a position in an epoch: the index of its order, which `reset` does not begin again."""
-        return self._first_order + epoch, position
-
     def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
         """Return the indices of the examples between two places, those of all ranks, in the order in which they came.
 

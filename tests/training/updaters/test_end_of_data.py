@@ -4,7 +4,7 @@ import pytest
 import torch
 from toys import Regression, regression_data, same_regression, updater_of
 
-from chainring.iterators import DevicePrefetcher, LoaderIterator, SerialIterator
+from chainring.iterators import LoaderIterator, SerialIterator
 from chainring.training import StandardUpdater, Trainer, Updater, extensions
 
 
@@ -54,12 +54,6 @@ def loaded(**settings):
     return StandardUpdater(loader, torch.optim.SGD(model.parameters()), model)
 
 
-def prefetched():
-    model = same_regression()
-    iterator = DevicePrefetcher(SerialIterator(regression_data(), 4), "cpu", converter=stop)
-    return StandardUpdater(iterator, torch.optim.SGD(model.parameters()), model)
-
-
 CODE = {
     "dataset": (stopping, "the dataset Stopping of iterator 'main'"),
     "dataset without seeding": (lambda: stopping(example_rng=False), "the dataset Stopping of iterator 'main'"),
@@ -71,7 +65,6 @@ CODE = {
         "of the loader of iterator 'main'",
     ),
     "converter": (lambda: updater_of(converter=stop), "in stop "),
-    "converter in advance": (prefetched, "the converter"),
     "model": (lambda: updater_of(model=StoppingModel()), "in stop "),
     "loss": (lambda: updater_of(loss_func=stop), "in stop "),
     "loss in a micro-batch": (lambda: updater_of(loss_func=stop, accumulate=2), "in stop "),
@@ -118,7 +111,7 @@ def test_the_end_of_an_iterator_of_the_updater_ends_the_run(tmp_path):
         return iterator.next()
 
     others = {
-        "other": DevicePrefetcher(SerialIterator(regression_data(), 4, repeat=False), "cpu"),
+        "other": SerialIterator(regression_data(), 4, repeat=False),
         "third": LoaderIterator(torch.utils.data.DataLoader(regression_data(), 4)),
     }
     model = same_regression()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from chainring.converters import concat_examples, to_device
-from chainring.iterators import Batch, DevicePrefetcher, Iterator, LoaderIterator
+from chainring.iterators import Batch, Iterator, LoaderIterator
 from chainring.training import StandardUpdater, Trainer, extensions
 from chainring.training.updaters import ParallelUpdater
 
@@ -135,18 +135,11 @@ def test_replicas_share_the_rows_of_a_tuple_of_arrays():
     assert updater.get_model("main").factor.grad == X.mean()
 
 
-def test_a_prefetched_tuple_of_arrays_counts_its_rows():
-    """The batch that the updater sees holds them as columns."""
-    batch = next(DevicePrefetcher(Batches((X, T), (X, T)), None))
-    assert (len(batch), batch.weight) == (6, 6)
-
-
 DIFFERENT = {"pixels": torch.ones(24, 2), "input_ids": X}
 REMEDY = r'24 and 6 rows. Give its number: let the model return a "weight" beside "loss", or .* a chainring.iterators.Batch'
 SOURCES = {
     "own iterator": lambda: Batches(DIFFERENT, DIFFERENT),
     "loader": lambda: LoaderIterator([DIFFERENT, DIFFERENT]),
-    "prefetched": lambda: DevicePrefetcher([DIFFERENT, DIFFERENT], None),
 }
 
 
