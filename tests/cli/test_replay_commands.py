@@ -73,8 +73,6 @@ if arguments.policy:
     trainer.extend(extensions.FailOnNonNumber(arguments.policy))
 if arguments.recorded:
     trainer.extend(extensions.Recorder())
-if arguments.note:
-    open(arguments.note, "w").write("begun")
 trainer.run()
 """
 KILLED = "trainer.extend(lambda trainer: __import__('signal').raise_signal(9), 'killed', (60, 'iteration'))\ntrainer.run()"
@@ -137,15 +135,6 @@ def test_replay_prints_json_and_takes_a_snapshot_as_it_is(place, capsys):
     assert (found["same"], found["saved"], list(found["observation"])) == (None, None, ["main/loss"])
 
 
-def test_a_replay_changes_nothing_in_the_run_even_where_the_script_would(place, capsys):
-    """It says what to do."""
-    note = str(place / "sound" / "note")
-    arguments = ["--out", str(place / "sound"), "--note", note]
-    assert main(["replay", str(place / "sound"), "--to", "3", str(place / "train.py"), *arguments]) == 2
-    assert "a replay changes nothing in the run that it reads; give arguments" in capsys.readouterr().err
-    assert not Path(note).exists()
-
-
 def test_each_part_of_a_run_is_replayed_with_the_arguments_that_it_had(place, tmp_path, capsys):
     """Those of the start that computed the iteration; where a replay crosses a start, it says so."""
     out, script = tmp_path / "result", str(place / "train.py")
@@ -171,7 +160,7 @@ trainer.run()
 def run_in_parts(tmp_path):
     """A run of 30 iterations that was continued to 60 by an argument; return its script and directory."""
     script, out = tmp_path / "resumed.py", tmp_path / "result"
-    script.write_text(SCRIPT.replace(", autoload=True", "").partition("if arguments.note:")[0] + RESUMED)
+    script.write_text(SCRIPT.replace(", autoload=True", "").removesuffix("trainer.run()\n") + RESUMED)
     forked.run([str(script), "--out", str(out), "--length", "30"])
     forked.run([str(script), "--out", str(out), "--length", "60", "--note", str(out / "snapshot_iter_25")])
     return str(script), out

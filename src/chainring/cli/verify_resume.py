@@ -14,9 +14,10 @@ _HELP = """
 Run a script that trains with one Trainer several times in fresh processes:
 twice uninterrupted, and once killed by SIGKILL and resumed again and again:
 within an epoch, right after the end of one, right after an evaluation, and
-some iterations after a snapshot. Everything but times is compared bit for
-bit, the files that it writes too; the first difference is printed with its
-possible causes, and in any case what it changes and does not save. The
+some iterations after a snapshot. Every iteration, the state at the end and
+the rows of the logs are compared bit for bit, without times; the first
+difference is printed with its possible causes, and in any case what it
+changes and does not save. Other files that it writes are not compared. The
 trainer gets an out of its own, and the script ends with its run. A script
 that seeds nothing is given the same draws until it is killed. Options come
 before SCRIPT; arguments after it are passed to the script.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from chainring._files import from_json
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._fingerprint import Fingerprint, difference
-from chainring.testing._subprocess import Task
-from chainring.testing._written import Files, compare_files
+from chainring.testing._verified_run import Task
 from chainring.training._unsaved import changed, leaves, unsaved
 
 _Fingerprints = dict[int, Fingerprint]
@@ -73,8 +73,6 @@ class Findings:
         iterations: the last ones, if the resumed run was not killed again.
         last: differences in the state at the end and in the rows of the logs.
         count: values compared at the end.
-        files, left_out_files: what differs in files beside the logs, and those that could not be compared.
-        compared_files: the number of those that could.
         warnings: of the resumed run alone.
         failure: how it failed instead.
     """
@@ -85,15 +83,12 @@ class Findings:
     iterations: tuple[int, int] = (0, 0)
     last: list[Difference] = field(default_factory=list)
     count: int = 0
-    files: dict[str, str] = field(default_factory=dict)
-    left_out_files: list[str] = field(default_factory=list)
-    compared_files: int = 0
     warnings: list[str] = field(default_factory=list)
     failure: str = ""
 
     @property
     def differs(self) -> bool:
-        return bool(self.failure or self.first or self.last or self.files or self.iterations[0] != self.iterations[1])
+        return bool(self.failure or self.first or self.last or self.iterations[0] != self.iterations[1])
 
 
 def compare_repeated(one: Task, other: Task) -> Repetition:
@@ -150,12 +145,6 @@ def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repeti
     return found
 
 
-def add_files(found: Findings, first: Files, second: Files, resumed: Files) -> None:
-    """Compare the files that the runs have written beside their logs."""
-    found.files, found.left_out_files = compare_files(first, second, resumed)
-    found.compared_files = len(first) - len(first.keys() & set(found.left_out_files))
-
-
 def forgotten(killed: Task, resumed: Task) -> dict[str, str]:
     """Return by path what a run has changed and no state holds, when it was saved -> when that was loaded."""
     memory, loaded = ([json.loads(line) for line in task.lines("memory")] for task in (killed, resumed))
@@ -194,7 +183,7 @@ def _warnings_of(task: Task) -> list[str]:
 
 
 def _rows(task: Task, log: str) -> list[dict[str, Any]]:
-    path = task.path_in_out(log)
+    path = Path(task.out) / log
     return [from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 

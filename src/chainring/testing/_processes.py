@@ -1,23 +1,78 @@
-"""The processes of `verify_resume`: each ends in time, with everything that it has started."""
+"""A script, or a function that makes a trainer, in a process of its own: what starts it, and what runs in it.
+
+The task is given as JSON. What the process has found lies in files with the name of the task, which its parent reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from chainring.testing._subprocess import MARK, ProcessTask, Task, run_made_trainer
+from chainring.training.trainer import Trainer
 
+MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a task starts
 _MAX_LINES = 40
 _POLL = 0.02  # seconds
 _GRACE = 3.0  # seconds for a process to end once its run is saved
+
+
+@dataclass(frozen=True)
+class ProcessTask:
+    """What one process does, in a directory that it shares with others.
+
+    Attributes:
+        run: the name of the task, and of its files.
+        directory: that of all tasks.
+        out: the ``out`` of the trainer.
+        mark: in the environment of its processes, by which they are found.
+        deadline: on the monotonic clock; where it stands shortly before is written down.
+    """
+
+    run: str
+    directory: str
+    out: str
+    mark: str
+    deadline: float = field(default=float("inf"), kw_only=True)
+
+    def path(self, suffix: str) -> Path:
+        return Path(self.directory) / f"{self.run}.{suffix}"
+
+    def lines(self, suffix: str) -> list[str]:
+        """Return the lines of a file of this task, none where it has not written it."""
+        path = self.path(suffix)
+        return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+    def read(self, suffix: str) -> Any:
+        """Return the JSON in a file of this task."""
+        return json.loads(self.path(suffix).read_text())
+
+    @property
+    def is_done(self) -> bool:
+        """True if the run has ended, is saved, and everything in it is finalized."""
+        return self.path("done").exists()
+
+    def exit_with_reason(self, reason: str) -> NoReturn:
+        """Leave the reason why this task cannot be done, and end the process."""
+        self.path("refusal").write_text(reason)
+        sys.exit(1)
+
+
+class HungError(Exception):
+    """A process had not ended in time."""
+
+
+# --- in the process that starts it ---
 
 
 class Process(Protocol):
@@ -33,15 +88,17 @@ Start = Callable[[Any], Process]
 """Starts a fresh process for a task."""
 
 
-class HungError(Exception):
-    """A process had not ended in time."""
-
-
 def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
-    """Return what starts a module that runs a script with its arguments, see `run_script`."""
+    """Return what starts a module that runs a script with its arguments, see `run_script`.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+    """
+    if not Path(script).is_file():
+        raise FileNotFoundError(f"there is no script {script}")
 
     def start(task: ProcessTask) -> Process:
-        command = [sys.executable, "-m", module, task.to_json(), script, *arguments]
+        command = [sys.executable, "-m", module, json.dumps(asdict(task)), script, *arguments]
         environment = {**os.environ, MARK: task.mark}
         with open(task.path("output"), "ab") as output:
             process: Any = subprocess.Popen(
@@ -52,12 +109,12 @@ def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
     return start
 
 
-def function_starter(make_trainer: Callable[..., Any], context: Any) -> Start:
-    """Return what calls a function in a process of a context of ``multiprocessing``."""
+def function_starter(function: Callable[..., None], context: Any) -> Start:
+    """Return what calls a function with a task, in a process of a context of ``multiprocessing``."""
 
     class Started:
-        def __init__(self, task: Task) -> None:
-            self._process = context.Process(target=run_made_trainer, args=(make_trainer, task))
+        def __init__(self, task: ProcessTask) -> None:
+            self._process = context.Process(target=_call_apart, args=(function, task))
             self._process.start()
             self.pid = self._process.pid
 
@@ -69,7 +126,7 @@ def function_starter(make_trainer: Callable[..., Any], context: Any) -> Start:
 
 
 def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: None) -> int:
-    """Run a task and return its exit code, with 0 for a process that was saved and did not end; end what it has started.
+    """Do a task and return its exit code, with 0 for a process that was saved and did not end; end what it has started.
 
     ``watch`` is called again and again meanwhile.
 
@@ -115,13 +172,13 @@ def _end(process: Process, mark: str) -> None:
 
 def _started(group: int, mark: str) -> list[int]:
     """Return the processes that are in a group or carry the mark, where the system has ``/proc``."""
-    entry, found = f"{MARK}={mark}".encode(), []
+    entry, pids = f"{MARK}={mark}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, _, its_group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
             if state != "Z" and (int(its_group) == group or entry in (process / "environ").read_bytes().split(b"\0")):
-                found.append(int(process.name))
-    return [pid for pid in found if pid != os.getpid()]
+                pids.append(int(process.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def where_it_hung(task: ProcessTask) -> str:
@@ -142,3 +199,75 @@ def failure_of(task: ProcessTask, code: int, summary: str) -> str:
         shown = "it has printed nothing; a script that calls verify_resume does so under if __name__ == '__main__'"
     end = f"was ended by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with {code}"
     return f"{summary}; its process {end}:\n{shown}".rstrip(":\n")
+
+
+# --- in the started process ---
+
+
+RunTrainer = Callable[[Trainer, Callable[[Trainer], None]], None]
+"""Does something else in place of a trainer's ``run``, which it is given too."""
+
+
+class _RunEnded(BaseException):
+    """Ends a script whose trainer has run."""
+
+
+def _call_apart(function: Callable[..., None], task: ProcessTask) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that its processes can be ended with it
+    with open(task.path("output"), "ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    function(task)
+
+
+def run_script(task: ProcessTask, run_trainer: RunTrainer, caller: str) -> None:
+    """Execute the script of the command line as Python would, up to the end of its trainer's run.
+
+    ``run_trainer`` takes the place of ``Trainer.run``. A script that makes two trainers is refused: ``caller`` is the name
+    of the function that takes a function which makes one.
+    """
+    sys.argv = sys.argv[2:]
+    script = sys.argv[0]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    construct, original = Trainer.__init__, Trainer.run
+    constructed: list[int] = []
+
+    @functools.wraps(construct)
+    def counting_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        constructed.append(id(trainer))
+        construct(trainer, *args, **kwargs)
+
+    @functools.wraps(original)
+    def replaced_run(trainer: Trainer) -> None:
+        if len(constructed) > 1:
+            remedy = f"write a function that makes the one, for chainring.testing.{caller}"
+            task.exit_with_reason(f"{script} has made two Trainers, and one alone is run here: {remedy}")
+        run_trainer(trainer, original)
+        raise _RunEnded
+
+    trainer_class: Any = Trainer
+    trainer_class.__init__, trainer_class.run = counting_init, replaced_run
+    try:
+        _execute(script)
+    except _RunEnded:
+        return
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    task.exit_with_reason(f"{script} has ended and no Trainer in it has run; give the arguments with which it trains")
+
+
+def _execute(script: str) -> None:
+    """Execute a script as Python would; one in a package as ``python -m`` would, with imports relative to it."""
+    folder, _, _ = os.path.realpath(script).rpartition(os.sep)
+    module = Path(script).stem
+    if not (os.path.exists(os.path.join(folder, "__init__.py")) and module.isidentifier()):
+        runpy.run_path(script, run_name="__main__")
+        return
+    while os.path.exists(os.path.join(folder, "__init__.py")):
+        folder, _, package = folder.rpartition(os.sep)
+        module = f"{package}.{module}"
+    sys.path.append(folder)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import json
@@ -29,21 +28,13 @@ from chainring.testing import _recorded
 from chainring.testing._capturing import Capture
 from chainring.testing._evidence import Condition
 from chainring.testing._fingerprint import fingerprint
-from chainring.testing._processes import failure_of, run, script_starter
+from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
 from chainring.testing._replaying import NoReplay, Replay, Watch
-from chainring.testing._subprocess import ProcessTask, run_script
-from chainring.testing._written import is_writing
 from chainring.testing.replay import recorded_threads
 from chainring.training.trainer import Trainer
 
 _MODULE = "chainring.testing._replay_process"
 _SECONDS = 0.1  # between two notes of where a replay is
-_REMEDY = "write a function that makes the one, for chainring.testing.replay"
-_CHANGES = {  # by the name of an audit event, the positions of the paths that it changes, and from where on of descriptors
-    "os.remove": ((0,), 1), "os.rmdir": ((0,), 1), "os.mkdir": ((0,), 2), "os.rename": ((0, 1), 2), "os.link": ((1,), 2),
-    "os.symlink": ((1,), 2), "os.truncate": ((0,), 2), "os.chmod": ((0,), 2), "os.utime": ((0,), 3),
-    "shutil.rmtree": ((0,), 1),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,10 +67,9 @@ class ReplayTask(ProcessTask):
 def main() -> None:
     """Replay with the script of the command line, up to the end of its trainer's run."""
     task = ReplayTask(**json.loads(sys.argv[1]))
-    _refuse_writes(task.source)
     _skip_loading_from(task.source)
     with recorded_threads(task.threads):
-        run_script(task, functools.partial(_replay, task), _REMEDY)
+        run_script(task, functools.partial(_replay, task), "replay")
 
 
 def _skip_loading_from(run_directory: str) -> None:
@@ -93,29 +83,6 @@ def _skip_loading_from(run_directory: str) -> None:
             load(path, obj, *args, **kwargs)
 
     serializers.load = loading
-
-
-def _refuse_writes(run_directory: str) -> None:
-    """Refuse whatever this process would change in the directory of the run, also by the script's own code."""
-    inside = os.path.join(os.path.realpath(run_directory), "")
-
-    def refuse(path: Any) -> None:
-        if isinstance(path, (str, bytes)):
-            folder, name = os.path.split(os.fsdecode(path))
-            if os.path.join(os.path.realpath(folder or "."), name, "").startswith(inside):
-                text = "a replay changes nothing in the run that it reads; give arguments with which SCRIPT writes elsewhere"
-                raise PermissionError(errno.EACCES, text, os.fsdecode(path))
-
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and is_writing(*arguments[1:3]):
-            refuse(arguments[0])
-        elif event in _CHANGES and not (event == "os.mkdir" and os.path.lexists(arguments[0])):
-            positions, descriptors = _CHANGES[event]
-            if all(descriptor in (-1, None) for descriptor in arguments[descriptors:]):  # -1 but within rmtree
-                for position in positions:
-                    refuse(arguments[position])
-
-    sys.addaudithook(audit)
 
 
 def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
@@ -207,8 +174,7 @@ def replay_script(
         FileNotFoundError: there is no such script.
         NoReplay: the script fails, or does not come to the iteration.
     """
-    if not Path(script).is_file():
-        raise FileNotFoundError(f"there is no script {script}")
+    start = script_starter(_MODULE, script, arguments)
     directory = tempfile.mkdtemp(prefix="chainring-replay-")
     try:
         task = ReplayTask(
@@ -218,7 +184,7 @@ def replay_script(
             condition=None if condition is None else (condition.key, condition.operator, condition.number),
         )  # fmt: skip
         with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None) as bar:
-            code = run(script_starter(_MODULE, script, arguments), task, functools.partial(_show, task, bar))
+            code = run(start, task, functools.partial(_show, task, bar))
             if task.path("result").exists():
                 bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))
         if not task.path("result").exists():

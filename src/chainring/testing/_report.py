@@ -52,11 +52,6 @@ _NOT_RESTORED = (
     "saved state is not restored: a serialize(serializer), or a load_state_dict, leaves it out, or the program changes "
     "it in initialize, after it was loaded"
 )
-_FILES = (
-    "the file is written apart from the state: lines of iterations that are computed again are there twice, or those before "
-    "the kill are gone. Write it from the state, or cut it back to the length that serialize(serializer) restores, as the "
-    "writers of a LogReport do"
-)
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _MADE = {
     "Generator": "numpy.random.default_rng(0), or torch.Generator().manual_seed(0)",
@@ -68,12 +63,11 @@ _MADE = {
 def format_exact(found: Findings, kills: list[Kill], repetition: Repetition) -> list[str]:
     """Return the lines for a run that is the uninterrupted one."""
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
-    files = f" In {found.compared_files} files beside the logs no difference was found." if found.compared_files else ""
     return [
         f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {found.count} values are the "
-        f"same after iteration {found.iterations[0]}, and those of each iteration on the way.{files}",
+        f"same after iteration {found.iterations[0]}, and those of each iteration on the way.",
         *(f"  killed {kill}" for kill in kills),
-        *_left_out_lines(repetition, found.left_out_files),
+        *_left_out_lines(repetition),
     ]
 
 
@@ -91,16 +85,13 @@ def format_difference(found: Findings, kill: Kill, repetition: Repetition, facts
         ordered = sorted(found.last, key=lambda item: item.path not in first)
         lines.append(f"At the end {len(ordered)} of {found.count} values differ:")
         lines += shortened([f"  {item.path}: {item.text}" for item in ordered])
-    if found.files:
-        lines.append("Files that the run has written beside its logs differ:")
-        lines += shortened([f"  {path}: {text}" for path, text in found.files.items()])
     lines += ["Why it might:", *(f"- {cause}" for cause in _causes(found, facts))]
     if found.warnings:
         lines += ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_MAX_LINES])]
-    return lines + _left_out_lines(repetition, found.left_out_files)
+    return lines + _left_out_lines(repetition)
 
 
-def format_repetition(found: Repetition, facts: Mapping[str, Any], shared: list[str]) -> list[str]:
+def format_repetition(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
     """Return the lines for a program of which two uninterrupted runs differ."""
     lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
     if found.first:
@@ -113,8 +104,6 @@ def format_repetition(found: Repetition, facts: Mapping[str, Any], shared: list[
         lines.append(f"Random generators that begin otherwise each time: {', '.join(names[:_MAX_LINES])}")
     lines.append("Add:")
     lines += [f"  {line}" for line in _lines_to_add(found, facts)]
-    if shared:
-        lines.append(f"All runs share files that it has written outside of its out: {', '.join(shared[:_MAX_LINES])}")
     return lines
 
 
@@ -146,8 +135,8 @@ def shortened(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MAX_LINES], f"  and {more} more"]
 
 
-def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
-    left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
+def _left_out_lines(repetition: Repetition) -> list[str]:
+    left_out = [*sorted(repetition.keys), *sorted(repetition.paths)]
     if not left_out:
         return []
     more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
@@ -190,8 +179,6 @@ def _causes(found: Findings, facts: tuple[Any, Any]) -> list[str]:
         causes = list(_CAUSES.get(found.first[0].category, [_UNSAVED]))
     else:
         causes = [_ONLY_REPORTED] if found.last else []
-    if found.files:
-        causes.append(_FILES)
     if found.iterations[0] != found.iterations[1]:
         causes.insert(0, "a stop trigger that counts, and does not save its count, ends the run at another iteration")
     whole, resumed = facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import secrets
@@ -21,7 +22,6 @@ from chainring.testing import _report
 from chainring.testing._diff import (
     Findings,
     Repetition,
-    add_files,
     compare_repeated,
     compare_resumed,
     differing_generators,
@@ -30,8 +30,7 @@ from chainring.testing._diff import (
 )
 from chainring.testing._kills import Kill, choose_kills
 from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
-from chainring.testing._subprocess import VERIFIER, Task
-from chainring.testing._written import Files, read_elsewhere, read_out
+from chainring.testing._verified_run import MODULE, Task, run_made_trainer
 
 _TIMEOUT = 120.0  # seconds
 _MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
@@ -81,8 +80,8 @@ def verify_resume(
     Each run creates the trainer again in a new process. Two runs are not interrupted, and must be equal; another is saved
     and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations
     after a snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported
-    values, the models and the optimizers are compared, and at the end every tensor and value of the state, every row of
-    the logs, and the files that the run has written beside them. The trainer keeps its own extensions and stop trigger,
+    values, the models and the optimizers are compared, and at the end every tensor and value of the state and every row of
+    the logs; other files that the program writes are not. The trainer keeps its own extensions and stop trigger,
     and gets a separate ``out``. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called:
     differently in a resumed process, as in a program that does not seed them.
 
@@ -118,7 +117,7 @@ def verify_resume(
         FileExistsError: ``directory`` is not empty.
     """
     _check_importable(make_trainer)
-    start = function_starter(make_trainer, multiprocessing.get_context(start_method))
+    start = function_starter(functools.partial(run_made_trainer, make_trainer), multiprocessing.get_context(start_method))
     verdict = _verify(start, "make_trainer", iterations, kill_after, timeout, directory, is_quiet=True)
     if verdict.name == "differs":
         raise ResumeDiffers(verdict.report)
@@ -162,9 +161,7 @@ def verify_script(
         FileNotFoundError: there is no such script.
         NotTried: the script fails, or ends before it could be killed.
     """
-    if not Path(script).is_file():
-        raise FileNotFoundError(f"there is no script {script}")
-    return _verify(script_starter(VERIFIER, script, arguments), script, iterations, kill_after, timeout, directory)
+    return _verify(script_starter(MODULE, script, arguments), script, iterations, kill_after, timeout, directory)
 
 
 def _verify(
@@ -233,24 +230,24 @@ class _Verification:
 
     def _judge(self) -> list[str]:
         verdict = self._verdict
-        first, files = self._run_whole("first", self._iterations)
+        first = self._run_whole("first", self._iterations)
         events = read_events(first)
         verdict.iterations = max(events) - min(events)
         verdict.kills, verdict.not_reached = self._plan(events)
         facts = first.read("facts")
         self._length = self._iterations or verdict.iterations + (_MARGIN if facts["ended_itself"] else 0)
-        second, second_files = self._run_whole("second", self._length)
+        second = self._run_whole("second", self._length)
         repetition = compare_repeated(first, second)
         if repetition.differs:
             verdict.name = "inconclusive"
             self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
-            return _report.format_repetition(repetition, facts, [path for path in files if os.path.isabs(path)])
-        found, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "", (files, second_files))
+            return _report.format_repetition(repetition, facts)
+        found, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
         if not found.differs:
             return _report.format_exact(found, verdict.kills, repetition)
         if generators := differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
-            again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds, (files, second_files))
+            again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds)
             if not again.differs:
                 verdict.name = "inconclusive"
                 return _report.format_unseeded(found, generators)
@@ -273,22 +270,16 @@ class _Verification:
             raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
         return kills, missing
 
-    def _run_whole(self, run: str, length: int | None) -> tuple[Task, Files]:
+    def _run_whole(self, run: str, length: int | None) -> Task:
         task = Task(run, self._directory, self._out(run), self._mark, self._seeds[0], length)
         name = "the uninterrupted run" if run == "first" else "the uninterrupted run, again"
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
             raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
-        return task, self._files(task, [task])
+        return task
 
     def _resume(
-        self,
-        first: Task,
-        kills: list[Kill],
-        repetition: Repetition,
-        seed: int,
-        suffix: str,
-        whole_files: tuple[Files, Files] | None = None,
+        self, first: Task, kills: list[Kill], repetition: Repetition, seed: int, suffix: str
     ) -> tuple[Findings, Kill, Task]:
         """Kill and resume a run until it differs; return how, or that it does not, after which kill and in which run."""
         task = Task(f"killed{suffix}", self._directory, self._out(f"killed{suffix}"), self._mark, self._seeds[0])
@@ -296,25 +287,23 @@ class _Verification:
         code = self._launch(task, f"a run that is killed {kills[0]}")
         if code != -signal.SIGKILL or not (task.snapshot / STATE).exists():
             raise NotTried(failure_of(task, code, "the run that was to be killed ended before"))
-        parts = [task]
+        killed = task
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
             resumed = replace(
-                task, run=f"resumed{suffix} {index + 1}", seed=seed, resume_from=parts[-1].snapshot.name,
+                task, run=f"resumed{suffix} {index + 1}", seed=seed, resume_from=killed.snapshot.name,
                 save_at=following.saved_at if following else None, kill_at=following.at if following else None,
             )  # fmt: skip
             then = f", then killed {following}" if following else ""
             code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
             if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
                 return self._not_resumable(resumed, code), kill, resumed
-            found = compare_resumed(first, parts[-1], resumed, repetition)
-            self._verdict.unsaved |= forgotten(parts[-1], resumed)
+            found = compare_resumed(first, killed, resumed, repetition)
+            self._verdict.unsaved |= forgotten(killed, resumed)
             self._has_searched = True
-            parts.append(resumed)
+            killed = resumed
             if found.differs:
                 break
-        if not found.first and whole_files is not None:
-            add_files(found, *whole_files, self._files(first, parts))
         return found, kill, resumed
 
     def _not_resumable(self, resumed: Task, code: int) -> Findings:
@@ -327,10 +316,6 @@ class _Verification:
             return run(self._start, task)
         except HungError:
             raise _Hung(f"{text} had not ended after {self._timeout:g} seconds; {where_it_hung(task)}") from None
-
-    def _files(self, first: Task, parts: list[Task]) -> Files:
-        elsewhere = read_elsewhere([part.lines("written") for part in parts])
-        return {**elsewhere, **read_out(parts[0].out, (first if first.is_done else parts[-1]).read("facts")["logs"])}
 
     def _out(self, run: str) -> str:
         return str(Path(self._directory) / f"out of the {run} run")

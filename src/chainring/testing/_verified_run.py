@@ -1,23 +1,21 @@
-"""The process of one run of `verify_resume`: the trainer gets an ``out`` of its own and an end, and is observed.
+"""One run of `verify_resume`, in a process: the trainer gets an ``out`` of its own and an end, and is observed.
 
-``python -m chainring.testing._subprocess TASK SCRIPT [ARGUMENTS]`` runs a script so.
+``python -m chainring.testing._verified_run TASK SCRIPT [ARGUMENTS]`` runs a script so.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import functools
 import json
 import os
-import runpy
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ from chainring import _random, serializers
 from chainring.serializers.protocol import AbstractSerializer, visit_if_stateful
 from chainring.testing._fingerprint import fingerprint
 from chainring.testing._harness import call_make_trainer
-from chainring.testing._written import record_written
+from chainring.testing._processes import MARK, ProcessTask, run_script
 from chainring.training._unsaved import attributes_of, checksum, describe_leaves
 from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer
@@ -33,60 +31,12 @@ from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-VERIFIER = "chainring.testing._subprocess"  # the module that runs a script for it
-MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a run starts
+MODULE = "chainring.testing._verified_run"
 _ENOUGH = 40  # iterations, where the run itself chooses its length
 _MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
 _AFTER_EPOCHS = 5  # iterations after the end of the second epoch
 _SPEEDS = ("Throughput", "SystemMetrics")
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
-
-
-@dataclass(frozen=True)
-class ProcessTask:
-    """What one process does, in a directory that it shares with others.
-
-    Attributes:
-        run: the name of the task, and of its files.
-        directory: that of all tasks.
-        out: the ``out`` of the trainer.
-        mark: in the environment of its processes, by which they are found.
-        deadline: on the monotonic clock; where it stands shortly before is written down.
-    """
-
-    run: str
-    directory: str
-    out: str
-    mark: str
-    deadline: float = field(default=float("inf"), kw_only=True)
-
-    def path(self, suffix: str) -> Path:
-        return Path(self.directory) / f"{self.run}.{suffix}"
-
-    def lines(self, suffix: str) -> list[str]:
-        """Return the lines of a file of this run, none where it has not written it."""
-        path = self.path(suffix)
-        return path.read_text(errors="replace").splitlines() if path.exists() else []
-
-    def read(self, suffix: str) -> Any:
-        """Return the JSON in a file of this run."""
-        return json.loads(self.path(suffix).read_text())
-
-    def path_in_out(self, name: str) -> Path:
-        return Path(self.out) / name
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @property
-    def is_done(self) -> bool:
-        """True if the run has ended, is saved, and everything in it is finalized."""
-        return self.path("done").exists()
-
-    def exit_with_reason(self, reason: str) -> NoReturn:
-        """Leave the reason why this run cannot be made, and end the process."""
-        self.path("refusal").write_text(reason)
-        sys.exit(1)
 
 
 @dataclass(frozen=True)
@@ -113,99 +63,29 @@ class Task(ProcessTask):
         return Path(self.out) / f"verify_resume_{self.save_at}"
 
 
-RunTrainer = Callable[[Trainer, Callable[[Trainer], None]], None]
-"""Does something else in place of a trainer's ``run``, which it is given too."""
-
-
 def main() -> None:
-    """Run the script of the command line as Python would, up to the end of its trainer's run."""
+    """Run the script of the command line up to the end of its trainer's run."""
     task = Task(**json.loads(sys.argv[1]))
     _begin(task)
-    remedy = "write a function that makes the one, for chainring.testing.verify_resume"
-    run_script(task, lambda trainer, original: _run(trainer, task, original), remedy)
-
-
-def run_script(task: ProcessTask, run: RunTrainer, remedy: str) -> None:
-    """Execute the script of the command line, with ``run`` in place of its trainer's, after which it ends.
-
-    A script that makes two trainers is refused with the ``remedy``.
-    """
-    sys.argv = sys.argv[2:]
-    script = sys.argv[0]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    _replace_run(task, run, remedy)
-    try:
-        _execute(script)
-    except _RunEnded:
-        return
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            raise
-    task.exit_with_reason(f"{script} has ended and no Trainer in it has run; give the arguments with which it trains")
-
-
-def _execute(script: str) -> None:
-    """Execute a script as Python would; one in a package as ``python -m`` would, with imports relative to it."""
-    folder, _, _ = os.path.realpath(script).rpartition(os.sep)
-    module = Path(script).stem
-    if not (os.path.exists(os.path.join(folder, "__init__.py")) and module.isidentifier()):
-        runpy.run_path(script, run_name="__main__")
-        return
-    while os.path.exists(os.path.join(folder, "__init__.py")):
-        folder, _, package = folder.rpartition(os.sep)
-        module = f"{package}.{module}"
-    sys.path.append(folder)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _begin(task: Task) -> None:
-    """Seed what a script may leave unseeded, and have written down what it writes and where it hangs."""
-    os.environ[MARK] = task.mark
-    if task.deadline < float("inf"):
-        stack = open(task.path("stack"), "w")  # noqa: SIM115 - for as long as the process lives
-        faulthandler.dump_traceback_later(max(task.deadline - time.monotonic() - 1, 0.1), file=stack)
-    record_written(task.path("written"), task.directory)
-    _random.seed_all("verify-resume", task.seed)
-
-
-class _RunEnded(BaseException):
-    """Ends a script whose trainer has run."""
-
-
-def _replace_run(task: ProcessTask, run: RunTrainer, remedy: str) -> None:
-    """Replace ``Trainer.run``, and refuse a second trainer."""
-    construct, original = Trainer.__init__, Trainer.run
-    constructed: list[int] = []
-
-    @functools.wraps(construct)
-    def counting_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        constructed.append(id(trainer))
-        construct(trainer, *args, **kwargs)
-
-    @functools.wraps(original)
-    def replaced_run(trainer: Trainer) -> None:
-        if len(constructed) > 1:
-            task.exit_with_reason(f"{sys.argv[0]} has made two Trainers, and one alone is run here: {remedy}")
-        run(trainer, original)
-        raise _RunEnded
-
-    trainer_class: Any = Trainer
-    trainer_class.__init__, trainer_class.run = counting_init, replaced_run
+    run_script(task, lambda trainer, original: _run(trainer, task, original), "verify_resume")
 
 
 def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
-    """Make a trainer and run it, in a process of its own whose output goes to a file."""
-    if hasattr(os, "setsid"):
-        os.setsid()  # so that its processes can be ended with it
-    with open(task.path("output"), "ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    """Make a trainer and run it."""
     _begin(task)
     trainer = call_make_trainer(make_trainer, task.out)
     if not isinstance(trainer, Trainer):
         task.exit_with_reason(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
     _run(trainer, task, type(trainer).run)
+
+
+def _begin(task: Task) -> None:
+    """Seed what a program may leave unseeded, and have written down where it hangs."""
+    os.environ[MARK] = task.mark
+    if task.deadline < float("inf"):
+        stack = open(task.path("stack"), "w")  # noqa: SIM115 - for as long as the process lives
+        faulthandler.dump_traceback_later(max(task.deadline - time.monotonic() - 1, 0.1), file=stack)
+    _random.seed_all("verify-resume", task.seed)
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
