@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chainring._runs.finished import FinishedRun
+from chainring._runs.traces import Difference
 from chainring.cli._replays import RecordedRun, same
-from chainring.testing._capturing import Step, differing_groups, first_difference, first_module, first_tensor
-from chainring.testing._parting import Finding, Parting
+from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart, first_tensor
+from chainring.testing._parting import Parting
 
 _MOST_IN_DETAIL = 64  # iterations
 
@@ -30,9 +30,9 @@ class Replayed:
 
     begin: int = 0
     end: int = 0
-    first: Finding | None = None
-    module: Finding | None = None
-    tensor: Finding | None = None
+    first: Difference | None = None
+    module: Difference | None = None
+    tensor: Difference | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -81,19 +81,19 @@ def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
     replayed = Replayed(begin, end)
     if end - begin > _MOST_IN_DETAIL:
         one, other = (_capture(run, begin, end, replayed, in_detail=False) for run in runs)
-        first = first_difference(one, other)
+        first = first_step_apart(one, other)
         if first is None:
             return replayed
         begin, end = max(first.iteration - 2, begin), min(first.iteration + 1, end)
     one, other = (_capture(run, begin, end, replayed, in_detail=True) for run in runs)
-    replayed.first, replayed.module = first_difference(one, other), first_module(one, other)
+    replayed.first, replayed.module = first_step_apart(one, other), first_module(one, other)
     replayed.tensor = first_tensor(one, other)
-    if (groups := differing_groups(one, other)) is not None:
-        replayed.notes.append(f"settings of the optimizer after iteration {groups[0]}: {', '.join(groups[1][:4])}")
+    if (settings := differing_settings(one, other)) is not None:
+        replayed.notes.append(f"settings of the optimizer after iteration {settings[0]}: {', '.join(settings[1][:4])}")
     return replayed
 
 
-def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Mapping[int, Step]:
+def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Steps:
     found: dict[str, Any] = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
     notes = [*found["notes"], *([found["comparison"]["difference"]] if same(found) is False else [])]
     replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]

@@ -10,10 +10,11 @@ from typing import Any
 
 from chainring._files import to_json
 from chainring._runs.finished import FinishedRun
+from chainring._runs.traces import Difference
 from chainring.cli._common import add_command, print_json, printable
 from chainring.cli._diff_replays import Replayed, replay_both, require_script
 from chainring.serializers._store import CorruptError
-from chainring.testing._parting import Finding, Parting, compare_runs
+from chainring.testing._parting import Parting, compare_runs
 
 _MOST_SHOWN = 12
 _WORDS = {"batch": "the batch", "loss": "the loss", "generators": "the random generators", "value": "the value",
@@ -86,7 +87,7 @@ def _replay(script: str, found: Parting, one: FinishedRun, other: FinishedRun) -
     return replayed
 
 
-def _first_tensor(found: Parting, replayed: Replayed | None) -> Finding | None:
+def _first_tensor(found: Parting, replayed: Replayed | None) -> Difference | None:
     both = found.tensor, None if replayed is None else replayed.tensor
     tensors = [each for each in both if each is not None]
     return min(tensors, key=lambda each: each.iteration, default=None)
@@ -138,16 +139,16 @@ def _lines(found: Parting, replayed: Replayed | None, one: FinishedRun, other: F
     yield from (f"not compared: {text}" for text in found.not_compared)
 
 
-def _others(found: Parting, first: Finding) -> list[Finding]:
+def _others(found: Parting, first: Difference) -> list[Difference]:
     """Return what else differs in the first iteration, each value once, although log and snapshot have it too."""
-    others: dict[tuple[str, str], Finding] = {}
+    others: dict[tuple[str, str], Difference] = {}
     for each in found.findings:
         if each.iteration == first.iteration and (each.what, each.name) != (first.what, first.name):
             others.setdefault((each.what, each.name), each)
     return [*others.values()]
 
 
-def _later_lines(found: Parting, first: Finding) -> Iterator[str]:
+def _later_lines(found: Parting, first: Difference) -> Iterator[str]:
     """Yield where each other kind of value differs for the first time, and what the generators have changed, if nothing."""
     for what in ("batch", "loss", "value", "state"):
         later = min((each for each in found.findings if each.what == what), key=lambda each: each.iteration, default=first)
@@ -194,11 +195,11 @@ def _answer(found: Parting, one: FinishedRun, other: FinishedRun) -> str:
     return f"different by iteration {first.iteration}, {since}: {_describe(first)}"
 
 
-def _describe(found: Finding) -> str:
+def _describe(found: Difference) -> str:
     return f"{_WORDS[found.what]} {_named(found)}".rstrip()
 
 
-def _named(found: Finding) -> str:
+def _named(found: Difference) -> str:
     return f"{found.name}{': ' * bool(found.text and found.name)}{found.text}"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from chainring import _random
 from chainring.serializers._checkpoint import load, save
 from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
-from chainring.testing._fingerprint import fingerprint
+from chainring.testing._live_traces import fingerprint
 from chainring.testing.fakes import ManualClock
 from chainring.training._unsaved import describe_leaves
 from chainring.training.extension import Extension

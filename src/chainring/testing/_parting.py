@@ -13,48 +13,15 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from chainring._runs.finished import FinishedRun, LogRow
+from chainring._runs.traces import CAUSES, Difference
 from chainring.serializers._store import CorruptError
 from chainring.testing._saved_difference import compare_saved, count_compared
 from chainring.testing._settings import differing_settings
 from chainring.training._ledger import Ledger, loss_value
 
-CAUSES = (
-    "batch",
-    "module",
-    "loss",
-    "gradient",
-    "generators",
-    "value",
-    "state",
-    "tensor",
-)  # in the order in which an iteration has them
 Digests = Mapping[int, Mapping[str, int]]
 """By iteration the digest of each tensor."""
 _MOST_FOUND = 20  # differences of one snapshot that are kept
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A difference.
-
-    Attributes:
-        iteration: the first in which it was seen.
-        what: one of `CAUSES`.
-        name: the key or the path of what differs.
-        text: how it differs.
-        after: the last iteration before of which the same thing was compared, and is the same; ``None`` if there is none.
-    """
-
-    iteration: int
-    what: str
-    name: str = ""
-    text: str = ""
-    after: int | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it cannot have been there in an iteration before."""
-        return self.iteration == 0 or self.after == self.iteration - 1
 
 
 @dataclass
@@ -72,7 +39,7 @@ class Parting:
     """
 
     settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Difference] = field(default_factory=list)
     same_until: int | None = None
     compared: list[str] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
@@ -87,12 +54,12 @@ class Parting:
         return None if self.same_until is None else True
 
     @property
-    def first(self) -> Finding | None:
+    def first(self) -> Difference | None:
         """The first difference, of several in one iteration the cause."""
         return min(self.findings, key=lambda each: (each.iteration, CAUSES.index(each.what)), default=None)
 
     @property
-    def tensor(self) -> Finding | None:
+    def tensor(self) -> Difference | None:
         """The first difference of a tensor."""
         return min((each for each in self.findings if each.what == "tensor"), key=lambda each: each.iteration, default=None)
 
@@ -146,7 +113,7 @@ def _compare_ledgers(found: Parting, one: FinishedRun, other: FinishedRun) -> No
         if differs.any():
             iteration = int(common[differs.argmax()])
             text = _loss_text(ledgers, name, iteration) if name else ""
-            found.findings.append(Finding(iteration, what, name, text, _before(common[is_known].tolist(), iteration, 1)))
+            found.findings.append(Difference(iteration, what, name, text, _before(common[is_known].tolist(), iteration, 1)))
     for iteration in common[~anywhere][-1:].tolist():
         found.add_same(iteration)
     _compare_digests(found, one.recorder.digests, other.recorder.digests)
@@ -205,7 +172,7 @@ def _compare_digests(found: Parting, first: Digests, second: Digests) -> None:
         names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
         if names:
             text = _share(names, one, other)
-            found.findings.append(Finding(iteration, "tensor", names[0], text, _before(common, iteration)))
+            found.findings.append(Difference(iteration, "tensor", names[0], text, _before(common, iteration)))
             return
         found.add_same(iteration, tensors=True)
 
@@ -244,7 +211,7 @@ def _compare_logs(found: Parting, name: str, one: FinishedRun, other: FinishedRu
             if values[0] != values[1] and repr(values[0]) != repr(values[1]):
                 what = "loss" if key.rpartition("/")[2] == "loss" else "value"
                 text = f"{values[0]!r} -> {values[1]!r}"
-                found.findings.append(Finding(row.iteration, what, key, text, row.after))
+                found.findings.append(Difference(row.iteration, what, key, text, row.after))
                 return
         found.add_same(row.iteration)
 
@@ -286,13 +253,13 @@ def _compare_snapshots(found: Parting, one: FinishedRun, other: FinishedRun) -> 
         found.compared.append(f"the snapshots of {_ranges(compared)}, bit for bit")
 
 
-def _compare_saved(found: Parting, one: FinishedRun, other: FinishedRun, iteration: int) -> list[Finding]:
+def _compare_saved(found: Parting, one: FinishedRun, other: FinishedRun, iteration: int) -> list[Difference]:
     """Compare the snapshots of an iteration; return what differs."""
     with one.opened(iteration) as state, other.opened(iteration) as state_other:
         title = f"compare snapshots of iteration {iteration}"
         with tqdm(desc=title, total=count_compared(state), delay=2.0, leave=False, file=sys.stderr, disable=None) as bar:
             differences = (
-                Finding(iteration, each.what, each.name, each.text)
+                Difference(iteration, each.what, each.name, each.text)
                 for each in compare_saved(
                     state, state_other, lambda key: one.is_speed(key) or other.is_speed(key), bar.update
                 )

@@ -25,9 +25,8 @@ from chainring import serializers
 from chainring._files import from_json, to_json
 from chainring.reporting.summary import is_scalar
 from chainring.testing import _recorded
-from chainring.testing._capturing import Capture
 from chainring.testing._evidence import Condition
-from chainring.testing._fingerprint import fingerprint
+from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
 from chainring.testing._replaying import NoReplay, Replay, Watch
 from chainring.testing.replay import recorded_threads

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from chainring._runs.traces import describe_difference, units_apart
 from chainring.serializers._restoring import StoredTensor, read_stored
-from chainring.testing._fingerprint import difference
-from chainring.training._unsaved import bytes_of, leaves
+from chainring.training._unsaved import leaves
 
 _SETTINGS = ("updater/settings/",)
 _CONSTRUCTED = "/constructed"
 _ORDER = ("updater/iterator:", "generators/", "observation/", "updater/", "extensions/")  # causes first
 _RATES = "/param_groups/"  # which come before the tensors that they change
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +111,8 @@ def _is_compared(path: str, ranks: int, is_left_out: Callable[[str], bool]) -> b
 def _differ(one: Any, other: Any) -> str | None:
     if one is _Absent or other is _Absent:
         return f"only in {'the second' if one is _Absent else 'the first'}"
-    text = difference(one, other)
+    text = describe_difference(one, other)
     if text is None or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return text
-    steps = _steps(one, other)
+    steps = units_apart(one, other)
     return text if steps is None else f"{text}, at most {steps} ulp"
-
-
-def _steps(one: Tensor, other: Tensor) -> int | None:
-    """Return by how many units in the last place two tensors differ at most; ``None`` where that says nothing."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.is_floating_point() or not one.numel():
-        return None
-    if not bool(torch.isfinite(one).all()) or not bool(torch.isfinite(other).all()) or one.element_size() == 1:
-        return None
-    places = [_place(bytes_of(tensor), tensor.element_size()) for tensor in (one, other)]
-    distances = [abs(int(a) - int(b)) for a, b in zip(*_extremes(*places), strict=True)]
-    return max(distances)
-
-
-def _extremes(one: Tensor, other: Tensor) -> tuple[list[int], list[int]]:
-    """Return the pairs of integers that are furthest apart, the one greater and the other."""
-    gaps = one.double() - other.double()
-    indices = [int(gaps.argmax()), int(gaps.argmin())]
-    return one[indices].tolist(), other[indices].tolist()
-
-
-def _place(content: Tensor, size: int) -> Tensor:
-    """Return for each floating-point number, given its bytes, an integer in the order of the numbers."""
-    bits = content.view(_BITS[size]).to(torch.int64)
-    largest = (1 << 8 * size - 1) - 1
-    return torch.where(bits < 0, -(bits & largest), bits)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from chainring import _random, serializers
-from chainring.serializers.protocol import AbstractSerializer, visit_if_stateful
-from chainring.testing._fingerprint import fingerprint
 from chainring.testing._harness import call_make_trainer
+from chainring.testing._live_traces import fingerprint
 from chainring.testing._processes import MARK, ProcessTask, run_script
+from chainring.training._observer import Observer
 from chainring.training._unsaved import attributes_of, checksum, describe_leaves
+from chainring.training.extension import Entry
 from chainring.training.extensions import Evaluator, LogReport
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import TimeTrigger
@@ -91,23 +92,19 @@ def _begin(task: Task) -> None:
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
     generators = {name: checksum(state) for name, state in _random.get_rng_state().items()}
     task.path("begin").write_text(json.dumps(generators))
-    observer = _Observer(trainer, task)
-    trainer.stop_trigger = observer
+    recording = _Recording(trainer, task)
     trainer.out = task.out
     if task.resume_from is not None:
         serializers.load(Path(trainer.out) / task.resume_from, trainer)
     original(trainer)
-    observer.save(trainer, ended_itself=True)  # at the end of the data, if that was not done before
+    recording.save(trainer, ended_itself=True)  # at the end of the data, if that was not done before
     task.path("done").touch()
 
 
-class _Observer:
-    """A stop trigger around the trainer's own that records a fingerprint of every iteration, and saves and kills."""
-
-    predictable = False
+class _Recording(Observer):
+    """Records a fingerprint of every iteration; saves, kills and ends the run where its task says so."""
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
-        self._stop_trigger: Any = trainer.stop_trigger
         self._task = task
         self._first = trainer.updater.iteration  # where the script begins, before a snapshot is loaded
         self._counts_epochs = bool(getattr(trainer.updater, "counts_epochs", False))
@@ -122,24 +119,11 @@ class _Observer:
         if isinstance(callbacks, UpdateCallbacks):
             add = batches.append
             callbacks.add("batch_on_finish", lambda context: add(describe_leaves(f"batch {len(batches)}", context.batch)))
-        for entry in trainer.entries:
-            if isinstance(entry.extension, Evaluator):
-                entry.call = self._noting("evaluation", entry.call)
-        if self._stop_trigger is never:  # then the end of the data is expected
+        if trainer.stop_trigger is never:  # then the end of the data is expected
             warnings.filterwarnings("ignore", "the training iterator ended after")
+        trainer.watch(self)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_stop_trigger":
-            raise AttributeError(name)
-        return getattr(self._stop_trigger, name)
-
-    def initialize(self, trainer: Trainer) -> None:
-        trainer.initialize_trigger(self._stop_trigger)
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        visit_if_stateful(serializer, "inner", self._stop_trigger)
-
-    def __call__(self, trainer: Trainer) -> bool:
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
         iteration = trainer.updater.iteration
         self._record(trainer, iteration)
         self._write_memory(trainer, iteration)
@@ -147,18 +131,16 @@ class _Observer:
             serializers.save(self._task.snapshot, trainer)
         if iteration == self._task.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        ends_itself = bool(self._stop_trigger(trainer))
+        ends_itself = ends()
         stops = ends_itself or self._is_long_enough(iteration - self._first)
         if stops:
             self.save(trainer, ends_itself)
         return stops
 
-    def _noting(self, event: str, call: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
-        def noting(trainer: Trainer) -> Any:
-            self._events.add(event)
-            return call(trainer)
-
-        return noting
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        if isinstance(entry.extension, Evaluator):
+            self._events.add("evaluation")
+        call()
 
     def _record(self, trainer: Trainer, iteration: int) -> None:
         if self._calls > 0 and trainer.updater.is_new_epoch:
@@ -169,9 +151,9 @@ class _Observer:
         self._calls += 1
         if self._calls <= 2:  # the first iteration takes long, and says nothing about the others
             self._began = time.monotonic()
-        found = {"iteration": iteration, "events": [*self._events], "fingerprint": fingerprint(trainer, self._batches)}
+        line = {"iteration": iteration, "events": [*self._events], "fingerprint": fingerprint(trainer, self._batches)}
         with open(self._task.path("jsonl"), "a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(line) + "\n")
         self._events.clear()
         self._batches.clear()
 
@@ -180,7 +162,7 @@ class _Observer:
         save_at = self._task.save_at
         if not self._has_memory or (save_at is not None and save_at - 1 <= iteration <= save_at):
             with open(self._task.path("memory"), "a") as file:
-                file.write(json.dumps(attributes_of(trainer, self._stop_trigger)) + "\n")
+                file.write(json.dumps(attributes_of(trainer)) + "\n")
             self._has_memory = True
 
     def _is_long_enough(self, length: int) -> bool:

@@ -11,15 +11,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from chainring._messages import info
 from chainring.serializers._checkpoint import STATE
-from chainring.testing import _report
-from chainring.testing._diff import (
+from chainring.testing import _resume_report
+from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
+from chainring.testing._resume_findings import (
     Findings,
     Repetition,
     compare_repeated,
@@ -28,12 +29,17 @@ from chainring.testing._diff import (
     forgotten,
     read_events,
 )
-from chainring.testing._kills import Kill, choose_kills
-from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
 from chainring.testing._verified_run import MODULE, Task, run_made_trainer
 
 _TIMEOUT = 120.0  # seconds
 _MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
+_WITHIN, _END, _EVALUATION, _REDONE = (
+    "within an epoch",
+    "right after the end of an epoch",
+    "right after an evaluation",
+    "some iterations after a snapshot, so that work is redone",
+)
+_MOST_REDONE = 5  # iterations
 
 
 class ResumeDiffers(AssertionError):  # noqa: N818 - it is read as a finding
@@ -124,6 +130,19 @@ def verify_resume(
     if verdict.name == "inconclusive":
         raise Inconclusive(verdict.report)
     return verdict.report
+
+
+@dataclass
+class Kill:
+    """A kill: the iteration after which it comes and that of the snapshot from which the run is resumed, and why there."""
+
+    at: int
+    saved_at: int
+    reasons: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        resumed = f", resumed from a snapshot of iteration {self.saved_at}" if self.saved_at != self.at else ""
+        return f"after iteration {self.at}{resumed}" + (f" ({' and '.join(self.reasons)})" if self.reasons else "")
 
 
 @dataclass
@@ -224,7 +243,7 @@ class _Verification:
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
             lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
-        lines += _report.format_forgotten(verdict.unsaved) if self._has_searched else []
+        lines += _resume_report.format_forgotten(verdict.unsaved) if self._has_searched else []
         verdict.report = "\n".join(lines)
         return verdict
 
@@ -241,20 +260,20 @@ class _Verification:
         if repetition.differs:
             verdict.name = "inconclusive"
             self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
-            return _report.format_repetition(repetition, facts)
+            return _resume_report.format_repetition(repetition, facts)
         found, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
         if not found.differs:
-            return _report.format_exact(found, verdict.kills, repetition)
+            return _resume_report.format_exact(found, list(map(str, verdict.kills)), repetition)
         if generators := differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
             again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds)
             if not again.differs:
                 verdict.name = "inconclusive"
-                return _report.format_unseeded(found, generators)
+                return _resume_report.format_unseeded(found, generators)
             found, kill, resumed = again, kill_again, resumed_again
         verdict.name = "differs"
         resumed_facts = resumed.read("facts") if resumed.is_done else None
-        return _report.format_difference(found, kill, repetition, (facts, resumed_facts))
+        return _resume_report.format_difference(found, str(kill), repetition, (facts, resumed_facts))
 
     def _plan(self, events: dict[int, list[str]]) -> tuple[list[Kill], list[str]]:
         begin, length = min(events), max(events) - min(events)
@@ -265,7 +284,7 @@ class _Verification:
                     "kill it earlier, or let it train for longer"
                 )
             return [Kill(begin + point, begin + point) for point in self._points], []
-        kills, missing = choose_kills(events)
+        kills, missing = _choose_kills(events)
         if not kills:
             raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
         return kills, missing
@@ -340,3 +359,56 @@ def _check_importable(make_trainer: Any) -> None:
         raise TypeError(f"{rule}, and {make_trainer!r} cannot be: {error}; {remedy}") from error
     if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
+
+
+# --- where a run is killed ---
+
+
+def _choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str]]:
+    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach.
+
+    Args:
+        events: what each iteration of the uninterrupted run ended with, from where it began to its last.
+    """
+    first, last = min(events), max(events)
+    inner = range(first + 1, last)
+    epochs = [at for at in inner if "epoch" in events[at]]
+    evaluations = [at for at in inner if "evaluation" in events[at]]
+    kills: dict[int, Kill] = {}
+    if epochs:
+        kills[epochs[0]] = Kill(epochs[0], epochs[0], [_END])
+    if evaluations:
+        apart = [at for at in evaluations if at not in epochs]
+        at = apart[0] if apart else evaluations[0]
+        kills.setdefault(at, Kill(at, at)).reasons.append(_EVALUATION)
+    if (within := _within(first, last, epochs)) is not None:
+        kills.setdefault(within, Kill(within, within)).reasons.append(_WITHIN)
+    latest = max(kills, default=first)
+    is_second_end_reached = len(epochs) > 1 and epochs[1] + 2 < last
+    _add_redone(
+        kills, first, epochs[1] + 2 if is_second_end_reached else min(last - 1, max(latest + 3, (latest + last) // 2))
+    )
+    reached = {reason for kill in kills.values() for reason in kill.reasons}
+    return [kills[at] for at in sorted(kills)], [
+        kind for kind in (_WITHIN, _END, _EVALUATION, _REDONE) if kind not in reached
+    ]
+
+
+def _within(first: int, last: int, epochs: list[int]) -> int | None:
+    """Return an iteration in the midst of the second epoch, or as near to it as the run has one that ends no epoch."""
+    begin, end = epochs[0] if epochs else first, epochs[1] if len(epochs) > 1 else last
+    middle = (begin + end) // 2 if epochs or last - first > 2 * _MOST_REDONE else first + 1
+    candidates = [at for at in range(first + 1, last) if at not in epochs]
+    return min(candidates, key=lambda at: (abs(at - middle), at), default=None)
+
+
+def _add_redone(kills: dict[int, Kill], first: int, at: int) -> None:
+    """Add a kill some iterations after a snapshot, or have another one resumed from an earlier snapshot."""
+    before = max((other for other in kills if other < at), default=first)
+    if at in kills or before + 1 >= at:
+        at = max(kills, default=first)
+        before = max((other for other in kills if other < at), default=first)
+    if before + 1 < at:
+        kill = kills.setdefault(at, Kill(at, at))
+        kill.saved_at = max(at - _MOST_REDONE, before + 1)
+        kill.reasons.append(_REDONE)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planted
-from chainring.testing._capturing import Capture, differing_groups, first_difference, first_module, first_tensor
+from chainring.testing._live_traces import Capture, differing_settings, first_module, first_step_apart, first_tensor
 
 FIRST_LAYER = "main/first"
 MODULES = {
@@ -70,7 +70,7 @@ def base(tmp_path_factory):
 def test_the_first_module_whose_output_differs_is_named(base, tmp_path, name):
     """And the first step that differs: a module's output, the loss, a gradient, a tensor or a generator."""
     steps = captured(tmp_path / "run", **planted.DIFFERENCES[name][0])
-    module, first = first_module(base, steps), first_difference(base, steps)
+    module, first = first_module(base, steps), first_step_apart(base, steps)
     assert (module and module.name) == MODULES.get(name, FIRST_LAYER)
     assert (first is None) == (name == "the decay of an average")
     if name in FIRST_STEPS:
@@ -80,7 +80,7 @@ def test_the_first_module_whose_output_differs_is_named(base, tmp_path, name):
 @pytest.mark.parametrize("name", planted.NUMBERS)
 def test_one_ulp_is_seen_where_it_is_changed(base, tmp_path, name):
     """Whatever becomes of it in the iterations that follow, which depends on how a processor rounds."""
-    first = first_difference(base, captured(tmp_path / "run", later=(13, f"ulp {name}")))
+    first = first_step_apart(base, captured(tmp_path / "run", later=(13, f"ulp {name}")))
     assert (first.iteration, first.what) == (13, "tensor")
 
 
@@ -102,15 +102,15 @@ def test_why_its_output_differs_is_said(base, tmp_path, name, text):
 def test_the_settings_of_the_optimizers_are_compared(base, tmp_path):
     """From the first iteration in which they differ; equal ones are not named."""
     changed = captured(tmp_path / "run", lr=0.021)
-    assert differing_groups(base, changed) == (0, ["main/0/lr: 0.02 -> 0.021", "main/0/initial_lr: 0.02 -> 0.021"])
-    assert differing_groups(base, base) is None
+    assert differing_settings(base, changed) == (0, ["main/0/lr: 0.02 -> 0.021", "main/0/initial_lr: 0.02 -> 0.021"])
+    assert differing_settings(base, base) is None
 
 
 def test_in_less_detail_the_iteration_is_the_same(tmp_path):
     """Of many iterations no modules are kept, and one digest of all tensors."""
     one = captured(tmp_path / "one", in_detail=False)
     other = captured(tmp_path / "other", in_detail=False, later=(13, "ulp weight"))
-    assert first_difference(one, other).iteration == first_tensor(one, other).iteration == 13
+    assert first_step_apart(one, other).iteration == first_tensor(one, other).iteration == 13
     assert first_module(one, other) is None
     assert len(str(one)) < 40_000
 

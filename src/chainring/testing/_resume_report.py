@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chainring.testing._diff import Difference, Findings, Repetition
-from chainring.testing._kills import Kill
+from chainring._runs.traces import Difference
+from chainring.testing._resume_findings import Findings, Repetition
 from chainring.training._unsaved import remedy
 
 _MAX_LINES = 8
@@ -60,7 +60,7 @@ _MADE = {
 }
 
 
-def format_exact(found: Findings, kills: list[Kill], repetition: Repetition) -> list[str]:
+def format_exact(found: Findings, kills: list[str], repetition: Repetition) -> list[str]:
     """Return the lines for a run that is the uninterrupted one."""
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
     return [
@@ -71,7 +71,7 @@ def format_exact(found: Findings, kills: list[Kill], repetition: Repetition) -> 
     ]
 
 
-def format_difference(found: Findings, kill: Kill, repetition: Repetition, facts: tuple[Any, Any]) -> list[str]:
+def format_difference(found: Findings, kill: str, repetition: Repetition, facts: tuple[Any, Any]) -> list[str]:
     """Return the lines for a run that is another after a kill."""
     if found.failure:
         return [f"differs: killed {kill}, the run does not continue.", *found.failure.splitlines()]
@@ -81,10 +81,10 @@ def format_difference(found: Findings, kill: Kill, repetition: Repetition, facts
         *_first_lines(found),
     ]
     if found.last:
-        first = {item.path for item in found.first}
-        ordered = sorted(found.last, key=lambda item: item.path not in first)
+        first = {item.name for item in found.first}
+        ordered = sorted(found.last, key=lambda item: item.name not in first)
         lines.append(f"At the end {len(ordered)} of {found.count} values differ:")
-        lines += shortened([f"  {item.path}: {item.text}" for item in ordered])
+        lines += shortened([f"  {item.name}: {item.text}" for item in ordered])
     lines += ["Why it might:", *(f"- {cause}" for cause in _causes(found, facts))]
     if found.warnings:
         lines += ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_MAX_LINES])]
@@ -95,7 +95,7 @@ def format_repetition(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
     """Return the lines for a program of which two uninterrupted runs differ."""
     lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
     if found.first:
-        lines.append(f"They differ first {_place(found.iteration)}, in the {_text(found.first[0])}")
+        lines.append(f"They differ first {_when(found.first[0])}, in the {_text(found.first[0])}")
         lines += _others(found.first)
     else:
         lines.append(f"One ended after iteration {found.iterations[0]}, the other after {found.iterations[1]}")
@@ -109,7 +109,7 @@ def format_repetition(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
 
 def format_unseeded(found: Findings, generators: list[str]) -> list[str]:
     """Return the lines for a program whose resume is exact only where it draws the same again before its run."""
-    where = f" {_place(found.iteration)}, in the {_text(found.first[0])}" if found.first else " at the end"
+    where = f" {_when(found.first[0])}, in the {_text(found.first[0])}" if found.first else " at the end"
     seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
     line = "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
     return [
@@ -148,35 +148,36 @@ def _first_lines(found: Findings) -> Iterator[str]:
         yield f"One ended after iteration {found.iterations[0]}, the resumed one after {found.iterations[1]}"
     if not found.first:
         return
-    if found.when == "after loading":
-        where = f"Right after the snapshot of iteration {found.iteration} was loaded, it differs from the saved state in"
+    iteration = found.first[0].iteration
+    if found.is_at_loading:
+        where = f"Right after the snapshot of iteration {iteration} was loaded, it differs from the saved state in"
     else:
-        where = f"It differs first in iteration {found.iteration}, in"
+        where = f"It differs first in iteration {iteration}, in"
     yield f"{where} the {_text(found.first[0])}"
     yield from _others(found.first)
 
 
 def _text(difference: Difference) -> str:
-    return f"{difference.category}: {difference.path}: {difference.text}"
+    return f"{difference.what}: {difference.name}: {difference.text}"
 
 
-def _place(iteration: int) -> str:
-    return f"in iteration {iteration}" if iteration else "before the first iteration"
+def _when(difference: Difference) -> str:
+    return f"in iteration {difference.iteration}" if difference.iteration else "before the first iteration"
 
 
 def _others(differences: list[Difference]) -> Iterator[str]:
-    others = Counter(other.category for other in differences[1:])
+    others = Counter(other.what for other in differences[1:])
     if others:
-        counts = ", ".join(f"{count} of {category}" for category, count in others.items())
+        counts = ", ".join(f"{count} of {what}" for what, count in others.items())
         yield f"  then also, in the same iteration: {counts}"
 
 
 def _causes(found: Findings, facts: tuple[Any, Any]) -> list[str]:
     """Return what may have caused the first difference, the likeliest first."""
-    if found.when == "after loading" and found.first:
+    if found.is_at_loading and found.first:
         causes = [_NOT_RESTORED]
     elif found.first:
-        causes = list(_CAUSES.get(found.first[0].category, [_UNSAVED]))
+        causes = list(_CAUSES.get(found.first[0].what, [_UNSAVED]))
     else:
         causes = [_ONLY_REPORTED] if found.last else []
     if found.iterations[0] != found.iterations[1]:
@@ -205,7 +206,7 @@ def _lines_to_add(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"{made}, where {path} is made")
     if lines:
         return lines + _clocks(facts)
-    if found.iteration > 0 and found.first and found.first[0].category in ("buffers", "parameters", "optimizer"):
+    if found.first and found.first[0].iteration > 0 and found.first[0].what in ("buffers", "parameters", "optimizer"):
         lines.append("torch.set_num_threads(1), since sums over other numbers of threads round otherwise")
     return [
         "chainring.deterministic(0) as the first line, which also asks for deterministic kernels",

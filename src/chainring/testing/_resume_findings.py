@@ -1,32 +1,22 @@
-"""The comparison of runs: of two that were not interrupted, and of one that was killed and resumed with the first."""
+"""What `verify_resume` finds: how two uninterrupted runs differ, and how a killed and resumed run differs from one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from chainring._files import from_json
+from chainring._runs.traces import Difference, Trace, describe_difference, differences
 from chainring.serializers._checkpoint import read_state
-from chainring.testing._fingerprint import Fingerprint, difference
 from chainring.testing._verified_run import Task
 from chainring.training._unsaved import changed, leaves, unsaved
 
-_Fingerprints = dict[int, Fingerprint]
-
 _TIME = "elapsed_time"
-_CATEGORIES = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
+_KINDS = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
 _SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")  # those that loading must restore
-
-
-class Difference(NamedTuple):
-    """One value that differs: its category and path, and as text both values, or by how much they differ."""
-
-    category: str
-    path: str
-    text: str
 
 
 @dataclass
@@ -35,9 +25,9 @@ class Repetition:
 
     Attributes:
         iterations: the last ones of both.
-        iteration, first: the first iteration in which they differ, and how, causes first.
-        keys: those that they report differently while the training is the same, such as speeds.
-        paths: those in the state at the end that differ while the training is the same, such as times.
+        first: all that differs in the first iteration in which the training does, causes first.
+        keys: what they report differently while the training is the same, such as speeds.
+        paths: what differs in the state at the end while the training is the same, such as times.
         idle: the paths of generators from which nobody draws.
         speeds: keys of what reports speeds and use of memory.
         generators: the global random generators that are in other states where the run begins.
@@ -45,7 +35,6 @@ class Repetition:
     """
 
     iterations: tuple[int, int]
-    iteration: int = 0
     first: list[Difference] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
@@ -68,8 +57,8 @@ class Findings:
     """How a resumed run differs from the uninterrupted one.
 
     Attributes:
-        when: "after loading" or "after the kill": of the first difference.
-        iteration, first: the first iteration that differs, and how, causes first.
+        is_at_loading: whether the first difference was there before an update was made with what was loaded.
+        first: all that differs in the first iteration that does, causes first.
         iterations: the last ones, if the resumed run was not killed again.
         last: differences in the state at the end and in the rows of the logs.
         count: values compared at the end.
@@ -77,8 +66,7 @@ class Findings:
         failure: how it failed instead.
     """
 
-    when: str = ""
-    iteration: int = 0
+    is_at_loading: bool = False
     first: list[Difference] = field(default_factory=list)
     iterations: tuple[int, int] = (0, 0)
     last: list[Difference] = field(default_factory=list)
@@ -91,56 +79,58 @@ class Findings:
         return bool(self.failure or self.first or self.last or self.iterations[0] != self.iterations[1])
 
 
-def compare_repeated(one: Task, other: Task) -> Repetition:
+def compare_repeated(first: Task, second: Task) -> Repetition:
     """Compare two uninterrupted runs; a generator from which neither has drawn does not count."""
-    seen, again = read_fingerprints(one), read_fingerprints(other)
-    found = Repetition((max(seen), max(again)))
-    found.idle = _undrawn(seen) & _undrawn(again)
-    found.speeds = _speeds(seen, one.read("facts")["speeds"])
-    left_out = found.idle | {f"observation/{key}" for key in found.speeds}
-    for iteration in sorted(seen.keys() & again.keys()):
-        differences = _compare_fingerprints(seen[iteration], again[iteration], _CATEGORIES, left_out)
-        if any(each.category != "observation" for each in differences):
-            found.iteration, found.first = iteration, sorted(differences, key=lambda each: each.category == "observation")
+    trace, again = read_trace(first), read_trace(second)
+    facts = first.read("facts")
+    found = Repetition((max(trace), max(again)))
+    found.idle = _undrawn(trace) & _undrawn(again)
+    reported = {path.removeprefix("observation/") for iteration in trace.values() for path in iteration["observation"]}
+    found.speeds = {key for key in reported if key.split("/")[0] in facts["speeds"]}
+    for differing in differences(trace, again, _KINDS, found.idle | {f"observation/{key}" for key in found.speeds}):
+        if any(each.what != "observation" for each in differing):
+            found.first = sorted(differing, key=lambda each: each.what == "observation")
             break
-        found.keys |= {each.path.removeprefix("observation/") for each in differences}
-    found.generators = differing_generators(one, other)
-    start, start_again = (json.loads(task.lines("memory")[0]) for task in (one, other))
+        found.keys |= {each.name.removeprefix("observation/") for each in differing}
+    found.generators = differing_generators(first, second)
+    start, start_again = (json.loads(task.lines("memory")[0]) for task in (first, second))
     found.own_generators = {
         path: text for path, text in start.items() if " in state " in text and start_again.get(path) != text
     }
     if not found.differs:
-        logs = one.read("facts")["logs"]
-        for log in logs:
-            for row, row_again in zip(_rows(one, log), _rows(other, log), strict=False):
-                differing = {key for key in row if difference(row[key], row_again.get(key)) is not None}
-                found.keys |= differing - {_TIME, *found.speeds}
-        values = [_final_values(task, logs, found) for task in (one, other)]
-        found.paths = {each.path for each in _differences(*values)}
+        for log in facts["logs"]:
+            for row, row_again in zip(_rows(first, log), _rows(second, log), strict=False):
+                differing_keys = {key for key in row if describe_difference(row[key], row_again.get(key)) is not None}
+                found.keys |= differing_keys - {_TIME, *found.speeds}
+        values, values_again = (_final_values(task, facts["logs"], found) for task in (first, second))
+        found.paths = {each.name for each in _differing_values(values, values_again, max(trace))}
     return found
 
 
-def differing_generators(one: Task, other: Task) -> list[str]:
+def differing_generators(first: Task, second: Task) -> list[str]:
     """Return the names of the global generators that are in other states where the trainer of a script begins to run."""
-    begin, begin_other = one.read("begin"), other.read("begin")
-    return [name for name in begin if begin[name] != begin_other.get(name)]
+    states, others = first.read("begin"), second.read("begin")
+    return [name for name in states if states[name] != others.get(name)]
 
 
 def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repetition) -> Findings:
     """Compare what a resumed run did, until it was killed again or to the end, with the uninterrupted one."""
-    seen, seen_killed, seen_resumed = map(read_fingerprints, (whole, killed, resumed))
+    trace = read_trace(resumed)
     found = Findings(warnings=[text for text in _warnings_of(resumed) if text not in _warnings_of(whole)])
     left_out = repetition.idle | {f"observation/{key}" for key in repetition.left_out_keys}
-    stages = list(_first_differences(seen, seen_killed, seen_resumed, left_out))
-    if stages:
-        found.when, found.iteration, found.first = stages[0]
+    loaded = dict(list(trace.items())[:1])
+    at_loading = next(differences(read_trace(killed), loaded, _SAVED, left_out), [])
+    uninterrupted = read_trace(whole)
+    later = {iteration: kinds for iteration, kinds in trace.items() if iteration not in loaded}
+    after_kill = next(differences(uninterrupted, later, _KINDS, left_out), [])
+    found.is_at_loading, found.first = bool(at_loading), at_loading or after_kill
     if resumed.kill_at is None:
-        found.iterations = (max(seen), max(seen_resumed, default=-1))
+        found.iterations = (max(uninterrupted), max(trace, default=-1))
         logs = whole.read("facts")["logs"]
-        one, other = (_final_values(run, logs, repetition) for run in (whole, resumed))
-        found.last = list(_differences(one, other))
-        found.count = len(one)
-        if found.when == "after loading" and len(stages) == 1 and not found.last:
+        values, values_resumed = (_final_values(task, logs, repetition) for task in (whole, resumed))
+        found.last = list(_differing_values(values, values_resumed, found.iterations[1]))
+        found.count = len(values)
+        if at_loading and not after_kill and not found.last:
             found.first = []  # a value that was not restored but created again has changed nothing
     return found
 
@@ -153,7 +143,7 @@ def forgotten(killed: Task, resumed: Task) -> dict[str, str]:
     return unsaved(changed(memory[0], memory[-2], memory[-1]), memory[-1], loaded[0])
 
 
-def read_fingerprints(task: Task) -> _Fingerprints:
+def read_trace(task: Task) -> Trace:
     """Return the fingerprints of a run by iteration."""
     return {line["iteration"]: line["fingerprint"] for line in map(json.loads, task.lines("jsonl"))}
 
@@ -163,19 +153,13 @@ def read_events(task: Task) -> dict[int, list[str]]:
     return {line["iteration"]: line["events"] for line in map(json.loads, task.lines("jsonl"))}
 
 
-def _undrawn(seen: _Fingerprints) -> set[str]:
+def _undrawn(trace: Trace) -> set[str]:
     """Return the paths of the generators whose state never changes."""
     states: dict[str, set[str]] = {}
-    for each in seen.values():
-        for path, text in each["generators"].items():
+    for kinds in trace.values():
+        for path, text in kinds["generators"].items():
             states.setdefault(path, set()).add(text)
     return {path for path, texts in states.items() if len(texts) == 1}
-
-
-def _speeds(seen: _Fingerprints, names: list[str]) -> set[str]:
-    """Return the keys that extensions of these names report."""
-    keys = {path.removeprefix("observation/") for each in seen.values() for path in each["observation"]}
-    return {key for key in keys if key.split("/")[0] in names}
 
 
 def _warnings_of(task: Task) -> list[str]:
@@ -185,35 +169,6 @@ def _warnings_of(task: Task) -> list[str]:
 def _rows(task: Task, log: str) -> list[dict[str, Any]]:
     path = Path(task.out) / log
     return [from_json(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _first_differences(
-    whole: _Fingerprints, killed: _Fingerprints, resumed: _Fingerprints, left_out: set[str]
-) -> Iterator[tuple[str, int, list[Difference]]]:
-    """Yield the first iteration that differs after loading and after the kill, as far as there is one."""
-    loaded, later = list(resumed)[:1], list(resumed)[1:]
-    stages = [
-        ("after loading", killed, resumed, _SAVED, loaded),
-        ("after the kill", whole, resumed, _CATEGORIES, later),
-    ]
-    for when, one, other, categories, iterations in stages:
-        for iteration in iterations:
-            found = _compare_fingerprints(one[iteration], other[iteration], categories, left_out) if iteration in one else []
-            if found:
-                yield when, iteration, found
-                break
-
-
-def _compare_fingerprints(
-    one: Fingerprint, other: Fingerprint, categories: Iterable[str], left_out: set[str]
-) -> list[Difference]:
-    found = []
-    for category in categories:
-        for path in one[category] | other[category]:
-            texts = one[category].get(path, "nothing"), other[category].get(path, "nothing")
-            if texts[0] != texts[1] and path not in left_out:
-                found.append(Difference(category, path, " -> ".join(texts)))
-    return found
 
 
 def _final_values(task: Task, logs: list[str], repetition: Repetition) -> dict[str, Any]:
@@ -245,10 +200,10 @@ def _repeatable_state(state: dict[str, Any], left_out: set[str]) -> Iterator[tup
             yield path, value
 
 
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Difference]:
-    for path in one | other:
-        category = path.partition(":")[0] if ":" in path else path.partition("/")[0]
-        if path not in other or path not in one:
-            yield Difference(category, path, f"only in the {'uninterrupted' if path in one else 'resumed'} run")
-        elif (text := difference(one[path], other[path])) is not None:
-            yield Difference(category, path, text)
+def _differing_values(whole: dict[str, Any], resumed: dict[str, Any], last: int) -> Iterator[Difference]:
+    for path in whole | resumed:
+        kind = path.partition(":")[0] if ":" in path else path.partition("/")[0]
+        if path not in resumed or path not in whole:
+            yield Difference(last, kind, path, f"only in the {'uninterrupted' if path in whole else 'resumed'} run")
+        elif (text := describe_difference(whole[path], resumed[path])) is not None:
+            yield Difference(last, kind, path, text)
