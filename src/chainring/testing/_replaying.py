@@ -6,12 +6,11 @@ It begins with the nearest snapshot of that run, in an ``out`` of its own, and r
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.triggers import ReachedTrigger, TimeTrigger
 
 if TYPE_CHECKING:
+    from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
 
@@ -53,11 +53,13 @@ class Origin:
         snapshot: the snapshot; ``None`` for the beginning of the run.
         iteration: that of the snapshot.
         ranks: on how many ranks the run was there.
+        is_exact: False if those were several, and one process computes other bits.
     """
 
     snapshot: Path | None = None
     iteration: int = 0
     ranks: int = 1
+    is_exact: bool = True
 
 
 def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
@@ -153,9 +155,9 @@ class Replay(Observer):
 
     Attributes:
         origin: where it begins.
-        is_over: True when the iteration was reached, or found.
+        batches: what the last update has taken from the iterators.
+        last_batches: what the iteration with which it ends has taken.
         may_go_back: whether an extension may send the run back to a snapshot.
-        is_exact: False if the run was one of several ranks, and one process computes other bits.
     """
 
     is_replay = True
@@ -174,23 +176,22 @@ class Replay(Observer):
         on_iteration: Callable[[int], None] = lambda iteration: None,
         needs_same_bits: bool = True,
     ) -> None:
-        self.trainer, self.run_directory, self._directory = trainer, run, directory
-        self._until, self._goes_on, self._watch = until, goes_on, watch or Watch()
-        self._reached = 0
-        self._newest_written = 0  # the last iteration with a row or a snapshot
-        self._at_end, self._on_iteration, self._needs_same_bits = at_end, on_iteration, needs_same_bits
-        self.batches = BatchIndices(trainer.updater)
-        self.last_batches: dict[str, Any] = {}
-        self.is_over, self.is_exact, self.may_go_back = False, True, _may_go_back(trainer)
-        self._staged: Path | None = None  # a copy of the snapshot, to which a rollback may go back
-        self._undo = contextlib.ExitStack()  # puts back what is changed in the trainer
-        self._has_begun = False
         if trainer.comm.world.size > 1:
             raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
-        self._update = trainer.updater.update
+        self._trainer, self._until, self._goes_on, self._watch = trainer, until, goes_on, watch or Watch()
+        self._at_end, self._on_iteration = at_end, on_iteration
+        self._reached: int | None = None  # None before the first iteration
+        self._newest_written = 0  # the last iteration with a row or a snapshot
+        self._is_over = False
+        self.batches = BatchIndices(trainer.updater)
+        self.last_batches: dict[str, Any] = {}
+        self.may_go_back = any(
+            isinstance(entry.extension, FailOnNonNumber) and entry.extension.policy != "skip" for entry in trainer.entries
+        )
         trainer.out = str(directory / "out")
         os.makedirs(trainer.out)
-        self.origin = self._load(latest)
+        self._staged = directory / "snapshot" if self.may_go_back else None  # has a copy, to which a rollback may go back
+        self.origin = _load_nearest(trainer, run, latest, self._staged, needs_same_bits)
         if trainer.updater.iteration > until:
             raise NoReplay(
                 f"the trainer begins after iteration {trainer.updater.iteration}, and there is no snapshot of iteration "
@@ -198,108 +199,35 @@ class Replay(Observer):
             )
 
     def run(self, run_trainer: Callable[[Trainer], None]) -> None:
-        """Run the trainer until the iteration is over, by its own ``run``, and restore what was changed in it.
+        """Run the trainer until the iteration is over, by its own ``run``.
 
         Raises:
             NoReplay: the run ends before.
         """
-        trainer = self.trainer
-        with self._undo:
-            self._undo.callback(trainer.watch(self))
-            self._set(trainer.updater, "update", self._watched_update)
-            self._quiet_snapshots()
-            try:
-                run_trainer(trainer)
-            except BaseException:
-                if self._watch.found is None:
-                    raise
-        self.is_over = self.is_over or self._watch.found is not None
-        if not self.is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
+        trainer = self._trainer
+        stop_watching = trainer.watch(self)
+        try:
+            run_trainer(trainer)
+        except BaseException:
+            if self._watch.found is None:
+                raise
+        finally:
+            stop_watching()
+        is_over = self._is_over or self._watch.found is not None
+        if not is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
             raise NoReplay(
                 f"the trainer ends after iteration {trainer.updater.iteration}, before {self._until}; give the arguments "
                 "with which it continues for longer"
             )
 
-    # --- the beginning ---
-
-    def _load(self, latest: int) -> Origin:
-        """Load the latest snapshot that is sound; return where the replay begins."""
-        trainer = self.trainer
-        for origin in origins(self.run_directory, latest):
-            assert origin.snapshot is not None
-            self._check_ranks(origin)
-            try:
-                if self.may_go_back:
-                    self._stage(origin.snapshot)
-                load(origin.snapshot, trainer)
-            except FileNotFoundError:  # removed by the run, which continues
-                continue
-            except CorruptError as error:
-                if origin.snapshot.exists():
-                    warn(f"snapshot {origin.snapshot.name!r} is skipped: {error}")
-                continue
-            self._copy_media()
-            return origin
-        ranks = read_record(self.run_directory).get("ranks", 1)
-        others = (origin.ranks for origin in origins(self.run_directory))
-        beginning = Origin(None, trainer.updater.iteration, next(others, ranks if isinstance(ranks, int) else 1))
-        self._check_ranks(beginning)
-        return beginning
-
-    def _check_ranks(self, origin: Origin) -> None:
-        self.is_exact = origin.ranks == 1 or getattr(self.trainer.updater, "virtual_ranks", None) is not None
-        if not self.is_exact and self._needs_same_bits:
-            raise NoReplay(
-                f"{self.run_directory} was trained on {origin.ranks} ranks, and one process computes the same examples in "
-                "the same order with other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any "
-                "number of ranks. `chainring batch` and `chainring bisect` work without"
-            )
-
-    def _stage(self, snapshot: Path) -> None:
-        """Copy the snapshot: a rollback in the replay goes back to it, as the run went back to one."""
-        self._staged = self._directory / "snapshot" / snapshot.name
-        shutil.rmtree(self._staged.parent, ignore_errors=True)
-        shutil.copytree(snapshot, self._staged)
-
-    def _copy_media(self) -> None:
-        """Copy the images, texts and histograms of earlier rows, which a log looks for beside its rows."""
-        logs = [entry.extension for entry in self.trainer.entries if isinstance(entry.extension, LogReport)]
-        for name in (name for log in logs for name in log.writes if name.endswith(".media.jsonl")):
-            if (self.run_directory / name).is_file() and not Path(name).is_absolute():
-                target = Path(self.trainer.out) / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.run_directory / name, target)
-
-    def _quiet_snapshots(self) -> None:
-        """Let no snapshot be loaded; and none be written, unless a rollback may go back to it."""
-        for entry in self.trainer.entries:
-            if getattr(entry.extension, "autoload", False):
-                self._set(entry.extension, "autoload", False)
-            if entry.is_snapshot or isinstance(entry.extension, LogReport):
-                is_left_out = entry.is_snapshot and not self.may_go_back
-                self._set(entry, "call", functools.partial(self._write, None if is_left_out else entry.call))
-
-    def _write(self, call: Callable[[Trainer], Any] | None, trainer: Trainer) -> None:
-        """Call an extension that writes for all to see how far a run has come."""
-        self._newest_written = trainer.updater.iteration
-        if call is not None:
-            call(trainer)
-
-    def _set(self, obj: Any, name: str, value: Any) -> None:
-        """Set an attribute of an object until the replay is over."""
-        if name in vars(obj):
-            self._undo.callback(setattr, obj, name, vars(obj)[name])
-        else:
-            self._undo.callback(delattr, obj, name)
-        setattr(obj, name, value)
-
-    # --- in the run ---
-
     def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
         """Return whether the replay ends at the head of this iteration."""
         iteration = trainer.updater.iteration
-        if not self._has_begun:
-            self._begin()
+        if self._reached is None:
+            self._watch.look_at_parameters(trainer, iteration)
+            if self._staged is not None and self.origin.snapshot is not None:
+                with contextlib.suppress(OSError):  # the run has one of that name there
+                    os.rename(self._staged / self.origin.snapshot.name, Path(trainer.out) / self.origin.snapshot.name)
         elif iteration <= self._reached:
             self._watch.forget_after(iteration)  # the run goes back
         else:
@@ -309,7 +237,11 @@ class Replay(Observer):
         if self._watch.found is not None:
             return True
         if iteration == self._until and not self._goes_on:
-            self._finish()
+            for entry in trainer.entries:  # as before a snapshot, where a check of its numbers may send the run back
+                if entry.before_snapshot is not None and not entry.is_snapshot:
+                    entry.before_snapshot(trainer)
+            self._is_over = True
+            self._at_end(trainer)
             return True
         would_end = ends()
         if self._goes_on and iteration > self._until and self._newest_written > self._until:
@@ -317,27 +249,12 @@ class Replay(Observer):
         is_by_the_clock = _follows_clock(trainer.stop_trigger) and trainer.interruption.signum is None
         return would_end and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
 
-    def _begin(self) -> None:
-        self._has_begun = True
-        self._watch.look_at_parameters(self.trainer, self.trainer.updater.iteration)
-        if self._staged is not None:
-            with contextlib.suppress(OSError):  # the run has one of that name there
-                os.rename(self._staged, Path(self.trainer.out) / self._staged.name)
-
-    def _finish(self) -> None:
-        """Let the iteration end as before a snapshot, where a check of its numbers may send the run back."""
-        for entry in self.trainer.entries:
-            if entry.before_snapshot is not None and not entry.is_snapshot:
-                entry.before_snapshot(self.trainer)
-        self.is_over = True
-        self._at_end(self.trainer)
-
-    def _watched_update(self) -> None:
-        """Do an update, and look at what it has reported; take the place of `Updater.update`."""
-        trainer, iteration = self.trainer, self.trainer.updater.iteration + 1
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        """Do an update, and look at what it has reported."""
+        iteration = trainer.updater.iteration + 1
         self.batches.mark()
         try:
-            self._update()
+            update()
         except BaseException:
             self._watch.look(trainer, iteration, self.batches, is_undone=True)
             raise
@@ -346,14 +263,62 @@ class Replay(Observer):
         if iteration == self._until:
             self.last_batches = self.batches.taken()
 
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        """Call an extension; a snapshot is written only if a rollback may go back to it."""
+        if entry.is_snapshot or isinstance(entry.extension, LogReport):
+            self._newest_written = trainer.updater.iteration  # where all can see how far the run has come
+        if self.may_go_back or not entry.is_snapshot:
+            call()
+
+
+def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None, needs_same_bits: bool) -> Origin:
+    """Load the latest sound snapshot of a run up to an iteration, with a copy of it in ``staged``; return where that is."""
+    for origin in origins(run, latest):
+        assert origin.snapshot is not None
+        snapshot, origin = origin.snapshot, _check_ranks(origin, trainer, run, needs_same_bits)
+        try:
+            if staged is not None:
+                shutil.rmtree(staged, ignore_errors=True)
+                shutil.copytree(snapshot, staged / snapshot.name)
+            load(snapshot, trainer)
+        except FileNotFoundError:  # removed by the run, which continues
+            continue
+        except CorruptError as error:
+            if snapshot.exists():
+                warn(f"snapshot {snapshot.name!r} is skipped: {error}")
+            continue
+        _copy_media(trainer, run)
+        return origin
+    ranks = read_record(run).get("ranks", 1)
+    later = (origin.ranks for origin in origins(run))
+    beginning = Origin(None, trainer.updater.iteration, next(later, ranks if isinstance(ranks, int) else 1))
+    return _check_ranks(beginning, trainer, run, needs_same_bits)
+
+
+def _check_ranks(origin: Origin, trainer: Trainer, run: Path, needs_same_bits: bool) -> Origin:
+    """Return the origin with `Origin.is_exact`."""
+    is_exact = origin.ranks == 1 or getattr(trainer.updater, "virtual_ranks", None) is not None
+    if not is_exact and needs_same_bits:
+        raise NoReplay(
+            f"{run} was trained on {origin.ranks} ranks, and one process computes the same examples in the same order with "
+            "other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any number of ranks. "
+            "`chainring batch` and `chainring bisect` work without"
+        )
+    return replace(origin, is_exact=is_exact)
+
+
+def _copy_media(trainer: Trainer, run: Path) -> None:
+    """Copy the images, texts and histograms of earlier rows, which a log looks for beside its rows."""
+    logs = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
+    for name in (name for log in logs for name in log.writes if name.endswith(".media.jsonl")):
+        if (run / name).is_file() and not Path(name).is_absolute():
+            target = Path(trainer.out) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run / name, target)
+
 
 def _follows_clock(trigger: Any) -> bool:
     return isinstance(trigger, TimeTrigger) or (isinstance(trigger, ReachedTrigger) and trigger.unit == "second")
-
-
-def _may_go_back(trainer: Trainer) -> bool:
-    checks = [entry.extension for entry in trainer.entries if isinstance(entry.extension, FailOnNonNumber)]
-    return any(check.policy != "skip" for check in checks)
 
 
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:

@@ -203,7 +203,9 @@ def optional_method(entry: Entry, name: str) -> Callable[..., Any]:
 
 
 def _load_newest(trainer: Trainer, loaded: LoadedState) -> None:
-    """Load the newest state that an extension with ``autoload`` has saved, unless the script has loaded one."""
+    """Load the newest state that an extension with ``autoload`` has saved, unless the script or a replay has loaded one."""
+    if trainer.is_replaying:
+        return
     entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
     if (not trainer.is_resumed or loaded.gives_way) and (state := _newest_state(trainer, entries)) is not None:
         _load_sound(trainer, entries, state)

@@ -386,6 +386,8 @@ class Trainer(Stateful):
         self.is_final_snapshot = True
         interruption, snapshots = self.interruption, [entry for entry in self.entries if entry.is_snapshot]
         due = [entry for entry in snapshots if is_interrupted or getattr(entry.extension, "autoload", False)]
+        if self.is_replaying:  # it has ended where it was to
+            due = []
         try:
             if due:
                 self._take_snapshots(due)
