@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chainring.testing import _harness
+from chainring.testing import _resumed_runs
 from chainring.testing.fakes import FakeUpdater
+from chainring.training._observer import Observer
 from chainring.training._unsaved import describe_leaves
+from chainring.training.extension import Entry
 from chainring.training.trainer import Trainer
 from chainring.training.triggers.base import never
 
@@ -46,36 +48,42 @@ def check_extension(
 
     def build(out: str) -> tuple[Trainer, Any]:
         nonlocal never_called
-        own_updater = FakeUpdater(3, _harness.uneven_values) if updater is None else updater()
-        extension = _harness.call_factory(make, own_updater)
+        own_updater = FakeUpdater(3, _resumed_runs.uneven_values) if updater is None else updater()
+        extension = _resumed_runs.call_factory(make, own_updater)
         trainer = Trainer(own_updater, out=out)
-        with _harness.require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
+        with _resumed_runs.require_no_error(
+            "an extension can be registered", "It is a callable of one argument, the trainer"
+        ):
             trainer.extend(extension, trigger=trigger)
         (entry,) = trainer.entries
         never_called = entry.trigger is never  # it works beside the loop, as a profiler does
-        entry.call = _recording(entry.call, calls)
+        trainer.watch(_CallRecorder(entry, calls))
         return trainer, extension
 
     def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
         is_called = str(trainer.updater.iteration in calls[-1:])
         results = describe_leaves("result", result(extension))
-        return _harness.fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
+        return _resumed_runs.fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
 
-    def run(resume_points: list[int]) -> _harness.Observations:
+    def run(resume_points: list[int]) -> _resumed_runs.Observations:
         calls.clear()
-        return _harness.run_resumed(build, iterations, observe, 1.0, resume_points)
+        return _resumed_runs.run_resumed(build, iterations, observe, 1.0, resume_points)
 
-    _harness.require_resumable(run, iterations, _SAVE, "An extension")
+    _resumed_runs.require_resumable(run, iterations, _SAVE, "An extension")
     found = f"not in {iterations} iterations"
     remedy = "Give trigger= or iterations= with which it is"
-    _harness.require(bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy)
+    _resumed_runs.require(
+        bool(calls) or never_called, "the trial shows something only if the extension is called", found, remedy
+    )
     for failure in (0, 4):
-        _harness.require_finalized(build, failure, _FINALIZE)
+        _resumed_runs.require_finalized(build, failure, _FINALIZE)
 
 
-def _recording(extension: Callable[[Trainer], Any], calls: list[int]) -> Callable[[Trainer], Any]:
-    def call(trainer: Trainer) -> Any:
-        calls.append(trainer.updater.iteration)
-        return extension(trainer)
+class _CallRecorder(Observer):
+    def __init__(self, entry: Entry, calls: list[int]) -> None:
+        self._entry, self._calls = entry, calls
 
-    return call
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        if entry is self._entry:
+            self._calls.append(trainer.updater.iteration)
+        call()

@@ -15,7 +15,7 @@ import torch
 from chainring import _random
 from chainring._distributed.virtual_ranks import block_of
 from chainring.serializers._checkpoint import load, save
-from chainring.testing._harness import require, require_equal, require_no_error
+from chainring.testing._resumed_runs import require, require_equal, require_no_error
 from chainring.training._unsaved import checksum, describe_leaves
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")

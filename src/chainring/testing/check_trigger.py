@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from chainring._checks import is_integer
-from chainring.testing._harness import accepts, require, resume_points_of, run_resumed, uneven_values
+from chainring.testing._resumed_runs import accepts, require, resume_points_of, run_resumed, uneven_values
 from chainring.testing.fakes import FakeUpdater, Values
 from chainring.training.trainer import Trainer
 from chainring.training.triggers import get_trigger

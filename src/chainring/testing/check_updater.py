@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from chainring.testing import _harness
+from chainring.testing import _resumed_runs
 from chainring.training.trainer import Trainer
 
 _SAVE = (
@@ -34,7 +34,9 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
 
     def build(out: str) -> tuple[Trainer, Any]:
         updater = make()
-        with _harness.require_no_error("a trainer takes it as its updater", "Derive it from chainring.training.Updater"):
+        with _resumed_runs.require_no_error(
+            "a trainer takes it as its updater", "Derive it from chainring.training.Updater"
+        ):
             return Trainer(updater, out=out), updater
 
     epochs: dict[int, tuple[float, int]] = {}
@@ -42,20 +44,20 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
     def observe(trainer: Trainer, updater: Any) -> dict[str, str]:
         if epochs and getattr(updater, "counts_epochs", True):
             _require_epochs(updater, epochs)
-        return _harness.fingerprint_with_state(trainer, updater)
+        return _resumed_runs.fingerprint_with_state(trainer, updater)
 
-    def run(resume_points: list[int]) -> _harness.Observations:
+    def run(resume_points: list[int]) -> _resumed_runs.Observations:
         epochs.clear()
         if not resume_points:  # a resumed run is compared with this one
             epochs[0] = (0.0, 0)
-        return _harness.run_resumed(build, iterations, observe, resume_points=resume_points)
+        return _resumed_runs.run_resumed(build, iterations, observe, resume_points=resume_points)
 
-    observations = _harness.require_resumable(run, iterations, _SAVE, "An updater")
+    observations = _resumed_runs.require_resumable(run, iterations, _SAVE, "An updater")
     found = f"they end after {len(observations)} updates"
     remedy = "Give data that are repeated, or fewer iterations="
-    _harness.require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
+    _resumed_runs.require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
     for failure in (0, 4, None):
-        _harness.require_finalized(build, failure, _FINALIZE)
+        _resumed_runs.require_finalized(build, failure, _FINALIZE)
 
 
 def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
@@ -66,9 +68,9 @@ def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
     remedy = "Leave them to get_iterator('main'), from whose epochs they come, or define all four"
     found = f"epoch_detail {detail} and epoch {epoch} in iteration {iteration}, after {previous_detail} and {previous_epoch}"
     is_whole_part = previous_detail <= detail and int(detail) == epoch
-    _harness.require(is_whole_part, "epoch is epoch_detail without its fraction", found, remedy)
+    _resumed_runs.require(is_whole_part, "epoch is epoch_detail without its fraction", found, remedy)
     rule = "previous_epoch_detail is epoch_detail before the update"
     is_previous = updater.previous_epoch_detail == previous_detail
-    _harness.require(is_previous, rule, f"{updater.previous_epoch_detail}; {found}", remedy)
+    _resumed_runs.require(is_previous, rule, f"{updater.previous_epoch_detail}; {found}", remedy)
     rule = "is_new_epoch says that the update has ended an epoch"
-    _harness.require(updater.is_new_epoch == (epoch > previous_epoch), rule, f"{updater.is_new_epoch}; {found}", remedy)
+    _resumed_runs.require(updater.is_new_epoch == (epoch > previous_epoch), rule, f"{updater.is_new_epoch}; {found}", remedy)

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from chainring._checks import is_integer
 from chainring._runs.finished import FinishedRun
 from chainring.testing import _recorded
-from chainring.testing._harness import call_make_trainer
 from chainring.testing._replaying import NoReplay, Replay
+from chainring.testing._resumed_runs import call_make_trainer
 from chainring.training._run_directory import read_record
 from chainring.training.trainer import Trainer
 
