@@ -41,7 +41,7 @@ def diff(capsys, place, one, other, *options):
 def test_a_kernel_that_rounds_otherwise_is_named(place, capsys):
     """The module differs in the first iteration, of the same input; the runs do where a loss shows it, or the replays."""
     ledgers = [Ledger.read(place / name / "recorder.bin") for name in ("base", "kernel")]
-    shown = next((i for i in range(1, planted.DIGESTS) if ledgers[0].row(i) != ledgers[1].row(i)), 1)
+    shown = next((i for i in range(1, planted.DIGESTS + 1) if ledgers[0].row(i) != ledgers[1].row(i)), 1)
     status, text = diff(capsys, place, "base", "kernel", "--json")
     found = json.loads(text)
     assert (status, found["same"], found["module"], found["module_iteration"]) == (1, False, "main/act", 1)
