@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from chainring import training
-from chainring._distributed.watchdog import BESIDE, OWN, Status, find_late
+from chainring._distributed.group import BESIDE, OWN
+from chainring._distributed.late import find_late
+from chainring._distributed.progress import Record
 from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
 
@@ -302,43 +304,43 @@ def test_ranks_that_all_compute_longer_than_the_timeout_are_not_late(tmp_path):
     assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.said(0)
 
 
-def statuses(*counts):
+def records(*counts):
     """Of each rank, by the name of a group, how many collectives it has begun there and who belongs to it."""
     members = {}
     for rank, groups in enumerate(counts):
         for name in groups:
             members.setdefault(name, []).append(rank)
     return {
-        rank: Status(rank, collectives={name: (number, members[name], name) for name, number in groups.items()})
+        rank: Record(rank, collectives={name: (number, members[name], name) for name, number in groups.items()})
         for rank, groups in enumerate(counts)
     }
 
 
 def test_of_a_chain_of_waits_the_rank_at_its_end_is_late():
     """Rank 0 waits for rank 2, whose data it shares, and that one for rank 3, with which it computes a layer."""
-    found = statuses({"tp 0": 9, "dp 0": 4}, {"tp 0": 9, "dp 1": 4}, {"tp 1": 8, "dp 0": 3}, {"tp 1": 7, "dp 1": 3})
+    found = records({"tp 0": 9, "dp 0": 4}, {"tp 0": 9, "dp 1": 4}, {"tp 1": 8, "dp 0": 3}, {"tp 1": 7, "dp 1": 3})
     assert find_late(found[0], found, is_beside=False) == [3]
 
 
 def test_ranks_that_wait_for_each_other_are_not_late():
-    found = statuses({"one": 2, "other": 1}, {"one": 1, "other": 2})
+    found = records({"one": 2, "other": 1}, {"one": 1, "other": 2})
     assert find_late(found[0], found, is_beside=False) == []
 
 
 def test_a_rank_that_has_begun_an_exchange_ahead_of_others_does_not_wait_yet():
     """The communicator starts exchanges and waits for them later, so that only those count in which it waits."""
-    found = statuses({OWN: 2}, {OWN: 1})
+    found = records({OWN: 2}, {OWN: 1})
     assert find_late(found[0], found, is_beside=False) == []
     found[0].waited = 1.0
     assert find_late(found[0], found, is_beside=False) == [1]
 
 
 def test_a_rank_whose_snapshot_is_late_is_found_in_the_exchange_of_snapshots_alone():
-    found = statuses({OWN: 7, BESIDE: 3}, {OWN: 9, BESIDE: 2})
+    found = records({OWN: 7, BESIDE: 3}, {OWN: 9, BESIDE: 2})
     assert find_late(found[0], found, is_beside=True) == [1]
 
 
 def test_a_rank_of_which_nothing_is_known_is_late():
-    found = statuses({"dp": 2}, {"dp": 2}, {"dp": 2})
-    found[1] = Status(1, state="It does not answer.")
+    found = records({"dp": 2}, {"dp": 2}, {"dp": 2})
+    found[1] = Record(1, state="It does not answer.")
     assert find_late(found[0], found, is_beside=False) == [1]

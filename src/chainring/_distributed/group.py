@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chainring._distributed.communicator import Communicator
-from chainring._distributed.watchdog import OWN, set_timeout
 
 T = TypeVar("T")
+OWN = "chainring"  # describes the groups whose waits are noted by the communicator itself
+BESIDE = "chainring beside"  # and those of its exchanges in another thread
 TIMEOUT = timedelta(minutes=30)  # for a rank that comes later than the others
+_LATER = 10.0  # seconds for which a backend that ends the process lets this library say why before
 _LEAVING = 1.0  # seconds for which a rank that has failed waits for the end of its groups
 _BUCKET = 25 << 20  # bytes that are exchanged at once
 _FIRST_BUCKET, _GRADIENT_BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or more, that are sent while a backward runs
@@ -108,6 +112,45 @@ def new_group(backend: str | None = None, ranks: Sequence[int] | None = None, de
     if group is not dist.GroupMember.NON_GROUP_MEMBER:
         set_timeout(group, TIMEOUT)
     return group
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let no exchange through a process group, or one of its backends, that begins from now on take longer."""
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+        return
+    for backend in _backends_of(group) if isinstance(group, dist.ProcessGroup) else [group]:  # torch 2.6
+        backend._set_default_timeout(timeout)
+
+
+def lower_timeouts(seconds: float) -> None:
+    """Let no exchange of any group that begins from now on take longer; backends that end the process get a little more."""
+    for group in _all_groups():
+        with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that knows no timeout
+            for backend in _backends_of(group):
+                limit = timedelta(seconds=seconds if backend.name() == "gloo" else seconds + _LATER)
+                if attrgetter("options._timeout")(backend) > limit:
+                    set_timeout(backend, limit)
+
+
+def count_collectives() -> dict[str, tuple[int, list[int], str]]:
+    """Return by the name of each process group how many collectives this rank has begun in it, its ranks and description."""
+    counts: dict[str, tuple[int, list[int], str]] = {}
+    for group in _all_groups():
+        with contextlib.suppress(Exception):  # destroyed meanwhile, or of a backend that does not count
+            number = sum(backend._get_sequence_number_for_group() for backend in _backends_of(group))
+            counts[group.group_name] = number, dist.get_process_group_ranks(group), group.group_desc
+    return counts
+
+
+def _all_groups() -> list[Any]:
+    """Return all process groups of torch.distributed that this rank belongs to."""
+    return list(attrgetter("_world.pg_map")(dist.distributed_c10d)) if dist.is_initialized() else []
+
+
+def _backends_of(group: Any) -> list[Any]:
+    """Return the backends of a process group, each once."""
+    return list({id(backend): backend for backend in map(group._get_backend, group._device_types)}.values())
 
 
 def end_groups(groups: list[Any]) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chainring import _random
+from chainring._distributed.progress import reporting_position
 from chainring._distributed.sharding import is_tensor_parallel
-from chainring._distributed.watchdog import reporting_position
 from chainring._hints import find_hint
 from chainring._messages import info
 from chainring._naming import named_submodules

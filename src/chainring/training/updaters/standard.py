@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.group import GroupCommunicator
+from chainring._distributed.progress import note_iteration
 from chainring._distributed.sharding import is_sharded, to_full
-from chainring._distributed.watchdog import note_iteration
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
