@@ -6,7 +6,6 @@ differ where the bits differ.
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
 import random
@@ -15,10 +14,9 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -39,7 +37,6 @@ _ARRAYS = (Tensor, np.ndarray)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _NOT_WALKED = (type, ModuleType, BuiltinMethodType)
-_COMMON = frozenset({*sys.stdlib_module_names, "chainring", "torch", "numpy"})
 _LIBRARIES = ("chainring.", "torch.")  # their own attributes are saved, settings or caches
 _LIKE_OWN = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.")  # of which the state is for the script to save
 _DISPLAYS = frozenset({"tqdm", "rich", "wandb", "mlflow", "tensorboard", "matplotlib", "optuna", "logging"})
@@ -51,6 +48,7 @@ _TIMES = frozenset(
     ["time", "times", "elapsed", "seconds", "duration", "durations", "clock", "wall", "timestamp", "timestamps", "speed"]
 )
 _CACHES = frozenset(["cache", "caches", "cached", "memo"])
+_OF_MODULES = frozenset(vars(nn.Module()))
 _INDEX = re.compile(r"((\[[^\]]*\])+|, length)$")
 _CLOCKS = (time.time, time.monotonic, time.perf_counter)
 
@@ -215,9 +213,9 @@ class _Walk:
         elif isinstance(value, torch.optim.Optimizer):
             if id(value) not in self._saved:
                 self._record(path, f"an optimizer in state {checksum(value.state_dict())}", "own")
-        elif not _is_display(value) and not (
-            origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)
-        ):
+        elif any(_package(base) in _DISPLAYS for base in type(value).__mro__):
+            return
+        elif not (origin == "foreign" and path.startswith("updater.iterator:") and has_state(value)):
             # A dict that grows is a cache, and results are collected in lists that a script has in variables.
             is_counted = isinstance(value, _CONTAINERS) and not isinstance(value, dict) and not path.endswith("'")
             if is_counted and origin != "library" and not _is_of(_CACHES | _TIMES, path):
@@ -246,27 +244,39 @@ class _Walk:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in [*itertools.islice(items, _MAX_ITEMS)]:
                 yield (f"{path}[{key!r}]" if isinstance(key, _PLAIN) else path), item, origin
-        elif isinstance(value, FunctionType):
-            yield from _of_function(path, value)
-        elif isinstance(value, MethodType):
-            yield path, value.__self__, "own"
-            yield from _of_function(path, value.__func__)
         elif isinstance(value, functools.partial):
             for index, item in enumerate((value.func, value.args, value.keywords)):
                 yield f"{path}[{index}]", item, "library"
+        elif isinstance(value, MethodType):
+            yield path, value.__self__, "own"
+            yield path, value.__func__, "own"
+        elif isinstance(value, FunctionType):  # of a user's its attributes, and the variables of others that it uses
+            if _origin(value) == "own":
+                for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                    if hasattr(cell, "cell_contents"):
+                        yield f"{path}, variable {name!r}", cell.cell_contents, "own"
+                for name in value.__code__.co_names:
+                    if name in value.__globals__:
+                        yield f"{path}, variable {name!r}", value.__globals__[name], "own"
+                for name, item in vars(value).items():
+                    yield f"{path}.{name}", item, "own"
         elif not isinstance(value, _NOT_WALKED) and _package(type(value)) not in sys.stdlib_module_names:
             yield from self._of_attributes(path, value)
-            if _origin(type(value)) == "own":
-                yield from self._of_class(path, type(value))
 
     def _of_attributes(self, path: str, value: Any) -> Iterator[tuple[str, Any, str]]:
-        cls, is_module = type(value), isinstance(value, nn.Module)
-        origins = _attribute_origins(cls)
-        held = dict(getattr(value, "__dict__", {}))
-        slots = {name for base in cls.__mro__ for name in _slots(base) if hasattr(value, name)}
-        for name, item in [*held.items(), *((name, getattr(value, name)) for name in sorted(slots - held.keys()))]:
+        cls, is_module, origin_of = type(value), isinstance(value, nn.Module), _attribute_origins(type(value))
+        attributes = dict(getattr(value, "__dict__", {}))
+        for base in reversed(cls.__mro__):
+            if _origin(base) == "own":
+                slots = vars(base).get("__slots__", ())
+                names = [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+                attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+                for name, item in vars(base).items():  # a default that the object has not replaced yet
+                    if isinstance(item, _PLAIN) and not name.startswith("__"):
+                        attributes.setdefault(name, item)
+        for name, item in attributes.items():
             if not (is_module and name in ("_parameters", "_buffers", "_modules")):
-                yield f"{path}.{name}", item, origins.get(name, _origin(cls))
+                yield f"{path}.{name}", item, origin_of(name)
         if is_module:
             for name in sorted(value._non_persistent_buffers_set):
                 yield f"{path}.{name}{_NOT_PERSISTENT}", value._buffers[name], _origin(cls)
@@ -275,69 +285,28 @@ class _Walk:
                     yield f"{path}.{name}", item, "own"
             for name, child in value._modules.items():
                 yield f"{path}.{name}", child, "own"
-        for base in reversed(cls.__mro__):  # a default that an object has not replaced yet
-            for name, item in vars(base).items() if _origin(base) == "own" else ():
-                if name not in held and name not in slots and isinstance(item, _PLAIN) and not name.startswith("__"):
-                    yield f"{path}.{name}", item, "own"
-
-    def _of_class(self, path: str, cls: type) -> Iterator[tuple[str, Any, str]]:
-        """Yield the variables that the methods of a user's class use, and its generators."""
-        for base in cls.__mro__:
-            if _package(base) in _COMMON or id(base) in self._visited:
-                continue
-            self._visited[id(base)] = base
-            for name, item in vars(base).items():
-                if isinstance(item, FunctionType):
-                    yield from _of_function(path, item)
-                elif not name.startswith("__") and isinstance(item, _GENERATORS):
-                    yield f"{path}, class attribute {base.__name__}.{name}", item, "own"
 
 
-def _of_function(path: str, function: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield the attributes of a user's function, and the variables of its enclosing function and module that it uses."""
-    if function.__module__ is None or _package(function) in _COMMON:
-        return
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if hasattr(cell, "cell_contents"):
-            yield f"{path}, variable {name!r}", cell.cell_contents, "own"
-    for name in {step.argval: None for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}:
-        if name in function.__globals__:
-            yield f"{path}, variable {name!r}", function.__globals__[name], "own"
-    for name, value in vars(function).items():
-        yield f"{path}.{name}", value, "own"
+def _attribute_origins(cls: type) -> Callable[[str], str]:
+    """Return a function of an attribute's name that says whose it is, as `_origin` does of classes.
 
-
-def _attribute_origins(cls: type) -> dict[str, str]:
-    """Return by name whose attributes those are that the methods of libraries and packages assign in objects of a class."""
-    if cls in _assigned:
-        return _assigned[cls]
-    origins: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if (origin := _origin(base)) != "own":
-            methods = [item for item in vars(base).values() if isinstance(item, FunctionType)]
-            origins |= {name: origin for method in methods for name in _assigned_by(method)}
+    It is the user's if the methods of the user's classes speak of it, else that of the class that these extend.
+    """
+    origins = [_origin(base) for base in cls.__mro__ if _package(base) not in sys.stdlib_module_names]
+    extended = next((origin for origin in origins if origin != "own"), "own")
+    if _origin(cls) != "own" or extended == "own":
+        return lambda name: origins[0]
     if issubclass(cls, nn.Module):
-        origins.update(dict.fromkeys(vars(nn.Module()), "library"))
-    _assigned[cls] = origins
-    return origins
+        return lambda name: "library" if name in _OF_MODULES else "own"
+    members = [vars(base) for base in cls.__mro__ if _origin(base) == "own"]
+    methods = [item for names in members for item in names.values() if isinstance(item, FunctionType)]
+    spoken_of = set(itertools.chain(*members, *(method.__code__.co_names for method in methods)))
+    return lambda name: "own" if name in spoken_of else extended
 
 
-def _assigned_by(method: FunctionType) -> Iterator[str]:
-    """Yield the attributes of its object that a method assigns, and not those of other objects."""
-    itself = method.__code__.co_varnames[:1]
-    for before, step in itertools.pairwise(dis.get_instructions(method)):
-        # Of the names that one instruction may load, the object is the last.
-        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-        if step.opname == "STORE_ATTR" and loaded[-1:] == itself:
-            yield step.argval
-
-
-_assigned: WeakKeyDictionary[type, dict[str, str]] = WeakKeyDictionary()
-
-
-def _origin(cls: type) -> str:
-    """Return whether a class is of a library that is known, of another installed package, or the user's own."""
-    return _origin_of_module(str(cls.__module__))
+def _origin(definition: Any) -> str:
+    """Return whether a class or function is of a library that is known, of another installed package, or the user's own."""
+    return _origin_of_module(str(definition.__module__))
 
 
 @functools.cache
@@ -348,15 +317,6 @@ def _origin_of_module(name: str) -> str:
         return "library"
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "foreign" if re.search(r"[/\\](site|dist)-packages[/\\]", file) else "own"
-
-
-def _slots(cls: type) -> Iterable[str]:
-    names = vars(cls).get("__slots__", ()) if _origin(cls) == "own" else ()
-    return [names] if isinstance(names, str) else [name for name in names if not name.startswith("__")]
-
-
-def _is_display(value: Any) -> bool:
-    return any(_package(base) in _DISPLAYS for base in type(value).__mro__)
 
 
 def _package(definition: Any) -> str:
