@@ -24,8 +24,8 @@ ROWS = [
     "serializers",
     "_distributed _remote datasets writers _environment",
     "_places",
-    "_append_only",
-    "_random _files _media _naming _messages _progress _version _checks _hints converters",
+    "_files",
+    "_random _media _naming _messages _progress _version _checks _hints converters",
 ]
 LONGEST_FUNCTION = 60
 

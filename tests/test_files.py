@@ -7,8 +7,7 @@ import zlib
 
 import pytest
 
-from chainring._append_only import AppendOnly
-from chainring._files import DirectoryLock, atomic_write, flush, is_temporary, make_folder, temporary_path
+from chainring._files import AppendOnly, DirectoryLock, atomic_write, flush, is_temporary, make_folder, temporary_path
 
 
 def write(path, content, **options):

@@ -1,8 +1,17 @@
-"""Means of reported values, over intervals, micro-batches and ranks."""
+"""Means of reported values, over intervals, micro-batches and ranks.
+
+A mean is the correctly rounded sum of the products value x weight in float64 over the summed weight. So it does not depend
+on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in chunks, because a
+thousand live scalars slow every iteration. They are read, which waits for the device, when a mean is computed or the state
+is saved; a long interval is also read every few thousand values, so that neither memory nor a snapshot grows with it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress, groupby
 from numbers import Real
 from typing import Any, Protocol, Self
@@ -14,13 +23,140 @@ from torch import Tensor
 from chainring._distributed.communicator import Communicator
 from chainring.converters import to_device
 from chainring.reporting import _metrics
-from chainring.reporting._column import Column, Moments, read
+from chainring.reporting._exact import ExactSum, Moments
 from chainring.reporting._metrics import is_metric
 from chainring.reporting.reporter import Stack, stack_tensors
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
 _MIN_ROWS, _MIN_VALUES = 32, 256
 """How many observations are stacked at once, if they have so many values: few objects are alive then, at a small cost."""
+_MAX_CHUNKS = 64
+"""The number of chunks that are merged into one."""
+_MAX_VALUES = 2048
+"""The number of values from which merged chunks are summed: many, since this has a fixed cost for each key."""
+_Chunk = tuple[Tensor, Tensor]
+"""Values and their weights."""
+_ON_HOST = torch.float64, torch.device("cpu")
+
+
+class Column:
+    """The numbers of one key, with their weights.
+
+    Args:
+        with_deviation: True if their deviation will be asked for, which takes a microsecond a value.
+    """
+
+    __slots__ = ("chunks", "sums", "with_deviation")
+
+    def __init__(self, with_deviation: bool) -> None:
+        self.with_deviation = with_deviation
+        self.chunks: list[_Chunk] = []
+        self.sums: Moments | None = None  # of values that are in no chunk any more
+
+    def append(self, values: Tensor, weights: Tensor) -> None:
+        """Add vectors of numbers and of their weights."""
+        self.chunks.append((values, weights))
+        if len(self.chunks) >= _MAX_CHUNKS:
+            self.chunks = _merge(self.chunks)
+            if len(self.chunks) > _MAX_CHUNKS // 2 or sum(len(weights) for _, weights in self.chunks) >= _MAX_VALUES:
+                self.fold()
+
+    def fold(self) -> Moments:
+        """Sum all numbers, and return the sums in place of them."""
+        read([self])
+        chunks, self.chunks = self.chunks, []
+        if self.sums is None:
+            self.sums = Moments(self.with_deviation)
+        for values, weights in chunks:
+            self.sums.add(values, weights)
+        return self.sums
+
+    def mean(self) -> float:
+        """Return the weighted mean; NaN if there are no numbers."""
+        if self.sums is not None:
+            sums = self.fold()
+            return _quotient(sums.products.value(), sums.weights.value(), sums.least, sums.largest)
+        read([self])  # hot path: "keys in the log": of a short interval no sums are made
+        return _mean_of(*self.chunks[0]) if self.chunks else math.nan
+
+    def statistics(self) -> tuple[float, float]:
+        """Return the weighted mean and the weighted population standard deviation; NaN if there are no numbers."""
+        deviation = self.fold().deviation()
+        return self.mean(), deviation
+
+    def merge(self, sums: Moments) -> None:
+        """Add numbers of which these are the sums."""
+        self.fold().merge(sums)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save the sums, or load them into rank 0: a mean does not depend on which rank has them."""
+        sums = serializer("folded", self.fold().to_tensor() if isinstance(serializer, Serializer) else None)
+        if not isinstance(serializer, Serializer):
+            self.chunks = []
+            self.sums = Moments.from_tensor(sums, self.with_deviation) if serializer.comm.rank == 0 else None
+
+
+def read(columns: Iterable[Column]) -> None:
+    """Bring the numbers of columns to the host, as one chunk in float64; the one place where a device is waited for."""
+    unread = [
+        column
+        for column in columns
+        if len(column.chunks) > 1 or any((t.dtype, t.device) != _ON_HOST for chunk in column.chunks for t in chunk)
+    ]
+    waiting: defaultdict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
+    for column in unread:
+        column.chunks = _merge(column.chunks)
+        for chunk in column.chunks:
+            for tensor in chunk:
+                waiting[tensor.dtype, tensor.device][id(tensor)] = tensor  # weights are those of many columns
+    on_host: dict[int, Tensor] = {}
+    for tensors in waiting.values():  # by one copy
+        joined = torch.cat(list(tensors.values())).cpu().to(torch.float64)
+        on_host.update(zip(tensors, torch.split(joined, [len(tensor) for tensor in tensors.values()]), strict=True))
+    for column in unread:
+        column.chunks = _merge([(on_host[id(values)], on_host[id(weights)]) for values, weights in column.chunks])
+
+
+def _merge(chunks: Sequence[_Chunk]) -> list[_Chunk]:
+    """Concatenate neighbours of the same dtypes and devices."""
+    if len(chunks) == 1:  # hot path: "keys in the log"
+        return list(chunks)
+    groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
+    merged = []
+    for _, group in groups:
+        values, weights = zip(*group, strict=True)
+        merged.append((torch.cat(values), torch.cat(weights)))
+    return merged
+
+
+def _mean_of(values: Tensor, weights: Tensor) -> float:
+    """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
+    if not len(values):
+        return math.nan
+    products = _exact_sum((values * weights).tolist())
+    counts = None if math.isfinite(products) else weights != 0
+    if counts is not None and not counts.all():  # zero times infinity is NaN, and a value of no weight adds nothing
+        return _mean_of(values[counts], weights[counts])
+    return _quotient(products, _exact_sum(weights.tolist()), values.min().item(), values.max().item())
+
+
+def _quotient(products: float, weights: float, least: float, largest: float) -> float:
+    """Return a mean from its two sums, and within the values of which it is the mean; NaN without weight."""
+    if not weights:
+        return math.nan
+    mean = products / weights
+    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
+    return min(max(mean, least), largest) if math.isfinite(mean) else mean
+
+
+def _exact_sum(numbers: list[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order."""
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):  # infinities of both signs; past the largest float on the way, in this order
+        total = ExactSum()
+        total.add(numbers)
+        return total.value()
 
 
 class MeanSummary(Stateful):
@@ -117,7 +253,8 @@ class DictMeans(Stateful):
     def _forget(self) -> None:
         self._rows: list[dict[str, Any]] = []  # observations whose values are in no column yet
         self._weights: list[Any] = []
-        self._columns: dict[str, Column] = {}  # in the order in which keys were first added
+        # In the order in which keys were first added.
+        self._columns: defaultdict[str, Column] = defaultdict(partial(Column, self._has_deviation))
         self._metrics: dict[str, Any] = {}
 
     def add(self, values: Mapping[str, Any], weight: float | Tensor = 1) -> None:
@@ -166,27 +303,21 @@ class DictMeans(Stateful):
             table = _stack(list(chain.from_iterable(rows)))
         if table is not None and weight_vector is not None:
             for key, numbers in zip(keys, table.view(-1, len(keys)).unbind(1), strict=True):
-                self._column(key).append(numbers, weight_vector)
+                self._columns[key].append(numbers, weight_vector)
             return
         for key, values in zip(keys, map(list, zip(*rows, strict=True)), strict=True):
             vector = _stack(values)
             if vector is not None and weight_vector is not None:
-                self._column(key).append(vector, weight_vector)
+                self._columns[key].append(vector, weight_vector)
                 continue
             for value, weight in zip(values, weights, strict=True):
                 if type(value) is tuple and len(value) == 2 and is_scalar(value[0]):
                     _check_weight(value[1])
-                    self._column(key).append(*map(_as_vector, value))
+                    self._columns[key].append(*map(_as_vector, value))
                 elif is_scalar(value):
-                    self._column(key).append(_as_vector(value), _as_vector(weight))
+                    self._columns[key].append(_as_vector(value), _as_vector(weight))
                 elif is_metric(value):
                     self._metrics[key] = value
-
-    def _column(self, key: str) -> Column:
-        column = self._columns.get(key)
-        if column is None:
-            column = self._columns[key] = Column(self._has_deviation)
-        return column
 
     def _end_interval(self) -> dict[str, Column]:
         """Return the column of each key, those of metrics included, which are computed and reset."""
@@ -198,7 +329,7 @@ class DictMeans(Stateful):
             values = {f"{key}/{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
             for name, item in values.items():
                 if is_scalar(item):
-                    self._column(name).append(_as_vector(item), _as_vector(1))
+                    self._columns[name].append(_as_vector(item), _as_vector(1))
         read(self._columns.values())
         return self._columns
 
@@ -255,7 +386,7 @@ class DictMeans(Stateful):
     def _merge(self, all_sums: Iterable[dict[str, Moments]]) -> Self:
         merged = type(self)()
         for key, sums in chain.from_iterable(map(dict.items, all_sums)):
-            merged._column(key).merge(sums)
+            merged._columns[key].merge(sums)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -269,7 +400,7 @@ class DictMeans(Stateful):
         else:
             self._forget()
         for index, key in enumerate(serializer("names", list(source._columns))):  # by index: a key may hold slashes
-            source._column(key).serialize(serializer[str(index)])
+            source._columns[key].serialize(serializer[str(index)])
 
 
 class DictSummary(DictMeans):

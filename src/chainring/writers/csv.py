@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from chainring._append_only import AppendOnly, set_rows_aside
-from chainring._files import make_folder, open_regular, replace_file, to_json
+from chainring._files import AppendOnly, make_folder, open_regular, replace_file, set_rows_aside, to_json
 from chainring.writers._common import check_path, escape_fields
 from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
 

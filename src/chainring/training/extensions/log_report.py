@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
+from chainring._files import AppendOnly, atomic_write, from_json, is_regular, make_folder, set_rows_aside, to_json
 from chainring._media import Media
 from chainring._messages import warn
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers.protocol import AbstractSerializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.extensions._log_files import LogMedia, LogRows
+from chainring.training.extensions._log_media import LogMedia
 from chainring.training.triggers import TriggerLike, get_trigger
 from chainring.writers.base import COUNTERS, Record, Run
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
+
+
+Row = dict[str, Any]
+
+_SMALL = 1_000_000  # bytes up to which the array is replaced after each row, and the rows stay in memory
+_SECONDS = 30.0  # between two replacements of a larger array
 
 
 class RecordWriter(Protocol):
@@ -84,7 +96,7 @@ class LogReport(Extension):
         self._means = IntervalMeans(listed)
         self._postprocess = postprocess
         self._filename = filename
-        self._rows = LogRows(filename)
+        self._rows = _Rows(filename)
         self._media = LogMedia(None if filename is None else f"{filename}.media.jsonl")
         self._writers = _checked_writers(writers)
         names = list(self.writes)
@@ -144,7 +156,7 @@ class LogReport(Extension):
         row: dict[str, Any] = {**means, **counters, "elapsed_time": trainer.elapsed_time}
         if self._postprocess is not None:
             self._postprocess(row)
-        media = self._media.write(len(self._rows), counters)
+        media = self._media.write(len(self._rows), counters) if self._media.waiting else {}
         self._rows.append(row)
         self._call_writers("write", _record({**row, **counters}, media))
 
@@ -175,6 +187,139 @@ class LogReport(Extension):
         self._rows.serialize(serializer)
         self._means.serialize(serializer)
         self._media.serialize(serializer["media"])
+
+
+class _Rows:
+    """The rows of a log: each is appended to ``<filename>.jsonl`` at once; ``<filename>`` has all of them as a JSON array.
+
+    The array is replaced by a rename, after each row while it is small, and every 30 seconds beyond that. Up to 1 MB the
+    rows are in memory too; without a file all are.
+    """
+
+    def __init__(self, filename: str | None) -> None:
+        self._filename = filename
+        self._stored, self._stored_count = AppendOnly(), 0  # the rows that are in a file alone
+        self._recent: list[Row] = []  # those after them
+        self._file: AppendOnly | None = None  # with all rows, once the run has begun to write it
+        self._array = Path()
+        self._written: str | None = None  # the name of the file that has these rows, and is cut back to them
+        # To replace the array of a long log takes a hundredth of the time at most, however often snapshots are taken.
+        self._replaced_at = -math.inf
+        self._pause = 0.0  # until it may be replaced at a snapshot
+        self._is_stale = False
+
+    def __len__(self) -> int:
+        return self._stored_count + len(self._recent)
+
+    @property
+    def all(self) -> list[Row]:
+        """All rows. Those that are in a file alone are read; if that has been damaged or removed, there is a warning."""
+        if not self._stored_count:
+            return self._recent
+        if (text := self._stored.read()) is None:
+            self._stored.warn_of_loss(_describe_loss(self._stored_count))
+            return list(self._recent)
+        return [*_parse(text), *self._recent]
+
+    def since(self, number: int) -> list[Row]:
+        """Return the rows from a number on, counted from 0, without reading the file if they are in memory."""
+        return self._recent[number - self._stored_count :] if number >= self._stored_count else self.all[number:]
+
+    def begin(self, out: Path, *, writes: bool) -> None:
+        """Go on in the files in ``out``, or in memory where this rank ``writes`` none."""
+        earlier, self._written = self._written, self._filename
+        if self._filename is None or not writes:
+            self._keep_in_memory()
+            return
+        self._array, path = out / self._filename, out / f"{self._filename}.jsonl"
+        make_folder(out, Path(self._filename).parent)
+        if earlier != self._filename:
+            set_rows_aside(path)
+        self._file = replace(self._stored)
+        if not self._file.begin(path, b"".join(map(_line, self._recent)), loss=_describe_loss(self._stored_count)):
+            self._stored, self._stored_count = AppendOnly(), 0
+        self._stored.path = path
+        self._replace_array()
+        self._forget_many()
+
+    def _keep_in_memory(self) -> None:
+        self._recent, self._stored, self._stored_count = self.all, AppendOnly(), 0
+
+    def append(self, row: Row) -> None:
+        """Add a row, and write it."""
+        self._recent.append(row)
+        if self._file is None:
+            return
+        self._file.append(_line(row))
+        self._is_stale = True
+        if self._file.size <= _SMALL or time.monotonic() >= self._replaced_at + max(_SECONDS, self._pause):
+            self._replace_array()
+        self._forget_many()
+
+    def _forget_many(self) -> None:
+        """Let go of the rows in memory when there are many; the file has them."""
+        assert self._file is not None
+        if self._file.size - self._stored.size > _SMALL:
+            self._stored, self._stored_count, self._recent = replace(self._file), len(self), []
+
+    def close(self) -> None:
+        """Bring the array up to date."""
+        if self._is_stale:
+            self._replace_array()
+
+    def _replace_array(self) -> None:
+        began, file = time.monotonic(), self._file
+        if file is None or file.path is None or not is_regular(file.path) or os.path.getsize(file.path) < file.size:
+            return  # a person has removed it or cut it off: the array stays as it was
+        with atomic_write(self._array) as array:
+            array.write(b"[\n" if file.size else b"[")
+            for chunk in replace(file, size=max(file.size - 1, 0)).chunks():  # without the last end of a line
+                array.write(chunk.replace(b"\n", b",\n"))
+            array.write(b"\n]\n" if file.size else b"]\n")
+        self._replaced_at, self._is_stale = time.monotonic(), False
+        self._pause = 100 * (self._replaced_at - began)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save or load the rows; a snapshot beside their file has its length instead, and their number."""
+        rows = in_file = None
+        if isinstance(serializer, Serializer):
+            if self._is_stale and time.monotonic() >= self._replaced_at + self._pause:
+                self._replace_array()
+            file = AppendOnly() if self._file is None else self._file
+            if (state := file.state(serializer.directory, serializer.refer)) is None:
+                rows = self.all
+            else:
+                in_file = [*state, len(self)]
+        rows, in_file = serializer("log", rows), serializer("file", in_file)
+        self._written = serializer("written", self._written)
+        if not isinstance(serializer, Serializer):
+            self._stored, self._stored_count, self._recent = AppendOnly(), 0, list(rows or ())
+            if rows is None and in_file is not None:
+                self._find(AppendOnly.restore(in_file, serializer.directory), count=in_file[3])
+            if not serializer.comm.is_main:  # now, because rank 0 writes the file as soon as all have loaded
+                self._keep_in_memory()
+
+    def _find(self, stored: AppendOnly, count: int) -> None:
+        """Find the rows in the file beside a snapshot, up to its length at the time of the snapshot."""
+        if stored.size > _SMALL and stored.is_intact():
+            self._stored, self._stored_count = stored, count
+        elif stored.size <= _SMALL and (text := stored.read()) is not None:
+            self._recent = _parse(text)
+        else:
+            self._written = None
+            stored.warn_of_loss(_describe_loss(count))
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(to_json(row), default=str, allow_nan=False) + "\n").encode()
+
+
+def _parse(text: bytes) -> list[Row]:
+    return [from_json(json.loads(line)) for line in text.splitlines()]
+
+
+def _describe_loss(count: int) -> str:
+    return "the log continues without its earlier rows" + (f", {count} of them" if count else "")
 
 
 def _record(row: Mapping[str, Any], media: Mapping[str, Media] | None) -> Record:

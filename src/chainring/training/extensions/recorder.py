@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chainring import _random
-from chainring._append_only import AppendOnly, set_rows_aside
-from chainring._files import make_folder
+from chainring._files import AppendOnly, make_folder, set_rows_aside
 from chainring.reporting.summary import is_scalar
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training._digests import Batches, StateDigests, read_together

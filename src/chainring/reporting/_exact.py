@@ -1,159 +1,18 @@
-"""The numbers of one key over an interval, with their weights: stacked where they lie, then summed without rounding.
-
-A mean is the correctly rounded sum of the products value x weight in float64 over the summed weight. So it does not depend
-on where a snapshot fell or on how values were grouped. The values stay on their device, stacked in chunks, because a
-thousand live scalars slow every iteration. They are read, which waits for the device, when a mean is computed or the state
-is saved; a long interval is also read every few thousand values, so that neither memory nor a snapshot grows with it.
-"""
+"""Sums of floats without rounding, in a fixed number of integers however many floats were added, in whatever order."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chainring.serializers.protocol import AbstractSerializer, Serializer
-
-_MAX_CHUNKS = 64
-"""The number of chunks that are merged into one."""
-_MAX_VALUES = 2048
-"""The number of values from which merged chunks are summed: many, since this has a fixed cost for each key."""
-_Chunk = tuple[Tensor, Tensor]
-"""Values and their weights."""
-
 _POINT = 1074  # every finite float is a multiple of 2**-1074, the least positive one
 _RANGE = 2098  # bits of the largest float in those units
 _COUNT = 64  # further bits, for 2**64 of them
 _NAN, _PLUS, _MINUS = 1, 2, 4
-
-
-class Column:
-    """The numbers of one key, with their weights.
-
-    Args:
-        with_deviation: True if their deviation will be asked for, which takes a microsecond a value.
-    """
-
-    __slots__ = ("chunks", "sums", "with_deviation")
-
-    def __init__(self, with_deviation: bool) -> None:
-        self.with_deviation = with_deviation
-        self.chunks: list[_Chunk] = []
-        self.sums: Moments | None = None  # of values that are in no chunk any more
-
-    def append(self, values: Tensor, weights: Tensor) -> None:
-        """Add vectors of numbers and of their weights."""
-        self.chunks.append((values, weights))
-        if len(self.chunks) >= _MAX_CHUNKS:
-            self.chunks = _merge(self.chunks)
-            if len(self.chunks) > _MAX_CHUNKS // 2 or sum(len(weights) for _, weights in self.chunks) >= _MAX_VALUES:
-                self.fold()
-
-    def fold(self) -> Moments:
-        """Sum all numbers, and return the sums in place of them."""
-        read([self])
-        chunks, self.chunks = self.chunks, []
-        if self.sums is None:
-            self.sums = Moments(self.with_deviation)
-        for values, weights in chunks:
-            self.sums.add(values, weights)
-        return self.sums
-
-    def mean(self) -> float:
-        """Return the weighted mean; NaN if there are no numbers."""
-        if self.sums is not None:
-            sums = self.fold()
-            return _quotient(sums.products.value(), sums.weights.value(), sums.least, sums.largest)
-        read([self])  # hot path: "keys in the log": of a short interval no sums are made
-        return _mean_of(*self.chunks[0]) if self.chunks else math.nan
-
-    def statistics(self) -> tuple[float, float]:
-        """Return the weighted mean and the weighted population standard deviation; NaN if there are no numbers."""
-        deviation = self.fold().deviation()
-        return self.mean(), deviation
-
-    def merge(self, sums: Moments) -> None:
-        """Add numbers of which these are the sums."""
-        self.fold().merge(sums)
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        """Save the sums, or load them into rank 0: a mean does not depend on which rank has them."""
-        sums = serializer("folded", self.fold().to_tensor() if isinstance(serializer, Serializer) else None)
-        if not isinstance(serializer, Serializer):
-            self.chunks = []
-            self.sums = Moments.from_tensor(sums, self.with_deviation) if serializer.comm.rank == 0 else None
-
-
-def read(columns: Iterable[Column]) -> None:
-    """Bring the numbers of columns to the host, as one chunk in float64; the one place where a device is waited for."""
-    unread = [column for column in columns if not _is_read(column.chunks)]
-    for column in unread:
-        column.chunks = _merge(column.chunks)
-    waiting: defaultdict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = defaultdict(dict)
-    for column in unread:
-        for chunk in column.chunks:
-            for tensor in chunk:
-                waiting[tensor.dtype, tensor.device][id(tensor)] = tensor  # weights are those of many columns
-    on_host: dict[int, Tensor] = {}
-    for tensors in waiting.values():  # by one copy
-        joined = torch.cat(list(tensors.values())).cpu().to(torch.float64)
-        on_host.update(zip(tensors, torch.split(joined, [len(tensor) for tensor in tensors.values()]), strict=True))
-    for column in unread:
-        column.chunks = [_concatenate([(on_host[id(values)], on_host[id(weights)]) for values, weights in column.chunks])]
-
-
-def _is_read(chunks: Sequence[_Chunk]) -> bool:
-    return not chunks or (
-        len(chunks) == 1 and all(tensor.dtype == torch.float64 and tensor.device.type == "cpu" for tensor in chunks[0])
-    )
-
-
-def _merge(chunks: Sequence[_Chunk]) -> list[_Chunk]:
-    """Concatenate neighbours of the same dtypes and devices."""
-    groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
-    return [_concatenate(list(group)) for _, group in groups]
-
-
-def _concatenate(chunks: Sequence[_Chunk]) -> _Chunk:
-    if len(chunks) == 1:  # hot path: "keys in the log"
-        return chunks[0]
-    values, weights = zip(*chunks, strict=True)
-    return torch.cat(values), torch.cat(weights)
-
-
-def _mean_of(values: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
-    if not len(values):
-        return math.nan
-    products = _exact_sum((values * weights).tolist())
-    counts = None if math.isfinite(products) else weights != 0
-    if counts is not None and not counts.all():  # zero times infinity is NaN, and a value of no weight adds nothing
-        return _mean_of(values[counts], weights[counts])
-    return _quotient(products, _exact_sum(weights.tolist()), values.min().item(), values.max().item())
-
-
-def _quotient(products: float, weights: float, least: float, largest: float) -> float:
-    """Return a mean from its two sums, and within the values of which it is the mean; NaN without weight."""
-    if not weights:
-        return math.nan
-    mean = products / weights
-    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
-    return min(max(mean, least), largest) if math.isfinite(mean) else mean
-
-
-def _exact_sum(numbers: list[float]) -> float:
-    """Return the correctly rounded sum, which does not depend on the order."""
-    try:
-        return math.fsum(numbers)
-    except (ValueError, OverflowError):  # infinities of both signs; past the largest float on the way, in this order
-        total = ExactSum()
-        total.add(numbers)
-        return total.value()
 
 
 class ExactSum:
