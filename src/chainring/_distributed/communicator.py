@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chainring._distributed.attendance import begin_alone, end_alone
 from chainring._messages import warn
 from chainring.converters import Device, as_device, is_auto
 
@@ -74,11 +73,15 @@ class Communicator:
                 f"{dist.get_world_size()} ranks have been started, and every rank trains on all data by itself, because "
                 "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
             )
+            from chainring._distributed.attendance import begin_alone  # which few programs need
+
             begin_alone(dist.get_rank(), dist.get_world_size())
 
     def end(self) -> None:
         """End a run."""
         if self.world.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            from chainring._distributed.attendance import end_alone
+
             end_alone()
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:

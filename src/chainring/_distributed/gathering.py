@@ -1,10 +1,11 @@
-"""Sharded tensors brought whole to the one rank that writes them, one at a time."""
+"""The ranks that hold a sharded model, and its tensors brought whole to the one that writes them, one at a time."""
 
 from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chainring._distributed.communicator import Communicator
+from chainring._distributed.group import GroupCommunicator
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of, to_local
 
 _PIECE = 1 << 20  # bytes that are sent at once
@@ -157,6 +160,30 @@ def root_mesh(mesh: Any) -> Any:
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     return attrgetter("_mesh_resources.get_root_mesh")(sys.modules["torch.distributed.device_mesh"])(mesh)  # to torch 2.9
+
+
+def holders_of(values: Iterable[Any]) -> Communicator:
+    """Return the ranks that hold parts of some of these values, where they are those of the process group; else this one."""
+    mesh = next((root_mesh(value.device_mesh) for value in values if is_sharded(value)), None)
+    return Communicator() if mesh is None or mesh.size() != dist.get_world_size() else _Holders()
+
+
+class _Holders(GroupCommunicator):
+    """All ranks of the process group, whoever has made it."""
+
+    def __init__(self) -> None:
+        super().__init__(dist.group.WORLD, nullcontext)
+        self.device = exchange_device()
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        objects = [obj]
+        dist.broadcast_object_list(objects, src=root)
+        return objects[0]
 
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:

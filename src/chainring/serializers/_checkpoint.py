@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
-from chainring._distributed.gathering import Load, write_on_one_rank
+from chainring._distributed.gathering import Load, holders_of, write_on_one_rank
 from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
@@ -173,8 +173,6 @@ def _find_communicator(obj: Any, snapshot: SavedSnapshot) -> Communicator:
     """Return the ranks that load an object together; of a model alone those that hold it, if it is far to the snapshot."""
     if snapshot.is_local or not is_module(obj):
         return as_communicator(getattr(obj, "comm", Communicator()))
-    from chainring._distributed.holders import holders_of  # which few programs need
-
     return as_communicator(getattr(obj, "comm", holders_of(state_entries(obj).values())))
 
 
