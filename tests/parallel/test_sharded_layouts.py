@@ -11,9 +11,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
-from chainring.serializers._checkpoint import Checkpoint, capture, read_state
+from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._safetensors import read
 from chainring.serializers._store import DirectoryStore
+from chainring.serializers.protocol import capture
 from chainring.training import StandardUpdater, Trainer, extensions
 from rank_pair import on_ranks
 

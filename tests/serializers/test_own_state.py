@@ -17,8 +17,9 @@ from chainring.cli import main
 from chainring.iterators import SerialIterator
 from chainring.parallel import DataParallel
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers._checkpoint import Checkpoint, capture
+from chainring.serializers._checkpoint import Checkpoint
 from chainring.serializers._store import DirectoryStore
+from chainring.serializers.protocol import capture
 from chainring.training import extensions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler

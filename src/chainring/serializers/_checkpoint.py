@@ -44,7 +44,7 @@ from chainring.serializers._store import (
     open_store,
     split,
 )
-from chainring.serializers.protocol import DictionaryDeserializer, StateCollector
+from chainring.serializers.protocol import DictionaryDeserializer, StateCollector, capture
 
 if TYPE_CHECKING:
     from chainring.serializers._background import BackgroundWriter, StagingBuffers
@@ -228,15 +228,15 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
         raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
     if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(open_file(source))):
         return None
-    from chainring.serializers.foreign import ForeignPlan, read_foreign  # which builds on this file
+    from chainring.serializers.foreign import plan_loading  # which few programs need
 
-    found = read_foreign(source)
-    if found is None and source.is_file():
+    plan = plan_loading(source, obj, path, strict)
+    if plan is None and source.is_file():
         raise ValueError(
             f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
             "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
         )
-    return None if found is None else ForeignPlan(source, found, obj, path, strict)
+    return plan
 
 
 def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
@@ -275,20 +275,6 @@ def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None
     names = {clean(name): name for name in entries}
     found = {names.get(name, name): value for name, value in tensors.items()}
     load_entries(module, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
-
-
-def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
-    """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
-
-    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
-
-    Raises:
-        TypeError: the object has no state.
-    """
-    serializer = StateCollector(directory)
-    serializer.comm = serializer.comm if comm is None else comm
-    serializer.visit("", unwrap(obj))
-    return serializer
 
 
 class Checkpoint:

@@ -78,8 +78,7 @@ class OptimizerState:
         initial = _members(visit_optional(serializer, "initial_groups", None) or members)
         if initial == _members(self._groups or []) and _members([group["params"] for group in groups]) != members:
             groups = self._regroup(saved_groups)
-        self._load(state, saved_groups, {**extra, "other": other}, groups)
-        self._keep_tensors(made)
+        self._load(state, saved_groups, {**extra, "other": other}, groups, made)
         self._apply_changes(constructed, made)
 
     def _check_state(self) -> None:
@@ -133,28 +132,21 @@ class OptimizerState:
         self._names = _names_in(self._optimizer, self._model_names)
         return saved
 
-    def _load(self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any]) -> None:
+    def _load(
+        self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any], made: list[dict[str, Any]]
+    ) -> None:
         _require_same(saved, live)
-        index_of = {name: index for index, name in enumerate(self._names)}
-        positions = iter(range(len(self._names)))
-        counts = [len(group["params"]) for group in live]
+        parameters = dict(zip(self._names, enumerate(_parameters(self._optimizer)), strict=True))
+        by_position: dict[Any, Any] = {}
+        for name, entries in state.items():
+            position, parameter = parameters[name]
+            by_position[position] = _shard_like(entries, parameter)
+        positions = itertools.count()
         groups = [
-            {**group, "params": _Positions(itertools.islice(positions, count))}
-            for group, count in zip(saved, counts, strict=True)
+            {**group, "params": _Positions(itertools.islice(positions, len(own["params"])))}
+            for group, own in zip(saved, live, strict=True)
         ]
-        parameters = list(_parameters(self._optimizer))
-        state = {name: _shard_like(entries, parameters[index_of[name]]) for name, entries in state.items()}
-        by_index = {index_of[name]: entries for name, entries in state.items()}
-        other = extra.pop("other")
-        self._optimizer.load_state_dict({**extra, "state": {**by_index, **other}, "param_groups": groups})
-        self._restore_dtypes(state)
-
-    def _keep_tensors(self, made: list[dict[str, Any]]) -> None:
-        """Put loaded settings into the tensors that the script has made, which a captured step reads."""
-        for group, settings in zip(self._optimizer.param_groups, made, strict=False):
-            group.update(
-                {key: _filled(settings[key], value) for key, value in group.items() if _has_tensor(settings.get(key))}
-            )
+        load_optimizer(self._optimizer, {**by_position, **extra.pop("other")}, groups, extra, made)
 
     def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
         """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
@@ -167,12 +159,27 @@ class OptimizerState:
                         group["initial_lr"] = _filled(group["initial_lr"], value)
                     announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
 
-    def _restore_dtypes(self, state: Mapping[str, Any]) -> None:
-        """Undo the cast of ``Optimizer.load_state_dict``, which gives float state the dtype of its parameter."""
-        for name, parameter in zip(self._names, _parameters(self._optimizer), strict=True):
-            loaded = self._optimizer.state.get(parameter, {})
-            for key, value in state.get(name, {}).items():
-                loaded[key] = _with_dtypes(loaded[key], value)
+
+def load_optimizer(
+    optimizer: Optimizer,
+    state: Mapping[Any, Any],
+    groups: list[dict[str, Any]],
+    extra: Mapping[str, Any] | None = None,
+    made: list[dict[str, Any]] | None = None,
+) -> None:
+    """Load state by the positions of parameters: PyTorch would give entries of floats the dtype of their parameter.
+
+    Settings go into the tensors in the groups that the script has ``made``, by default those of now: a captured step reads
+    these.
+    """
+    made = [dict(group) for group in optimizer.param_groups] if made is None else made
+    optimizer.load_state_dict({**(extra or {}), "state": state, "param_groups": groups})
+    for position, parameter in enumerate(_parameters(optimizer)):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state.get(position, {}).items():
+            loaded[key] = _with_dtypes(loaded[key], value)
+    for group, settings in zip(optimizer.param_groups, made, strict=False):
+        group.update({key: _filled(settings[key], value) for key, value in group.items() if _has_tensor(settings.get(key))})
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import shard_like
-from chainring._naming import name_cleaner
+from chainring._naming import name_cleaner, unwrap
 from chainring.serializers._changes import announce_change, telling_changes
 from chainring.serializers._objects import (
     derived,
@@ -280,6 +280,20 @@ class StateCollector(DictionarySerializer):
         if not below:
             return []
         return [path for path, (_, part) in self._owners.items() if part != _ENTRIES and path.startswith(below)]
+
+
+def capture(obj: Any, directory: Path | None = None, comm: Any = None) -> StateCollector:
+    """Return the state of an object as a flat dictionary, not copied, for a snapshot that will lie in ``directory``.
+
+    Of several ranks each calls it, and the result of rank 0 is that of all, but for tensors of which each holds a part.
+
+    Raises:
+        TypeError: the object has no state.
+    """
+    serializer = StateCollector(directory)
+    serializer.comm = serializer.comm if comm is None else comm
+    serializer.visit("", unwrap(obj))
+    return serializer
 
 
 class DictionaryDeserializer(Deserializer):

@@ -11,8 +11,7 @@ import pytest
 from scripted import Counting, trainer_of
 
 from chainring import serializers, training
-from chainring.serializers._checkpoint import capture
-from chainring.serializers.protocol import DictionaryDeserializer
+from chainring.serializers.protocol import DictionaryDeserializer, capture
 from chainring.training import extensions
 from chainring.training.extensions import LogReport
 

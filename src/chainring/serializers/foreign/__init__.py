@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, each format read by a file of its own, and recognised by what is in it.
+"""Checkpoints of other libraries, each format recognised by what is in it; `plan_loading` is the door to all of them.
 
 Nothing is unpickled but by torch's reader of weights alone, and the metadata in `distributed` by a reader of its own.
 """
@@ -6,27 +6,27 @@ Nothing is unpickled but by torch's reader of weights alone, and the metadata in
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from chainring.serializers.foreign import accelerate, chainer, distributed, hugging_face, lightning, pfn_extras, torch_save
-from chainring.serializers.foreign.archive import is_regular_file, is_torch_file, read_torch_file
-from chainring.serializers.foreign.content import ForeignCheckpoint
+from chainring.serializers.foreign import chainer, directories, distributed, torch_files
 from chainring.serializers.foreign.loading import ForeignPlan
 
-__all__ = ["ForeignPlan", "read_foreign"]
+__all__ = ["ForeignPlan", "plan_loading"]
 
-_OF_DIRECTORIES = (distributed.read, accelerate.read, hugging_face.read)
-_OF_TORCH_FILES = (lightning.read, pfn_extras.read, torch_save.read)
+_OF_DIRECTORIES = (distributed.read, directories.read_accelerate, directories.read_hugging_face)
 
 
-def read_foreign(path: Path) -> ForeignCheckpoint | None:
-    """Return what another library has saved; ``None`` for what is not recognised.
+def plan_loading(path: Path, obj: Any, path_in_snapshot: str, strict: bool) -> ForeignPlan | None:
+    """Return how what another library has saved is loaded into an object; ``None`` for what is not recognised.
 
     Raises:
-        ValueError: it is damaged, or holds what is not read.
+        TypeError: the object is neither a model nor a trainer.
+        ValueError, RuntimeError: it is damaged, holds what is not read, or does not fit.
     """
     if path.is_dir():
-        return next((found for read in _OF_DIRECTORIES if (found := read(path)) is not None), None)
-    if not is_torch_file(path):
-        return chainer.read(path) if is_regular_file(path) else None
-    content = read_torch_file(path)
-    return next((found for read in _OF_TORCH_FILES if (found := read(path, content)) is not None), None)
+        found = next((found for read in _OF_DIRECTORIES if (found := read(path)) is not None), None)
+    elif torch_files.is_torch_file(path):
+        found = torch_files.read(path)
+    else:
+        found = chainer.read(path) if torch_files.is_regular_file(path) else None
+    return None if found is None else ForeignPlan(path, found, obj, path_in_snapshot, strict)

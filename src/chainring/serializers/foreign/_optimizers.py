@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from chainring._distributed.sharding import shard_like
 from chainring._naming import name_cleaner
+from chainring.serializers._optimizers import load_optimizer
 from chainring.serializers._restoring import copy_value, is_same_value
 from chainring.serializers.foreign._models import ModelPlan, kind_of
 from chainring.serializers.foreign.content import SavedOptimizer, check_plain
@@ -23,44 +24,12 @@ _ADDED = {"initial_lr", "maximize", "decoupled_weight_decay", "swa_lr", "max_lr"
 """Settings that schedulers add, or later versions of torch."""
 
 
-@dataclass
-class OptimizerPlan:
-    """What will be loaded into an optimizer, which fits: the entries of each parameter in order, and the groups."""
-
-    optimizer: Optimizer | None
-    state: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    report: list[str]
-
-    def apply(self) -> None:
-        """Load it, each tensor in the dtype in which it was saved."""
-        if self.optimizer is None:
-            return
-        made = [dict(group) for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for index, entries in self.state.items():
-            loaded = self.optimizer.state[parameters[index]]
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                    loaded[key] = value.to(loaded[key].device)
-        for group, settings in zip(self.optimizer.param_groups, made, strict=True):
-            for key, value in settings.items():
-                if isinstance(value, Tensor) and key != "params":  # a captured step reads it
-                    group[key] = value.copy_(group[key]) if isinstance(group[key], Tensor) else value.fill_(group[key])
-
-
 def plan_optimizer(
-    path: Path,
-    label: str,
-    optimizer: Any,
-    saved: SavedOptimizer,
-    models: list[ModelPlan],
-    strict: bool,
-) -> OptimizerPlan:
-    """Return the saved state by the parameters here.
+    path: Path, label: str, optimizer: Any, saved: SavedOptimizer, models: list[ModelPlan], strict: bool
+) -> tuple[Callable[[], None], list[str]]:
+    """Return what gives the saved state to the parameters here, and in words what will be loaded.
 
-    Those saved by name are found by name. Those saved by number are found by their order in the groups, if the groups are
+    State saved by names is found by name. State saved by numbers is found by their order in the groups, if the groups are
     as large here, every entry has the shape of its parameter, and no other order is as likely.
 
     Raises:
@@ -68,47 +37,64 @@ def plan_optimizer(
     """
     try:
         keys = _keys_in_order(optimizer, saved, models)
-        state = _entries(optimizer, saved, keys)
+        state = _state_by_position(optimizer, saved, keys)
         groups = _groups(optimizer, saved)
     except ValueError as error:
-        remedy = f"{path}: the saved optimizer {label!r} {error}"
+        reason = f"{path}: the saved optimizer {label!r} {error}"
         if strict:
-            raise ValueError(f"{remedy}. Or leave it out by strict=False") from error
-        return OptimizerPlan(None, {}, [], [f"not loaded: the state of an optimizer. {remedy}"])
+            raise ValueError(f"{reason}. Or leave it out by strict=False") from error
+        return lambda: None, [f"not loaded: the state of an optimizer. {reason}"]
     step = "" if saved.step is None else f", {saved.step} updates"
     report = [f"optimizer {label!r}: the state of {len(state)} of {len(keys)} parameters{step}"]
     if not saved.groups:
         report.append(f"missing: the settings of optimizer {label!r}; those of the script hold")
     if saved.required == "momentum":
         report.append("converted: the momentum, by the learning rate of the script")
-    return OptimizerPlan(optimizer, state, groups, report + _changes(label, optimizer, groups))
+    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key in sorted(settings.keys() & group.keys() - {"params", "initial_lr"}):
+            made, value = group[key], settings[key]
+            if key == "lr":
+                made, value = group.get("initial_lr", made), settings.get("initial_lr", value)
+            if not is_same_value(_plain(made), _plain(value)):
+                place = f"optimizer {label!r}, group {index}"
+                report.append(f"{place}: {key} {_plain(value)!r} is taken, the script has {_plain(made)!r}")
+    return partial(load_optimizer, optimizer, state, groups), report
 
 
 def _keys_in_order(optimizer: Any, saved: SavedOptimizer, models: list[ModelPlan]) -> list[Any]:
     """Return for each parameter here, in the order of the groups, the key of its state in the checkpoint."""
     here: list[list[Any]] = [group["params"] for group in optimizer.param_groups]
     if all(isinstance(key, str) for members in saved.members for key in members):
-        return _by_name(here, saved, models)
+        return _keys_by_name(here, saved, models)
     sizes, own_sizes = [len(members) for members in saved.members], [len(members) for members in here]
     if sizes != own_sizes:
         raise ValueError(
             f"has {sizes} parameters in its groups by number, and this one {own_sizes}, so that it is not certain which is "
             "which: make the same groups in the same order"
         )
-    _check_order(here, models)
-    _check_exchange(optimizer, saved)
+    parameters = {id(parameter) for group in here for parameter in group}
+    for plan in models:
+        clean = name_cleaner(plan.model)
+        own = [clean(name) for name, parameter in plan.model.named_parameters() if id(parameter) in parameters]
+        there = own if plan.order is None else [name for name in plan.order if name in set(own)]
+        if there != [name for name in own if name in set(there)]:
+            name, own_name = next(pair for pair in zip(there, own, strict=False) if pair[0] != pair[1])
+            raise ValueError(
+                f"holds numbers in place of names, and the saved model has {name!r} where this one has {own_name!r}, so "
+                "that it is not certain which is which: define the modules in the saved order"
+            )
+    _refuse_exchanged_groups(optimizer, saved)
     return [key for members in saved.members for key in members]
 
 
-def _by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPlan]) -> list[str]:
+def _keys_by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPlan]) -> list[str]:
     names: dict[int, str] = {}
     for plan in models:
         clean = name_cleaner(plan.model)
         back = {own: name for name, own in plan.names.items()}
-        for name, parameter in plan.model.named_parameters(remove_duplicate=False):
+        for name, parameter in plan.model.named_parameters():
             names.setdefault(id(parameter), back.get(clean(name), clean(name)))
     keys = [names.get(id(parameter), "") for members in here for parameter in members]
-    own_groups = [index for index, members in enumerate(here) for _ in members]
     group_of = {key: index for index, members in enumerate(saved.members) for key in members}
     if missing := [key for key in keys if key not in group_of]:
         raise ValueError(f"has no parameter {missing[0]!r}: make an optimizer of the parameters that were trained")
@@ -116,56 +102,32 @@ def _by_name(here: list[list[Any]], saved: SavedOptimizer, models: list[ModelPla
         raise ValueError(
             f"has {min(more)!r} too, which this one lacks: make an optimizer of the parameters that were trained"
         )
-    if saved.groups and [group_of[key] for key in keys] != own_groups:
+    if saved.groups and [group_of[key] for key in keys] != [index for index, group in enumerate(here) for _ in group]:
         raise ValueError(
             f"has {len(saved.groups)} groups of other parameters than the {len(here)} here: make the same groups"
         )
     return keys
 
 
-def _check_order(here: list[list[Any]], models: list[ModelPlan]) -> None:
-    """Refuse numbers where the saved model has the parameters of this optimizer in another order."""
-    members = {id(parameter) for group in here for parameter in group}
-    for plan in models:
-        if plan.order is None:
-            continue
-        clean = name_cleaner(plan.model)
-        own = [clean(name) for name, parameter in plan.model.named_parameters() if id(parameter) in members]
-        there = [name for name in plan.order if name in set(own)]
-        if there != [name for name in own if name in set(there)]:
-            one, other = next(pair for pair in zip(there, own, strict=False) if pair[0] != pair[1])
+def _refuse_exchanged_groups(optimizer: Any, saved: SavedOptimizer) -> None:
+    """Refuse groups that fit one another's parameters, and whose settings say that they have changed places."""
+
+    def settings(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+        taken = group.keys() & like.keys() - _OF_THE_SCRIPT - {"params", "initial_lr"}
+        return {key: group[key] for key in taken} | {"lr": group.get("initial_lr", group.get("lr"))}
+
+    shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    own = [settings(group, saved.groups[0]) for group in optimizer.param_groups]
+    theirs = [settings(group, optimizer.param_groups[0]) for group in saved.groups]
+    for j, i in itertools.combinations(range(len(own)), 2):
+        are_exchanged = is_same_value(own[i], theirs[j]) and is_same_value(own[j], theirs[i])
+        if shapes[i] == shapes[j] and are_exchanged and not is_same_value(own[i], theirs[i]):
             raise ValueError(
-                f"holds numbers in place of names, and the saved model has {one!r} where this one has {other!r}, so that it "
-                "is not certain which is which: define the modules in the saved order"
+                f"has the settings of group {j} in group {i}, and the reverse: make the groups in the saved order"
             )
 
 
-def _check_exchange(optimizer: Any, saved: SavedOptimizer) -> None:
-    """Refuse groups that fit one another's parameters, and whose settings say that they have changed places."""
-    shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-    own = [_identity(group, saved.groups[0]) for group in optimizer.param_groups]
-    theirs = [_identity(group, optimizer.param_groups[0]) for group in saved.groups]
-    for i, one in enumerate(own):
-        for j in range(i):
-            if (
-                shapes[i] == shapes[j]
-                and one != theirs[i]
-                and is_same_value(one, theirs[j])
-                and is_same_value(own[j], theirs[i])
-            ):
-                raise ValueError(
-                    f"has the settings of group {j} in group {i}, and the reverse: make the groups in the saved order"
-                )
-
-
-def _identity(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {
-        key: value for key, value in group.items() if key in like and key not in _OF_THE_SCRIPT | {"params", "initial_lr"}
-    }
-    return settings | {"lr": group.get("initial_lr", group.get("lr"))}
-
-
-def _entries(optimizer: Any, saved: SavedOptimizer, keys: list[Any]) -> dict[int, dict[str, Any]]:
+def _state_by_position(optimizer: Any, saved: SavedOptimizer, keys: list[Any]) -> dict[int, dict[str, Any]]:
     """Return copies of the entries of each parameter that has some.
 
     Raises:
@@ -173,52 +135,35 @@ def _entries(optimizer: Any, saved: SavedOptimizer, keys: list[Any]) -> dict[int
     """
     if unknown := [key for key in saved.state if key not in set(keys)]:
         raise ValueError(f"has state of {unknown[0]!r:.80}, which is in none of its groups")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
-    for index, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
-        if key in saved.state:
-            entries = saved.state[key]
-            for name, value in entries.items():
-                _check_entry(f"of {key!r:.80}, {name!r:.40}", value, parameter)
-            state[index] = {name: _placed(value, parameter) for name, value in entries.items()}
-            if saved.required == "momentum":  # which Chainer keeps multiplied by the learning rate
-                state[index]["momentum_buffer"] /= _learning_rate(optimizer, index)
+    for position, (key, (parameter, group)) in enumerate(zip(keys, parameters, strict=True)):
+        if key not in saved.state:
+            continue
+        entries = saved.state[key].items()
+        state[position] = {name: _to_entry(f"of {key!r:.80}, {name!r:.40}", value, parameter) for name, value in entries}
+        if saved.required == "momentum":  # which Chainer keeps multiplied by the learning rate
+            if not float(group["lr"]):
+                raise ValueError(
+                    "has a momentum that is multiplied by the learning rate, which is zero here: set it to the saved run's"
+                )
+            state[position]["momentum_buffer"] /= float(group["lr"])
     return state
 
 
-def _learning_rate(optimizer: Any, index: int) -> float:
-    """Return the learning rate of the parameter at a position.
-
-    Raises:
-        ValueError: it is zero.
-    """
-    rates = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
-    if not rates[index]:
-        raise ValueError(
-            "has a momentum that is multiplied by the learning rate, which is zero here: set it to the saved run's"
-        )
-    return rates[index]
-
-
-def _check_entry(what: str, value: Any, parameter: Tensor) -> None:
+def _to_entry(what: str, value: Any, parameter: Tensor) -> Any:
+    """Return a copy of an entry of a parameter's state, sharded as the parameter if it has its shape."""
     if not isinstance(value, Tensor):
         if not isinstance(value, (bool, int, float, str, list, tuple, type(None))):
             raise ValueError(f"has {what}, which is a {type(value).__name__} and no number or tensor")
-        return
+        return copy_value(value)
     check_plain(value, f"what it has {what},")
-    if value.numel() == 1:
-        return
     fits = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
-    if not fits or kind_of(value) != kind_of(parameter):
+    if value.numel() != 1 and (not fits or kind_of(value) != kind_of(parameter)):
         raise ValueError(
             f"has {what}, as {value.dtype} of shape {list(value.shape)}, and the parameter here is {parameter.dtype} of "
             f"shape {list(parameter.shape)}: make the same groups of the same parameters in the same order"
         )
-
-
-def _placed(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return copy_value(value)
     value = value.detach().clone(memory_format=torch.preserve_format)
     return shard_like(value, parameter) if value.shape == parameter.shape else value
 
@@ -235,7 +180,7 @@ def _groups(optimizer: Any, saved: SavedOptimizer) -> list[dict[str, Any]]:
         raise ValueError(f"is of another kind than {type(optimizer).__name__}, which has no {saved.required!r}")
     if len(theirs) != len(optimizer.param_groups):
         raise ValueError(f"has {len(theirs)} groups, and this one {len(optimizer.param_groups)}: make as many")
-    groups, start = [], 0
+    groups, positions = [], itertools.count()
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, theirs, strict=True)):
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if settings and (differ := (own.keys() ^ settings.keys()) - _ADDED - _OF_THE_SCRIPT):
@@ -247,14 +192,12 @@ def _groups(optimizer: Any, saved: SavedOptimizer) -> list[dict[str, Any]]:
                 raise ValueError(
                     f"has a {type(value).__name__} as {key!r:.40} of group {index}, where {own.get(key)!r:.40} is here"
                 )
-        if own.get("decoupled_weight_decay", False) != settings.get(
-            "decoupled_weight_decay", own.get("decoupled_weight_decay", False)
-        ):
+        decouples = own.get("decoupled_weight_decay", False)
+        if settings.get("decoupled_weight_decay", decouples) != decouples:
             raise ValueError("decays weights in another way than this one: Adam and AdamW are not the same")
         taken = {key: value for key, value in settings.items() if key not in _OF_THE_SCRIPT}
-        positions = list(range(start, start + len(group["params"])))
-        groups.append({**own, **copy_value(taken), "params": positions})
-        start += len(positions)
+        members = list(itertools.islice(positions, len(group["params"])))
+        groups.append({**own, **copy_value(taken), "params": members})
     return groups
 
 
@@ -265,24 +208,7 @@ def _is_setting(value: Any, own: Any) -> bool:
     if isinstance(own, (bool, str)):
         return isinstance(value, type(own)) or value is None
     is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    if own is None:
-        return is_number or isinstance(value, (str, type(None)))
-    return is_number or value is None
-
-
-def _changes(label: str, optimizer: Any, groups: list[dict[str, Any]]) -> list[str]:
-    """Return lines about settings that the script has made otherwise; those of the checkpoint hold."""
-    lines = []
-    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        for key in sorted(settings.keys() & group.keys() - {"params", "initial_lr"}):
-            made, value = group[key], settings[key]
-            if key == "lr":
-                made, value = group.get("initial_lr", made), settings.get("initial_lr", value)
-            if not is_same_value(_plain(made), _plain(value)):
-                lines.append(
-                    f"optimizer {label!r}, group {index}: {key} {_plain(value)!r} is taken, the script has {_plain(made)!r}"
-                )
-    return lines
+    return is_number or value is None or (own is None and isinstance(value, str))
 
 
 def _plain(value: Any) -> Any:

@@ -11,19 +11,17 @@ import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chainring.serializers._dtypes import find_dtypes, require_dtype
-from chainring.serializers.foreign.archive import read_torch_stream
 from chainring.serializers.foreign.content import ForeignCheckpoint
-from chainring.serializers.foreign.torch_save import from_dictionary
-from chainring.serializers.foreign.weights import find_inside
+from chainring.serializers.foreign.directories import find_inside
+from chainring.serializers.foreign.torch_files import from_dictionary, read_torch_stream
 
 _METADATA = ".metadata"
-_LARGEST_METADATA = 1_000_000_000  # bytes
 _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
     *((f"{_MODULE}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -48,7 +46,6 @@ _DTYPES = find_dtypes([
 
 _Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
 _Place = tuple[str, int, int]
-_DEEPEST = 64
 
 
 class _Entry(NamedTuple):
@@ -69,8 +66,6 @@ def read(directory: Path) -> ForeignCheckpoint | None:
     path = find_inside(directory, _METADATA)
     if path is None:
         return None
-    if path.stat().st_size > _LARGEST_METADATA:
-        raise ValueError(f"{path} has more than {_LARGEST_METADATA:,} bytes, which no metadata have: use another copy")
     try:
         entries, places = _parse(path)
     except Exception as error:  # a damaged pickle raises whatever its parts raise
@@ -104,9 +99,6 @@ class _Record:
 class _MetadataReader(pickle._Unpickler):
     """An unpickler in Python, whose memory grows with what was read alone, and which makes records, sizes and dtypes."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    stack: list[Any]
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return type(name, (_Record,), {})  # a class for this place alone: nothing in the file can change another
@@ -120,34 +112,6 @@ class _MetadataReader(pickle._Unpickler):
             return lambda *parts: "/".join(part for part in parts if isinstance(part, str))
         raise ValueError(f"it names {module}.{name}, which torch's writer never does: use a copy from a place you trust")
 
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise ValueError("it refers to another file, as torch's writer never does")
-
-    def load_setitem(self) -> None:
-        self._check_keys([self.stack[-2]])
-        super().load_setitem()  # type: ignore[misc]
-
-    def load_setitems(self) -> None:
-        self._check_keys(self.stack[::2])
-        super().load_setitems()  # type: ignore[misc]
-
-    def _refuse(self) -> NoReturn:
-        raise ValueError("it has an instruction that torch's writer never uses")
-
-    @staticmethod
-    def _check_keys(keys: list[Any]) -> None:
-        """Refuse a key that could take for ever to hash, such as a tuple of tuples of tuples."""
-        if not all(isinstance(key, (str, int, _Record)) for key in keys):
-            raise ValueError("it has a key that is neither text nor a number")
-
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-    for _code in (
-        *(pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4),
-        *(pickle.DICT, pickle.FROZENSET, pickle.ADDITEMS, pickle.BYTEARRAY8),
-    ):
-        dispatch[_code[0]] = _refuse
-
 
 def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]]:
     """Return the entries of the saved dictionary by key, and where each chunk lies: by key and offsets, file and span."""
@@ -159,7 +123,7 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]
     entries = {}
     for key, record in tensors.items():
         keys = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
-        if not isinstance(keys, tuple) or len(keys) > _DEEPEST or not all(type(one) in (str, int) for one in keys):
+        if not isinstance(keys, tuple) or not all(type(one) in (str, int) for one in keys):
             raise ValueError("it has a key that is neither text nor a number")
         entries[key] = _Entry(keys, *_tensor_of(record)) if record.get("chunks") is not None else _Entry(keys)
     places = {}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from chainring._naming import unwrap
-from chainring.serializers._checkpoint import capture
 from chainring.serializers._objects import has_state, is_module
+from chainring.serializers._restoring import copy_value, is_same_value
 from chainring.serializers.foreign._models import ModelPlan, plan_model
-from chainring.serializers.foreign._optimizers import OptimizerPlan, plan_optimizer
-from chainring.serializers.foreign._positions import set_position
-from chainring.serializers.foreign._schedulers import plan_scheduler
+from chainring.serializers.foreign._optimizers import plan_optimizer
 from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
-from chainring.serializers.protocol import DictionaryDeserializer
+from chainring.serializers.protocol import DictionaryDeserializer, capture
 
+_ITERATOR = "updater/iterator:main/"
+_COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings
 _SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
 
 
@@ -45,37 +47,124 @@ class ForeignPlan:
     """
 
     def __init__(self, path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:
-        self._saved, self._obj = saved, obj
+        self._path, self._saved, self._obj, self._strict = path, saved, obj, strict
         if is_module(obj):
             models = {"main": unwrap(obj)}
-        elif is_trainer(obj):
+        elif hasattr(getattr(obj, "updater", None), "get_all_models") and hasattr(obj, "entries") and has_state(obj):
             models = {name: unwrap(model) for name, model in obj.updater.get_all_models().items()}
         else:
             raise TypeError(
                 f"{path} is {saved.kind}, which is loaded into a model or a trainer, not into a {type(obj).__name__}"
             )
-        self._parts: list[Any] = []
-        self._changes: dict[str, Any] = {}
+        self._changes: dict[str, Any] = {}  # in the state of a trainer
         plans = _plan_models(path, saved, models, part.strip("/").replace("/", "."), strict)
-        self._parts += plans
+        self._loads: list[Callable[[], Any]] = [plan.apply for plan in plans]
         self._report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
         if is_module(obj):
-            self._report.append(_nothing_of("optimizer", saved.optimizers) or "")
+            self._leave_optimizers()
         else:
-            self._plan_trainer(path, plans, strict)
-        if saved.left:
-            self._report.append(f"not loaded: {_listed(saved.left)}")
+            self._plan_optimizers(plans)
+            self._plan_schedulers()
+            self._plan_counts()
+        if left := saved.left:
+            more = f" and {len(left) - 12} more" if len(left) > 12 else ""
+            self._report.append(f"not loaded: {', '.join(left[:12])}{more}")
 
-    def _plan_trainer(self, path: Path, models: list[ModelPlan], strict: bool) -> None:
-        saved, trainer, report = self._saved, self._obj, self._report
-        self._parts += _plan_optimizers(path, saved, trainer.updater, models, strict, report)
-        self._parts += _plan_schedulers(path, saved, trainer, strict, report)
-        state = capture(trainer).target  # for the counts, which are the same on all ranks
+    def fingerprint(self) -> int:
+        """Return a checksum of all that is taken of the checkpoint."""
+        return checksum({**vars(self._saved), "left": None})
+
+    def apply(self) -> str:
+        """Load it; return in words what was taken and what was not."""
+        for action in self._loads:
+            action()
+        if not is_module(self._obj):
+            loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
+            loaded.comm = self._obj.comm
+            loaded.visit("", self._obj)
+        return "\n  ".join(self._report)
+
+    def _plan_optimizers(self, models: list[ModelPlan]) -> None:
+        own, theirs = self._obj.updater.get_all_optimizers(), self._saved.optimizers
+        if not theirs:
+            self._report.append("missing: the state of an optimizer, which starts again")
+            return
+        is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
+        if len(own) != len(theirs) or (is_named and own.keys() != theirs.keys()):
+            if self._strict:
+                named = f", with the names {', '.join(theirs)}" if is_named else ""
+                raise ValueError(
+                    f"{self._path} has the state of {len(theirs)} optimizers{named}, and the updater has {len(own)}, "
+                    f"{', '.join(own)}: make as many with the same names, or in the same order, or leave them out by "
+                    "strict=False"
+                )
+            self._leave_optimizers()
+            return
+        names = own if own.keys() == theirs.keys() else theirs
+        for label, name in zip(own, names, strict=True):
+            action, report = plan_optimizer(self._path, label, own[label], theirs[name], models, self._strict)
+            self._loads.append(action)
+            self._report += report
+
+    def _leave_optimizers(self) -> None:
+        if number := len(self._saved.optimizers):
+            self._report.append(f"not loaded: the state of {number} optimizer{'s' * (number > 1)}")
+
+    def _plan_schedulers(self) -> None:
+        saved, report = self._saved.schedulers, self._report
+        extensions = [entry.extension for entry in self._obj.entries]
+        own = [scheduler for each in extensions if has_state(scheduler := getattr(each, "scheduler", None))]
+        if len(own) == len(saved):
+            for scheduler, state in zip(own, saved, strict=True):
+                self._plan_scheduler(scheduler, state)
+        elif not saved:
+            report.append("missing: the state of a scheduler, which starts again")
+        elif not own:
+            report.append(
+                "not loaded: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
+            )
+        elif self._strict:
+            raise ValueError(
+                f"{self._path} has the state of {len(saved)} schedulers, and the trainer has {len(own)}: extend it with as "
+                "many in the same order, or leave them out by strict=False"
+            )
+        else:
+            report.append("not loaded: the state of the schedulers, of which the trainer has another number")
+
+    def _plan_scheduler(self, scheduler: Any, saved: Any) -> None:
+        """Plan to load the state of a scheduler, which is of the same kind if it has the same entries."""
+        own, name = scheduler.state_dict(), type(scheduler).__name__
+        theirs = saved if isinstance(saved, Mapping) else {}
+        reason = None
+        if differ := [str(key) for key in own.keys() ^ theirs.keys() if not str(key).startswith("_")]:
+            reason = f"only one of them has {min(differ)!r}"
+        lists = [
+            key for key in ("base_lrs", "lr_lambdas", "_schedulers") if isinstance(own.get(key), list) and key in theirs
+        ]
+        if any(not isinstance(theirs[key], (list, tuple)) or len(theirs[key]) != len(own[key]) for key in lists):
+            reason = reason or "its lists have another length"
+        if reason:
+            text = f"the saved scheduler is another one than the {name} here: {reason}; make the one that was saved"
+            if self._strict:
+                raise ValueError(f"{self._path}: {text}, or leave it out by strict=False")
+            self._report.append(f"not loaded: {text}")
+            return
+        self._report.append(f"scheduler: {name} after {theirs.get('last_epoch')} steps")
+        for key in own:
+            if not str(key).startswith("_") and key not in _COUNTS and not is_same_value(own[key], theirs[key]):
+                self._report.append(f"scheduler: {key} {theirs[key]!r:.60} is taken, the script has {own[key]!r:.60}")
+        self._loads.append(partial(scheduler.load_state_dict, {**own, **copy_value(dict(theirs))}))
+
+    def _plan_counts(self) -> None:
+        """Plan to set the counts of a trainer, which are the same on all ranks, and its loss scaler."""
+        saved, report, state = self._saved, self._report, capture(self._obj).target
         iteration = saved.iteration
-        if iteration is None and len(steps := {one.step for one in saved.optimizers.values()} - {None}) == 1:
+        if iteration is None and len(steps := {optimizer.step for optimizer in saved.optimizers.values()} - {None}) == 1:
             (iteration,) = steps
             report.append(f"counts: the iteration is {iteration}, as the optimizer counts its updates")
-        self._changes = set_position(path, state, saved, iteration, report)
+        if iteration is not None:
+            self._changes["updater/iteration"] = iteration
+        self._plan_position(state, iteration)
         scaler = "updater/precision/scaler"
         if saved.scaler is not None and state.get(scaler) is not None:
             self._changes[scaler] = saved.scaler
@@ -84,24 +173,63 @@ class ForeignPlan:
             "missing: random generators, the order of the data, the state of extensions; these begin as the script says"
         )
 
-    def fingerprint(self) -> int:
-        """Return a checksum of all that is taken of the checkpoint."""
-        return checksum({**vars(self._saved), "left": None})
+    def _plan_position(self, state: Mapping[str, Any], iteration: int | None) -> None:
+        """Plan to bring the iterator to where the saved run was.
 
-    def apply(self) -> str:
-        """Load it; return in words what was taken and what was not."""
-        for part in self._parts:
-            part.apply()
-        if not is_module(self._obj):
-            loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
-            loaded.comm = self._obj.comm
-            loaded.visit("", self._obj)
-        return "\n  ".join(filter(None, self._report))
+        It may count examples, as `SerialIterator` does, or batches of a loader; any other begins as it is.
+        """
+        saved, report = self._saved, self._report
+        own = {key.removeprefix(_ITERATOR): value for key, value in state.items() if key.startswith(_ITERATOR)}
+        size: Any = own.get("size")
+        batch_size: Any = own.get("batch_size")
+        counts_examples = size is not None and bool(batch_size)
+        length = math.ceil(size / batch_size) if counts_examples else own.get("batches")
+        epoch, batches = saved.epoch, saved.batches
+        if epoch is None and iteration is not None and length and state.get("updater/settings/accumulate", 1) == 1:
+            epoch, batches = divmod(iteration, length)
+            report.append(
+                f"missing: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here"
+            )
+        counts = {"iteration": iteration, "epoch": epoch, "batches of the next epoch": batches or None}
+        numbers = ", ".join(f"{name} {number}" for name, number in counts.items() if number is not None)
+        if batches is None and saved.fraction is not None and length is not None:
+            batches = round(saved.fraction * length)
+        if epoch is None:
+            if own:
+                report.append("missing: the place in the data, which begin with a first epoch")
+        elif counts_examples:
+            taken = (batches or 0) * batch_size if saved.examples is None else saved.examples
+            self._set_position(own, epoch, taken, size, batch_size, "examples", "the data have")
+        elif {"passes", "taken", "batches", "epoch_length"} <= own.keys():
+            taken = batches or 0 if saved.examples is None or not batch_size else saved.examples // batch_size
+            self._set_position(own, epoch, taken, length, 1, "batches", "the loader has")
+        elif own:
+            report.append(
+                "not loaded: the place in the data, because the iterator counts in another way; it begins as it is"
+            )
+        report.append(f"counts: {numbers}" if numbers else "missing: iteration and epoch, which begin at 0")
 
-
-def is_trainer(obj: Any) -> bool:
-    """Return whether an object has the updater and the state of a trainer."""
-    return hasattr(getattr(obj, "updater", None), "get_all_models") and hasattr(obj, "entries") and has_state(obj)
+    def _set_position(
+        self, own: Mapping[str, Any], epoch: int, taken: int, length: int | None, step: int, unit: str, whose: str
+    ) -> None:
+        """Set the epochs done, and the examples or batches of the next that were taken."""
+        if length is not None and taken and taken >= length:
+            raise ValueError(
+                f"{self._path}: the saved run had taken {taken} {unit} of an epoch, and {whose} {length}: use the same data "
+                "and the same batch size"
+            )
+        if unit == "batches" and taken and (own.get("loader") is not None or own["epoch_length"] != length):
+            self._report.append(
+                "not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again"
+            )
+            taken = 0
+        previous = max(0.0, epoch + (taken - step) / length) if length and (epoch or taken) else None
+        position: dict[str, Any] = {"epoch": epoch, "position": taken, "is_new_epoch": taken == 0 and epoch > 0}
+        position |= {"previous_epoch_detail": previous}
+        if unit == "batches":
+            detail = epoch + (taken / length if length else 0.0)
+            position |= {"epoch_detail": detail, "passes": epoch + (taken > 0), "taken": taken}
+        self._changes |= {f"{_ITERATOR}{key}": value for key, value in position.items()}
 
 
 def _plan_models(
@@ -124,65 +252,3 @@ def _plan_models(
         if missing or len(saved.models) != 1:
             raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
     return [plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
-
-
-def _plan_optimizers(
-    path: Path, saved: ForeignCheckpoint, updater: Any, models: list[ModelPlan], strict: bool, report: list[str]
-) -> list[OptimizerPlan]:
-    own, theirs = updater.get_all_optimizers(), saved.optimizers
-    if not theirs:
-        report.append("missing: the state of an optimizer, which starts again")
-        return []
-    names = own.keys() if own.keys() == theirs.keys() else theirs.keys()
-    is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
-    if len(own) != len(theirs) or (is_named and own.keys() != theirs.keys()):
-        if strict:
-            named = f", with the names {', '.join(theirs)}" if is_named else ""
-            raise ValueError(
-                f"{path} has the state of {len(theirs)} optimizers{named}, and the updater has {len(own)}, {', '.join(own)}"
-                ": make as many with the same names, or in the same order, or leave them out by strict=False"
-            )
-        report.append(_nothing_of("optimizer", theirs) or "")
-        return []
-    plans = []
-    for label, name in zip(own, names, strict=True):
-        plan = plan_optimizer(path, label, own[label], theirs[name], models, strict)
-        report += plan.report
-        plans.append(plan)
-    return plans
-
-
-def _plan_schedulers(path: Path, saved: ForeignCheckpoint, trainer: Any, strict: bool, report: list[str]) -> list[Any]:
-    extensions = [entry.extension for entry in trainer.entries if has_state(getattr(entry.extension, "scheduler", None))]
-    if not saved.schedulers and not extensions:
-        return []
-    if not saved.schedulers:
-        report.append("missing: the state of a scheduler, which starts again")
-        return []
-    if not extensions:
-        report.append(
-            "not loaded: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
-        )
-        return []
-    if len(extensions) != len(saved.schedulers):
-        if strict:
-            raise ValueError(
-                f"{path} has the state of {len(saved.schedulers)} schedulers, and the trainer has {len(extensions)}: extend "
-                "it with as many in the same order, or leave them out by strict=False"
-            )
-        report.append("not loaded: the state of the schedulers, of which the trainer has another number")
-        return []
-    plans = [
-        plan_scheduler(path, extension.scheduler, state, strict)
-        for extension, state in zip(extensions, saved.schedulers, strict=True)
-    ]
-    report += [line for plan in plans for line in plan.report]
-    return plans
-
-
-def _nothing_of(role: str, found: Mapping[str, Any]) -> str | None:
-    return f"not loaded: the state of {len(found)} {role}{'s' * (len(found) > 1)}" if found else None
-
-
-def _listed(names: list[str], limit: int = 12) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -20,7 +20,6 @@ from chainring._naming import name_cleaner
 from chainring.serializers._background import BackgroundWriter, StagingBuffers
 from chainring.serializers._checkpoint import (
     Checkpoint,
-    capture,
     checkpoint_of_copies,
     is_saved_as_file,
     load_snapshot,
@@ -30,7 +29,7 @@ from chainring.serializers._checkpoint import (
 from chainring.serializers._objects import has_state, is_module, serialize_method
 from chainring.serializers._restoring import without_collections
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Store, find_newest
-from chainring.serializers.protocol import StateCollector
+from chainring.serializers.protocol import StateCollector, capture
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 
