@@ -17,6 +17,7 @@ Trace = Mapping[int, Mapping[str, Mapping[str, Any]]]
 CAUSES = ("batch", "module", "loss", "gradient", "generators", "value", "state", "tensor")
 """Kinds of things, in the order in which an iteration has them."""
 
+_WORDS = {"generators": "the random generators", "gradient": "the gradient of"}
 _OF_BOTH = ("loss", "settings")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a floating-point number
 
@@ -38,6 +39,16 @@ class Difference:
     name: str = ""
     text: str = ""
     after: int | None = None
+
+    @property
+    def named(self) -> str:
+        """Its name, and how it differs."""
+        return f"{self.name}{': ' * bool(self.text and self.name)}{self.text}"
+
+    @property
+    def words(self) -> str:
+        """All of it but the iteration, such as ``"the loss main/loss: 0.5 -> 0.25"``."""
+        return f"{_WORDS.get(self.what, f'the {self.what}')} {self.named}".rstrip()
 
     @property
     def is_exact(self) -> bool:

@@ -22,7 +22,7 @@ from chainring.cli._replays import (
     same,
     shorten,
 )
-from chainring.testing._evidence import Condition, Evidence, collect
+from chainring.testing._conditions import Condition, Evidence, collect
 from chainring.testing._replaying import NoReplay
 
 _HELP = """

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from chainring._files import to_json
+from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun
-from chainring._runs.traces import Difference
+from chainring._runs.traces import CAUSES, Difference
 from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._diff_replays import Replayed, replay_both, require_script
+from chainring.cli._replays import RecordedRun, same
 from chainring.serializers._store import CorruptError
-from chainring.testing._parting import Parting, compare_runs
+from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart, first_tensor
 
 _MOST_SHOWN = 12
-_WORDS = {"batch": "the batch", "loss": "the loss", "generators": "the random generators", "value": "the value",
-          "state": "the state", "module": "the module", "gradient": "the gradient of", "tensor": "the tensor"}  # fmt: skip
+_MOST_IN_DETAIL = 64  # iterations
 _HELP = """
 Compare two runs by what they have left: the first iteration in which they
 differ, and the loss, batch, generators or tensor that does; and the settings
@@ -57,15 +58,20 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare, print what was found, and return the exit status."""
-    require_script(options.script)
+    if options.script is not None and not Path(options.script).is_file():  # also where it would not be needed
+        raise FileNotFoundError(f"there is no script {options.script}")
     try:
-        one, other = FinishedRun.open(options.one), FinishedRun.open(options.other)
-        found = compare_runs(one, other)
-        replayed = _replay(options.script, found, one, other) if options.script is not None else None
+        runs = FinishedRun.open(options.one), FinishedRun.open(options.other)
+        comparison = compare_runs(*runs)
+        replayed = None
+        if options.script is not None and not comparison.is_same:
+            replayed = _replay_both(options.script, comparison, runs)
+            if replayed.first is not None and (comparison.first is None or not comparison.first.is_exact):
+                comparison.differences.append(replayed.first)
         if options.json:
-            print_json(to_json(_facts(found, replayed)))
+            print_json(to_json(_facts(comparison, replayed)))
         else:
-            print(*map(printable, _lines(found, replayed, one, other)), sep="\n")
+            print(*map(printable, _lines(comparison, replayed, runs)), sep="\n")
     except (CorruptError, RecursionError) as error:
         raise ValueError(str(error)) from error  # 1 is the answer that they differ
     except (OSError, ValueError):
@@ -73,34 +79,17 @@ def run(options: argparse.Namespace) -> int:
     except Exception:
         traceback.print_exc()
         return 2
-    return {True: 0, False: 1, None: 2}[found.is_same]
+    return {True: 0, False: 1, None: 2}[comparison.is_same]
 
 
-def _replay(script: str, found: Parting, one: FinishedRun, other: FinishedRun) -> Replayed | None:
-    """Replay two runs that differ, and add to what was found."""
-    if found.is_same:
-        return None
-    replayed = replay_both(script, found, one, other)
-    first = found.first
-    if replayed.first is not None and (first is None or not first.is_exact):
-        found.findings.append(replayed.first)
-    return replayed
-
-
-def _first_tensor(found: Parting, replayed: Replayed | None) -> Difference | None:
-    both = found.tensor, None if replayed is None else replayed.tensor
-    tensors = [each for each in both if each is not None]
-    return min(tensors, key=lambda each: each.iteration, default=None)
-
-
-def _facts(found: Parting, replayed: Replayed | None) -> dict[str, Any]:
-    first, tensor = found.first, _first_tensor(found, replayed)
+def _facts(comparison: Comparison, replayed: Replayed | None) -> dict[str, Any]:
+    first, tensor = comparison.first, _first_tensor(comparison, replayed)
     module = replayed and replayed.module
     return {
-        "same": found.is_same,
+        "same": comparison.is_same,
         "iteration": first and first.iteration,
         "exact": first and first.is_exact,
-        "after": first.after if first else found.same_until,
+        "after": first.after if first else comparison.same_until,
         "what": first and first.what,
         "name": first and first.name,
         "difference": first and first.text,
@@ -116,102 +105,167 @@ def _facts(found: Parting, replayed: Replayed | None) -> dict[str, Any]:
             "first": replayed.first and asdict(replayed.first),
             "module": module and asdict(module),
         },
-        "settings": {name: list(values) for name, values in found.settings.items()},
-        "iterations": list(found.lasts),
-        "compared": found.compared,
-        "not_compared": found.not_compared,
+        "settings": {name: list(values) for name, values in comparison.settings.items()},
+        "iterations": list(comparison.lasts),
+        "compared": comparison.compared,
+        "not_compared": comparison.not_compared,
     }
 
 
-def _lines(found: Parting, replayed: Replayed | None, one: FinishedRun, other: FinishedRun) -> Iterator[str]:
-    yield _answer(found, one, other)
-    first = found.first
+def _first_tensor(comparison: Comparison, replayed: Replayed | None) -> Difference | None:
+    tensors = [comparison.first_of("tensor"), None if replayed is None else replayed.tensor]
+    return min((found for found in tensors if found is not None), key=lambda found: found.iteration, default=None)
+
+
+# --- in words ---
+
+
+def _lines(comparison: Comparison, replayed: Replayed | None, runs: tuple[FinishedRun, FinishedRun]) -> Iterator[str]:
+    first = comparison.first
+    yield _answer(comparison, runs)
     if first is not None:
-        yield from (f"  {_describe(each)}" for each in _others(found, first)[:_MOST_SHOWN])
-        tensor = _first_tensor(found, replayed)
+        others: dict[tuple[str, str], Difference] = {}  # in the same iteration, which both log and snapshot may have
+        for found in comparison.differences:
+            if found.iteration == first.iteration and (found.what, found.name) != (first.what, first.name):
+                others.setdefault((found.what, found.name), found)
+        yield from (f"  {found.words}" for found in [*others.values()][:_MOST_SHOWN])
+        tensor = _first_tensor(comparison, replayed)
         if tensor is not None and first.what != "tensor" and tensor.iteration != first.iteration:
-            yield f"the first tensor that differs, after iteration {tensor.iteration}: {_named(tensor)}"
-        yield from _later_lines(found, first)
+            yield f"the first tensor that differs, after iteration {tensor.iteration}: {tensor.named}"
+        yield from _later_lines(comparison, first)
     if replayed is not None:
         yield from _replayed_lines(replayed)
-    yield from _setting_lines(found.settings)
-    yield from (f"compared: {text}" for text in found.compared)
-    yield from (f"not compared: {text}" for text in found.not_compared)
+    settings = comparison.settings
+    if settings:
+        yield "settings that differ:"
+    for name, (value, other) in list(settings.items())[:_MOST_SHOWN]:
+        yield f"  {name}: {_short(value)} -> {_short(other)}"
+    if len(settings) > _MOST_SHOWN:
+        yield f"  and {len(settings) - _MOST_SHOWN} more, which --json shows"
+    yield from (f"compared: {text}" for text in comparison.compared)
+    yield from (f"not compared: {text}" for text in comparison.not_compared)
 
 
-def _others(found: Parting, first: Difference) -> list[Difference]:
-    """Return what else differs in the first iteration, each value once, although log and snapshot have it too."""
-    others: dict[tuple[str, str], Difference] = {}
-    for each in found.findings:
-        if each.iteration == first.iteration and (each.what, each.name) != (first.what, first.name):
-            others.setdefault((each.what, each.name), each)
-    return [*others.values()]
+def _answer(comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> str:
+    first = comparison.first
+    if comparison.is_same is None:
+        return "not known: the two runs have left nothing that can be compared"
+    if first is None:
+        shorter, longer = sorted(runs, key=lambda run: run.last)
+        end = f", with which {shorter.place} ends; {longer.place} has {longer.last}" if shorter.last < longer.last else ""
+        return f"same up to iteration {comparison.same_until}{end}"
+    if first.iteration == 0:
+        return f"different from the beginning: {first.words}"
+    if first.is_exact:
+        return f"different from iteration {first.iteration} on: {first.words}"
+    since = "the first to compare" if not first.after else f"and the same in iteration {first.after}"
+    return f"different by iteration {first.iteration}, {since}: {first.words}"
 
 
-def _later_lines(found: Parting, first: Difference) -> Iterator[str]:
+def _later_lines(comparison: Comparison, first: Difference) -> Iterator[str]:
     """Yield where each other kind of value differs for the first time, and what the generators have changed, if nothing."""
-    for what in ("batch", "loss", "value", "state"):
-        later = min((each for each in found.findings if each.what == what), key=lambda each: each.iteration, default=first)
-        if what != first.what and later.iteration > first.iteration:
-            text = f": {_named(later)}" if _named(later) else ""
-            yield f"the first {_WORDS[what].removeprefix('the ')} that differs, in iteration {later.iteration}{text}"
-    if first.what == "generators" and all(each.what == "generators" for each in found.findings):
-        names = {each.name.split("/")[2] for each in found.findings if each.name.count("/") >= 2}
+    for kind in ("batch", "loss", "value", "state"):
+        later = comparison.first_of(kind)
+        if kind != first.what and later is not None and later.iteration > first.iteration:
+            text = f": {later.named}" if later.named else ""
+            yield f"the first {kind} that differs, in iteration {later.iteration}{text}"
+    if all(found.what == "generators" for found in comparison.differences):
+        names = {found.name.split("/")[2] for found in comparison.differences if found.name.count("/") >= 2}
         which = f" ({', '.join(sorted(names))})" if names else ""
         remedy = "; chainring.deterministic(seed) lets all of them begin alike" if not first.after else ""
         yield f"all else that was compared is the same: what was drawn from them{which} has changed nothing{remedy}"
 
 
 def _replayed_lines(replayed: Replayed) -> Iterator[str]:
-    if replayed.first is None:
+    first, module = replayed.first, replayed.module
+    if first is None:
         yield (
             f"the replays compute the same in iterations {replayed.begin + 1} to {replayed.end}: what differs is kept by an "
             "extension, or it comes from code, data, versions or a machine that are others now"
         )
-    elif replayed.first.what not in ("module", "tensor"):
-        when = f"in iteration {replayed.first.iteration}" if replayed.first.iteration else "before the first update"
-        yield f"the first that differs in the replays, {when}: {_describe(replayed.first)}"
-    if replayed.module is not None:
-        text = f"{replayed.module.name}, {replayed.module.text}"
-        yield f"the first module whose output differs, in iteration {replayed.module.iteration}: {text}"
-    elif replayed.first is not None:
+    elif first.what not in ("module", "tensor"):
+        when = f"in iteration {first.iteration}" if first.iteration else "before the first update"
+        yield f"the first that differs in the replays, {when}: {first.words}"
+    if module is not None:
+        yield f"the first module whose output differs, in iteration {module.iteration}: {module.name}, {module.text}"
+    elif first is not None:
         yield "no module returns anything else"
     yield from replayed.notes
-
-
-def _answer(found: Parting, one: FinishedRun, other: FinishedRun) -> str:
-    first = found.first
-    if found.is_same is None:
-        return "not known: the two runs have left nothing that can be compared"
-    if first is None:
-        shorter, longer = sorted((one, other), key=lambda run: run.last)
-        end = f", with which {shorter.place} ends; {longer.place} has {longer.last}" if shorter.last < longer.last else ""
-        return f"same up to iteration {found.same_until}{end}"
-    if first.iteration == 0:
-        return f"different from the beginning: {_describe(first)}"
-    if first.is_exact:
-        return f"different from iteration {first.iteration} on: {_describe(first)}"
-    since = "the first to compare" if not first.after else f"and the same in iteration {first.after}"
-    return f"different by iteration {first.iteration}, {since}: {_describe(first)}"
-
-
-def _describe(found: Difference) -> str:
-    return f"{_WORDS[found.what]} {_named(found)}".rstrip()
-
-
-def _named(found: Difference) -> str:
-    return f"{found.name}{': ' * bool(found.text and found.name)}{found.text}"
-
-
-def _setting_lines(settings: Mapping[str, Any]) -> Iterator[str]:
-    if settings:
-        yield "settings that differ:"
-    for name, (one, other) in list(settings.items())[:_MOST_SHOWN]:
-        yield f"  {name}: {_short(one)} -> {_short(other)}"
-    if len(settings) > _MOST_SHOWN:
-        yield f"  and {len(settings) - _MOST_SHOWN} more, which --json shows"
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:60]} ... {text[-30:]}"
+
+
+# --- replays of both ---
+
+
+@dataclass
+class Replayed:
+    """What two replays have found.
+
+    Attributes:
+        begin, end: the iterations that were compared are those after the one up to the other.
+        first: the first step that differs.
+        module: the first module that returns something else.
+        tensor: the first tensor that differs at the end of an iteration.
+        notes: sentences about the replays.
+    """
+
+    begin: int = 0
+    end: int = 0
+    first: Difference | None = None
+    module: Difference | None = None
+    tensor: Difference | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def _replay_both(script: str, comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> Replayed:
+    """Replay two runs where they part, each with its own arguments.
+
+    Raises:
+        ValueError: a run cannot be replayed.
+    """
+    last = min(comparison.lasts)
+    if not last:
+        raise ValueError("--script replays what both runs have computed, and one of them has not come to an iteration")
+    recorded = [RecordedRun(argparse.Namespace(run_directory=run.place, script=script, arguments=[])) for run in runs]
+    computed = [kind for kind in CAUSES if kind != "generators"]  # in which generators may be that nobody uses
+    first = comparison.first_of(*computed) or comparison.first
+    if first is None:
+        begin, end = 0, last
+    else:  # from an iteration after which the state is the same, as far as it is known
+        begin = first.after or 0
+        if comparison.tensors_same_at is not None:
+            begin = comparison.tensors_same_at
+        elif first.is_exact:
+            begin = first.iteration - 2
+        begin, end = max(min(begin, first.iteration - 1, last - 1), 0), min(max(first.iteration, 1) + 1, last)
+    replayed = _search(recorded, begin, end)
+    if begin and replayed.first is not None and replayed.first.iteration <= begin:  # it was there before
+        replayed = _search(recorded, 0, end)
+    return replayed
+
+
+def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
+    replayed = Replayed(begin, end)
+    if end - begin > _MOST_IN_DETAIL:
+        steps = [_capture(run, begin, end, replayed, in_detail=False) for run in runs]
+        first = first_step_apart(*steps)
+        if first is None:
+            return replayed
+        begin, end = max(first.iteration - 2, begin), min(first.iteration + 1, end)
+    steps = [_capture(run, begin, end, replayed, in_detail=True) for run in runs]
+    replayed.first, replayed.module = first_step_apart(*steps), first_module(*steps)
+    replayed.tensor = first_tensor(*steps)
+    if (settings := differing_settings(*steps)) is not None:
+        replayed.notes.append(f"settings of the optimizer after iteration {settings[0]}: {', '.join(settings[1][:4])}")
+    return replayed
+
+
+def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Steps:
+    found = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
+    notes = [*found["notes"], *([found["comparison"]["difference"]] if same(found) is False else [])]
+    replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]
+    return {int(iteration): step for iteration, step in found["captured"].items()}

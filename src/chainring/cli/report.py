@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from chainring._runs.comparison import compare_runs
 from chainring._runs.finished import FinishedRun
 from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
 from chainring.html_report import Parting, names_of, watch, write, write_several
-from chainring.testing._parting import compare_runs
 
 _PORT = 8642
 _MOST_COMPARED = 6  # runs of which it is looked up where each parts from the first

@@ -23,12 +23,12 @@ from tqdm import tqdm
 
 from chainring import serializers
 from chainring._files import from_json, to_json
+from chainring._runs.finished import FinishedRun
 from chainring.reporting.summary import is_scalar
-from chainring.testing import _recorded
-from chainring.testing._evidence import Condition
+from chainring.testing._conditions import Condition
 from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
-from chainring.testing._replaying import NoReplay, Replay, Watch
+from chainring.testing._replaying import NoReplay, Replay, Watch, compare_with_record
 from chainring.testing.replay import recorded_threads
 from chainring.training.trainer import Trainer
 
@@ -106,7 +106,7 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         facts["error"] = f"{type(error).__name__}: {error}"
     reached = watch.found.iteration if watch.found else trainer.updater.iteration
     origin = replaying.origin
-    comparison = _recorded.compare(Path(task.source), trainer, origin.iteration, reached, ranks=origin.ranks)
+    comparison = compare_with_record(FinishedRun(task.source), trainer, origin, reached)
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,

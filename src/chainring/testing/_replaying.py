@@ -20,11 +20,13 @@ from torch.nn.parameter import is_lazy
 from chainring._distributed.sharding import to_local
 from chainring._messages import warn
 from chainring._naming import parameter_names
-from chainring._runs.finished import saved_trainers
+from chainring._runs.comparison import first_recorded_difference
+from chainring._runs.finished import FinishedRun, saved_trainers
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import load
 from chainring.serializers._store import CorruptError, DirectoryStore
 from chainring.testing._batches import BatchIndices
+from chainring.training._ledger import Ledger, LedgerError
 from chainring.training._observer import Observer
 from chainring.training._run_directory import read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
@@ -319,6 +321,65 @@ def _copy_media(trainer: Trainer, run: Path) -> None:
 
 def _follows_clock(trigger: Any) -> bool:
     return isinstance(trigger, TimeTrigger) or (isinstance(trigger, ReachedTrigger) and trigger.unit == "second")
+
+
+# --- the record of the run ---
+
+
+@dataclass(frozen=True)
+class RecordedComparison:
+    """A comparison of a replay with what a `Recorder` has recorded of the run.
+
+    Attributes:
+        count: the iterations that are the same.
+        last: the last iteration that is recorded.
+        iteration: the first that differs, ``None`` if all are the same.
+        what: what differs there, such as ``"the loss main/loss"``.
+    """
+
+    count: int
+    last: int
+    iteration: int | None = None
+    what: str | None = None
+
+    @property
+    def difference(self) -> str | None:
+        """The same in a sentence."""
+        if self.iteration is None:
+            return None
+        return (
+            f"the replay differs from the run: {self.what} of iteration {self.iteration} is not the one that was "
+            "recorded. The script, its arguments, its data, a version or the number of threads have "
+            "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
+        )
+
+
+def recorder_of(run: FinishedRun) -> Ledger | None:
+    """Return what a run has recorded, ``None`` if it is nothing that can be read; a damaged file is warned about."""
+    try:
+        return run.recorder
+    except LedgerError as error:
+        warn(f"what is recorded is skipped: {error}")
+        return None
+
+
+def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> RecordedComparison | None:
+    """Compare the iterations of a replay, ``None`` if the run or the replay has recorded none of them.
+
+    Of a run of several ranks the generators are those of one of them, and are not compared.
+    """
+    recorded, replayed = recorder_of(run), recorder_of(FinishedRun(trainer.out))
+    if recorded is None or replayed is None or not len(recorded.iterations):
+        return None
+    last = int(recorded.iterations[-1])
+    count, first = first_recorded_difference(recorded, replayed, origin.iteration, until, with_generators=origin.ranks == 1)
+    if first is None:
+        return RecordedComparison(count, last) if count or until == origin.iteration else None
+    what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
+    return RecordedComparison(count, last, first.iteration, what)
+
+
+# --- the starts of the run ---
 
 
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:

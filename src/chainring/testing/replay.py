@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from chainring._checks import is_integer
 from chainring._runs.finished import FinishedRun
-from chainring.testing import _recorded
-from chainring.testing._replaying import NoReplay, Replay
+from chainring.testing._replaying import NoReplay, Replay, compare_with_record
 from chainring.testing._resumed_runs import call_make_trainer
 from chainring.training._run_directory import read_record
 from chainring.training.trainer import Trainer
@@ -79,8 +78,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
             if not isinstance(trainer, Trainer):
                 raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
             replaying = _replay(trainer, run, directory, int(iteration))
-        origin = replaying.origin
-        found = _recorded.compare(run, trainer, origin.iteration, int(iteration), ranks=origin.ranks)
+        found = compare_with_record(earlier, trainer, replaying.origin, int(iteration))
         if found is not None and found.difference is not None:
             raise ReplayDiffers(found.difference)
     except BaseException:

@@ -15,8 +15,7 @@ from chainring._runs.rows import Rows, read_rows
 from chainring.serializers._checkpoint import opened_state
 from chainring.serializers._restoring import read_stored
 from chainring.serializers._store import SavedSnapshot
-from chainring.testing._recorded import ledger_of
-from chainring.testing._replaying import NoReplay, first_iteration
+from chainring.testing._replaying import NoReplay, first_iteration, recorder_of
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -112,7 +111,7 @@ def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -
     for saved, manifest, _ in saved_trainers(run.store) if looks_into_snapshots else ():
         if (value := _observed(saved, f"observation/{key}")) is not None:
             found.values[manifest.iteration] = value
-    ledger = ledger_of(run.directory)
+    ledger = recorder_of(run)
     if ledger is not None and len(ledger.iterations):
         found.last = max(found.last, int(ledger.iterations[-1]))
         if key in ledger.names:
