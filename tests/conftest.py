@@ -3,11 +3,13 @@
 import gc
 import multiprocessing
 import signal
+import subprocess
 
 import pytest
 import torch
 
 import chainring
+import forked
 from older_torch import pytest_collection_modifyitems  # noqa: F401 - a hook
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
@@ -41,6 +43,14 @@ def said(capsys):
         ]
 
     return lines
+
+
+@pytest.fixture(scope="module")
+def forked_scripts():
+    """Forks the scripts that commands start, for tests that are not about how a process starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", forked.popen)
+        yield
 
 
 def pytest_collection_finish():

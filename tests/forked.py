@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import warnings
 
 PRELOADED = ("torch._dynamo", "chainring.training.extensions", "chainring.parallel", "sklearn.datasets")
 LONGEST = 1 << 20  # bytes of a request
+START = subprocess.Popen
 
 
 class Forked:
@@ -46,16 +48,25 @@ class Forked:
                 theirs.append(there)
         self.stdin, self.stdout, self.stderr = ours.get(0), ours.get(1), ours.get(2)
         self.args, self.returncode = arguments, None
+        given = [os.open(os.devnull, os.O_RDWR) if file == subprocess.DEVNULL else file for file in given]
+        theirs += [file for file, asked in zip(given, [stdin, stdout, stderr], strict=True) if asked == subprocess.DEVNULL]
         answers, end = socket.socketpair()
         environment = dict(os.environ if env is None else env)
         asked = [[os.fspath(each) for each in arguments], environment, os.getcwd(), start_new_session]
         files = [file if isinstance(file, int) else file.fileno() for file in given]
         with answers, end:
-            self._answers = answers.makefile()
+            self._answers = answers.makefile("rb", buffering=0)
             socket.send_fds(_server(), [json.dumps(asked).encode()], [end.fileno(), *files])
         for file in theirs:
             os.close(file)
         self.pid = int(self._answers.readline())
+
+    def poll(self):
+        """The exit code, if it has ended."""
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = int(self._answers.readline())
+            self._answers.close()
+        return self.returncode
 
     def wait(self, timeout=60):
         """The exit code, when it has ended; after that many seconds it is killed."""
@@ -64,6 +75,7 @@ class Forked:
         try:
             if self.returncode is None:
                 self.returncode = int(self._answers.readline())
+                self._answers.close()
         finally:
             killing.cancel()
             killing.join()
@@ -116,14 +128,20 @@ def run(arguments, *, env=None, timeout=60):
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def popen(command, **settings):
+    """Starts a program as `subprocess.Popen` does, in whose place it is; ``python`` is forked."""
+    return Forked(command[1:], **settings) if command[0] == sys.executable else START(command, **settings)
+
+
 @functools.cache
 def _server():
     """The process that forks, which ends with that of the tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
     with theirs:
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        program = f"import runpy, sys; del sys.path[0]; runpy.run_path({__file__!r}, run_name='__main__')"
+        command = [sys.executable, "-c", program, str(theirs.fileno())]
+        process = START(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
     atexit.register(process.wait)
     atexit.register(ours.close)
     return ours

@@ -10,6 +10,7 @@ import planted
 from chainring.cli import main
 from chainring.training._ledger import Ledger
 
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 SPARSE = {"recorded": False, "length": 80, "rows": 80, "every": 100}  # but for the last row nothing is there
 RUNS = {
     "base": {},

@@ -19,6 +19,7 @@ from chainring import serializers
 from chainring.cli import main
 from chainring.serializers._store import DirectorySnapshot
 
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 SCRIPT = """
 import argparse
 import time

@@ -4,13 +4,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from chainring.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 MNIST = Path(__file__).parent.parent.parent / "examples" / "mnist" / "train_mnist.py"
 
 SCRIPT = """
@@ -102,10 +103,10 @@ def test_a_command_that_is_terminated_ends_the_script_too(tmp_path):
         "import os, sys, threading\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nthreading.Event().wait()\n"
     )
     os.mkfifo(pid)
-    command = subprocess.Popen([sys.executable, "-m", "chainring", "verify-resume", script, pid], stdout=subprocess.DEVNULL)
-    running = int(pid.read_text())
-    command.terminate()
-    assert command.wait(60) == 128 + signal.SIGTERM
+    with forked.Forked(["-m", "chainring", "verify-resume", script, pid], stdout=subprocess.DEVNULL) as command:
+        running = int(pid.read_text())
+        command.send_signal(signal.SIGTERM)
+        assert command.wait() == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(running, 0)
 
