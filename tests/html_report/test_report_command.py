@@ -61,7 +61,7 @@ def test_of_a_snapshot_the_directory_of_its_run_is_named(tmp_path, capsys):
     """A page is that of a run."""
     out = trained(tmp_path / "run")
     assert main(["report", str(out / "snapshot_iter_3")]) == 2
-    assert f"give the directory of its run, {out}" in capsys.readouterr().err
+    assert f"give its run, such as {out}" in capsys.readouterr().err
 
 
 def test_the_bytes_of_snapshots_are_left_alone_on_request(tmp_path, capsys):

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from chainring.html_report._curves import MAX_CURVE_POINTS, curves_of, packed, sample, script_data
-from chainring.html_report._log import log_of
+from chainring.html_report._log import Columns
 from report_runs import falling
 
 
 def found(rows, room=12_000):
-    return curves_of(log_of("log.jsonl", rows), room)
+    columns = Columns()
+    columns.add(rows)
+    return curves_of(columns.log("log.jsonl", rows), room)
 
 
 def kept_of(values, most):

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from chainring.html_report._run import inside, read_logs, read_run
+from chainring._runs.finished import FinishedRun
+from chainring.html_report._run import read_run
 from report_runs import falling, logged, recorded, trained
 
 
@@ -43,7 +44,7 @@ def test_the_keys_of_a_log_begin_with_the_counters(run):
 @pytest.mark.parametrize("end", ['{"main/loss": 0.1, "itera', '{"main/loss": 0.1}', "\xff"])
 def test_a_last_line_that_is_being_written_does_not_count(tmp_path, end):
     """A line is whole when its end is there."""
-    (log,) = read_logs(logged(tmp_path, falling(3), end), [])
+    (log,) = read_run(logged(tmp_path, falling(3), end)).logs
     assert (log.count, log.unreadable) == (3, 0)
 
 
@@ -53,14 +54,14 @@ def test_a_damaged_line_is_counted_and_left_out(tmp_path, line):
     out = logged(tmp_path, falling(2))
     with open(out / "log.jsonl", "a") as file:
         file.write(f'{line}\n{{"main/loss": 1.0, "iteration": 3}}\n')
-    (log,) = read_logs(out, [])
+    (log,) = read_run(out).logs
     assert [row["iteration"] for row in log.rows] == [1, 2, 3]
     assert log.unreadable == 1
 
 
 def test_the_words_for_what_json_lacks_become_numbers(tmp_path):
     """As in the reader of the log itself."""
-    (log,) = read_logs(logged(tmp_path, [{"a": "NaN", "b": "-Infinity", "c": "word"}]), [])
+    (log,) = read_run(logged(tmp_path, [{"a": "NaN", "b": "-Infinity", "c": "word"}])).logs
     assert math.isnan(log.rows[0]["a"])
     assert (log.rows[0]["b"], log.rows[0]["c"]) == (-math.inf, "word")
 
@@ -70,8 +71,8 @@ def test_every_log_of_the_run_is_read(tmp_path):
     out = logged(tmp_path, falling(2))
     for name in ("other.jsonl", "foreign.jsonl"):
         (out / name).write_text('{"x": 1}\n')
-    files = ["log", "log.jsonl", "other", "other.jsonl", "foreign.jsonl"]
-    assert [log.name for log in read_logs(out, files)] == ["log.jsonl", "other.jsonl"]
+    recorded(out, files=["a", "a.jsonl", "log", "log.jsonl", "other", "other.jsonl", "foreign.jsonl"])
+    assert [log.name for log in read_run(out).logs] == ["log.jsonl", "other.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "link", "a\0b", "x" * 5000, ".", ""])
@@ -81,7 +82,7 @@ def test_a_name_in_the_record_leads_nowhere_else(tmp_path, name):
     out = tmp_path / "out"
     out.mkdir()
     (out / "link").symlink_to(tmp_path / "secret")
-    assert inside(out, name) is None
+    assert FinishedRun(out).file(name) is None
 
 
 def test_a_damaged_snapshot_is_found_damaged_and_the_others_verified(tmp_path):

@@ -232,7 +232,7 @@ class FinishedRun:
         """
         for name in self._recorder_names:
             path = self.file(name)
-            if path is not None and (name == RECORDER or path.open("rb").read(len(MAGIC)) == MAGIC):
+            if path is not None and (name == RECORDER or _begins_with(path, MAGIC)):
                 try:
                     return Ledger.read(path)
                 except ValueError as error:  # about a file that may be a copy
@@ -312,6 +312,11 @@ class FinishedRun:
             for name in manifest.beside:
                 self.file(name)
             return
+
+
+def _begins_with(path: Path, content: bytes) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(content)) == content
 
 
 def _refuse_snapshot(given: str) -> None:

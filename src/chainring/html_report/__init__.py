@@ -1,9 +1,9 @@
 """The page of one run, or of several beside one another, in one HTML file.
 
-The directory of a run is read into plain values (`_run`, its logs by `_log` and `_media`), the points of its curves are
-chosen (`_curves`), several runs are compared (`_several`), their content is made from templates (`_parts`), and that becomes
-the page (`_page`). A page that follows runs is served by `_watch`. The name is not ``report``, because `chainring.report`
-is the function that reports values.
+A run is read into plain values (`_run`, its logs by `_log`), the points of its curves are chosen (`_curves`), its content is
+made from templates, beside that of others if there are several (`_content`), and that becomes the page (`_page`). A page
+that follows runs is served by `_watch`. The name is not ``report``, because `chainring.report` is the function that reports
+values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chainring._files import is_url, replace_file
-from chainring.html_report._media import MAX_SIZE
+from chainring.html_report._content import Content, Parting, content_of, content_of_several, drawn_run, names_of
 from chainring.html_report._page import SIGN, page_of
-from chainring.html_report._parts import Content, content_of, content_of_several, drawn_run
-from chainring.html_report._run import DAMAGED, Readers, directory_of, read_run
-from chainring.html_report._several import Parting, names_of
+from chainring.html_report._run import DAMAGED, Readers, read_run
 from chainring.html_report._watch import watch
 from chainring.serializers._store import Place
 
@@ -40,12 +38,14 @@ def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Pag
     """Write the page of a run, which may still be running; an earlier page is replaced by one rename.
 
     By default it is ``report.html`` in the directory of the run, or in the current directory for a run at an address.
-    With ``verify``, every byte of the snapshots is compared with its checksum. An `OSError` is raised if there is no run,
-    or if another file has the name of the page.
+    With ``verify``, every byte of the snapshots is compared with its checksum.
+
+    Raises:
+        OSError: there is no run, or another file has the name of the page.
+        ValueError: it is a snapshot.
     """
-    with directory_of(place) as (directory, store):
-        run = read_run(directory, store, verify=verify)
-        content = content_of(drawn_run(run))
+    run = read_run(place, verify=verify)
+    content = content_of(drawn_run(run))
     path = Path("" if is_url(place) else place, "report.html") if file is None else file
     damaged = tuple(snapshot.name for snapshot in run.snapshots if snapshot.state == DAMAGED)
     return Page(path, _write(content, path), content.rows, len(run.snapshots), damaged)
@@ -59,10 +59,8 @@ def write_several(places: Sequence[Place], file: Path | None = None, partings: S
     """
     names, drawn = names_of(places), []
     for place in places:  # of each the points that are drawn are kept, and not its log
-        with directory_of(place) as (directory, store):
-            readers = Readers(max_rows=1, max_media=MAX_SIZE // len(places))
-            run = read_run(directory, store, with_snapshots=False, readers=readers)
-            drawn.append(drawn_run(run, len(places)))
+        run = read_run(place, with_snapshots=False, readers=Readers.of_page(len(places)))
+        drawn.append(drawn_run(run, len(places)))
     content = content_of_several(names, drawn, partings)
     path = Path("report.html") if file is None else file
     return Page(path, _write(content, path), content.rows)

@@ -73,8 +73,8 @@ def _chart_name(key: str, keys: Container[str]) -> str:
 
 def _curve(key: str, chart: str, column: Column, max_points: int) -> Curve:
     values = column.values
-    counts = {"NaN": np.isnan(values), "Infinity": values == math.inf, "-Infinity": values == -math.inf}
-    gaps = {name: int(found.sum()) for name, found in counts.items() if found.any()}
+    kinds = {"NaN": np.isnan(values), "Infinity": values == math.inf, "-Infinity": values == -math.inf}
+    gaps = {name: int(is_gap.sum()) for name, is_gap in kinds.items() if is_gap.any()}
     finite = np.where(np.isfinite(values), values, np.nan)
     kept = sample(finite, max_points)
     middles, means = _means(finite, max_points)
@@ -149,19 +149,19 @@ def _epochs(log: Log) -> NDArray[np.float64]:
     return np.where(known, iterations * count / length, epochs)
 
 
-def script_data(found: Curves) -> dict[str, Any]:
+def script_data(curves: Curves) -> dict[str, Any]:
     """Return the positions on the axes of the rows that are drawn, and of each curve the rows and values."""
-    parts = [part for curve in found.curves for part in (curve.rows, curve.mean_rows)]
-    rows = np.unique(np.concatenate(parts)) if parts else np.array([], np.int64)
-    curves = []
-    for curve in found.curves:
+    drawn = [rows for curve in curves.curves for rows in (curve.rows, curve.mean_rows)]
+    rows = np.unique(np.concatenate(drawn)) if drawn else np.array([], np.int64)
+    entries = []
+    for curve in curves.curves:
         entry = {"key": curve.key, "chart": curve.chart, "count": curve.count, "gaps": curve.gaps}
         entry |= {"at": packed(np.searchsorted(rows, curve.rows)), "y": packed(curve.values)}
         if len(curve.means):
             entry |= {"meanAt": packed(np.searchsorted(rows, curve.mean_rows)), "means": packed(curve.means)}
-        curves.append(entry)
-    axes = {name: packed(positions[rows]) for name, positions in found.axes.items()}
-    return {"name": found.log.name, "count": found.log.count, "axes": axes, "curves": curves}
+        entries.append(entry)
+    axes = {name: packed(positions[rows]) for name, positions in curves.axes.items()}
+    return {"name": curves.log.name, "count": curves.log.count, "axes": axes, "curves": entries}
 
 
 def packed(values: Sequence[float] | NDArray[Any]) -> str:

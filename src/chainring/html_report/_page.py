@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from chainring._version import __version__
-from chainring.html_report._parts import Content, template
+from chainring.html_report._content import Content, template
 
 SIGN = '<meta name="generator" content="chainring '
 """A page has this near its beginning."""

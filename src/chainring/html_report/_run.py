@@ -1,57 +1,41 @@
-"""The directory of a run, read into plain values; nothing in it is trusted, and nothing is unpickled."""
+"""What a page shows of a run, as plain values; nothing in its files is trusted, and nothing is unpickled."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from chainring._files import from_json, is_url
+from chainring._files import from_json, read_regular
 from chainring._remote.errors import RemoteError
-from chainring.html_report._log import MAX_ROWS, Log, LogFile
-from chainring.html_report._media import MAX_SIZE, read_media
-from chainring.serializers._store import (
-    MANIFEST,
-    CorruptError,
-    DirectoryStore,
-    Manifest,
-    Place,
-    Store,
-    find_snapshot,
-    has_name,
-    open_file,
-    open_store,
-    split,
-)
-from chainring.training._run_directory import RECORD, NamePattern, parse_record
+from chainring._runs.finished import LOG, FinishedRun
+from chainring.html_report._log import MAX_ROWS, MAX_SIZE, Log, LogFile, read_media
+from chainring.serializers._store import CorruptError, Manifest, Place, Store
+from chainring.training._run_directory import RECORD, NamePattern
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
-_GRAPH = "cg.json"  # the default name
-NOTES = ("notes.md", "notes.txt")  # that a person may write into the directory of a run
+_NOTES = ("notes.md", "notes.txt")  # that a person may write into the directory of a run
 _MAX_NOTES = 20_000  # bytes
+
+VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The content of the directory of a run."""
+    """What a page shows of a run."""
 
-    directory: Path
+    name: str
     record: dict[str, Any] = field(default_factory=dict)  # run.json, empty if there is none
     record_error: str | None = None  # why run.json could not be read
     logs: list[Log] = field(default_factory=list)  # in the order of their names, after the one of the default name
     snapshots: list[Snapshot] = field(default_factory=list)  # the newest first
     profile: Profile | None = None
     graph: Graph | None = None
-
-    notes: str = ""  # of a person, in NOTES
+    notes: str = ""  # of a person
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -70,131 +54,6 @@ class Run:
         return [_model(name, content) for name, content in models.items() if isinstance(content, dict)]
 
 
-@contextmanager
-def directory_of(place: Place) -> Iterator[tuple[Path, Store]]:
-    """Return the directory of a run and the store of its snapshots.
-
-    What a page shows of a run at an address, but for its snapshots, is copied into a directory for the time of the block.
-    """
-    if not is_url(place):
-        yield Path(place), open_store(place)
-        return
-    store = open_store(place)
-    if has_name(os.fspath(place)) and find_snapshot(place).exists():
-        raise FileNotFoundError(f"{place} is a snapshot; give the address of its run, {split(place)[0]}")
-    with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
-        directory = Path(folder, store.place.rpartition("/")[2])
-        directory.mkdir()
-        _fetch(store.place, [RECORD], directory)
-        record, _ = _read_record(directory)
-        files = {name for name in record.get("files", ()) if isinstance(name, str)} | {
-            "log.jsonl",
-            "profile.json",
-            _GRAPH,
-            *NOTES,
-        }
-        files |= {f"{name.removesuffix('.jsonl')}.media.jsonl" for name in files if name.endswith(".jsonl")}
-        files |= {f"{name.removesuffix('.json')}.svg" for name in files if name.endswith(".json")}
-        _fetch(store.place, sorted(name for name in files if name.endswith((".json", ".jsonl", ".svg", *NOTES))), directory)
-        yield directory, store
-
-
-def _fetch(url: str, names: Iterable[str], directory: Path) -> None:
-    """Copy the objects that are there, and whose names do not lead out of the directory."""
-    for name in names:
-        path = directory / name
-        with suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
-            if path.resolve().is_relative_to(directory.resolve()) and not path.exists():
-                file = open_file(f"{url}/{name}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file.copy_to(path)
-
-
-def read_run(
-    directory: Path,
-    store: Store | None = None,
-    *,
-    verify: bool = True,
-    with_snapshots: bool = True,
-    readers: Readers | None = None,
-) -> Run:
-    """Read the directory of a run, which may still be running, and its snapshots, by default those there; see `write`."""
-    if not directory.is_dir():
-        raise FileNotFoundError(f"there is no directory {directory}")
-    if (directory / MANIFEST).exists():
-        raise FileNotFoundError(f"{directory} is a snapshot; give the directory of its run, {directory.resolve().parent}")
-    place = directory if store is None else store
-    record, record_error = _read_record(directory)
-    files = [name for name in record.get("files", ()) if isinstance(name, str)]
-    logs, snapshots = read_logs(directory, files, readers), []
-    if with_snapshots or not (record or record_error or logs):
-        snapshots = read_snapshots(store or DirectoryStore(directory), files, verify=verify)
-    if not (record or record_error or logs or snapshots):
-        raise FileNotFoundError(
-            f"{place} is not the directory of a run: it has no {RECORD}, no log.jsonl and no snapshot; "
-            'give the out= of the Trainer, "result" by default'
-        )
-    profile, graph = _read_profile(directory), _read_graph(directory, files)
-    return Run(directory, record, record_error, logs, snapshots, profile, graph, _read_notes(directory))
-
-
-def _read_notes(directory: Path) -> str:
-    paths = [path for name in NOTES if (path := inside(directory, name)) is not None]
-    return "\n\n".join(path.read_bytes()[:_MAX_NOTES].decode("utf-8", "replace").strip() for path in paths)
-
-
-def _read_record(directory: Path) -> tuple[dict[str, Any], str | None]:
-    path = inside(directory, RECORD)
-    try:
-        return ({} if path is None else parse_record(path)), None
-    except (OSError, ValueError) as error:
-        return {}, str(error)
-
-
-def inside(directory: Path, name: str) -> Path | None:
-    """Return the plain file of this name in a directory, or ``None``: a name read from a file may lead anywhere."""
-    try:
-        path = (directory / name).resolve()
-        return path if path.is_relative_to(directory.resolve()) and path.is_file() else None
-    except (OSError, ValueError):
-        return None
-
-
-def _json_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        content = from_json(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _read_object(directory: Path, name: str) -> dict[str, Any] | None:
-    if (path := inside(directory, name)) is None:
-        return None
-    with open(path, "rb") as file:
-        return _json_object(file.read(_LARGEST_FILE))
-
-
-def read_logs(directory: Path, files: Iterable[str], readers: Readers | None = None) -> list[Log]:
-    """Read the logs among the files that a run lists, and the one of the default name.
-
-    Of the two files of a log, ``log`` and ``log.jsonl``, the lines are read, to which every row is appended at once.
-    """
-    names = set(files)
-    logs = sorted(name for name in names if name.endswith(".jsonl") and name.removesuffix(".jsonl") in names)
-    if "log.jsonl" not in logs:
-        logs.insert(0, "log.jsonl")
-    readers = Readers() if readers is None else readers
-    found = []
-    for name in logs:
-        if (path := inside(directory, name)) is not None:
-            log = readers.files.setdefault(name, LogFile(path, name, readers.max_rows)).read()
-            media = inside(directory, f"{name.removesuffix('.jsonl')}.media.jsonl")
-            shown = [] if media is None else read_media(media, log.count, readers.max_media)
-            found.append(replace(log, media=shown))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Readers:
     """How much of the logs of a run is kept, and by the names of the files what has been read of them before."""
@@ -203,8 +62,56 @@ class Readers:
     max_media: int = MAX_SIZE  # characters
     files: dict[str, LogFile] = field(default_factory=dict)
 
+    @classmethod
+    def of_page(cls, number_of_runs: int) -> Readers:
+        """Return those of a run on a page of so many: beside others it has no rows, but the last."""
+        return cls() if number_of_runs == 1 else cls(max_rows=1, max_media=MAX_SIZE // number_of_runs)
 
-VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"
+
+def read_run(place: Place, *, verify: bool = True, with_snapshots: bool = True, readers: Readers | None = None) -> Run:
+    """Read a run at a path or an address, which may still be running, and its snapshots; see `write`.
+
+    Of a run at an address what a page shows, but for its snapshots, is copied meanwhile.
+    """
+    source, snapshots = FinishedRun(place), []
+    logs = _read_logs(source, Readers() if readers is None else readers)
+    is_run = bool(logs) or source.file(RECORD) is not None
+    if with_snapshots or not is_run:
+        snapshots = _read_snapshots(source.store, source.files, verify=verify)
+    if not is_run and not snapshots:
+        raise FileNotFoundError(
+            f"{place} is not the directory of a run: it has no {RECORD}, no {LOG} and no snapshot; "
+            'give the out= of the Trainer, "result" by default'
+        )
+    error = source.record_error
+    record = dict(source.record) if error is None else {}
+    profile, graph = _read_profile(source), _read_graph(source)
+    return Run(source.name, record, error, logs, snapshots, profile, graph, _read_notes(source))
+
+
+def _read_logs(source: FinishedRun, readers: Readers) -> list[Log]:
+    logs = []
+    for name in source.log_names:
+        if (path := source.file(name)) is not None:
+            log = readers.files.setdefault(name, LogFile(path, name, readers.max_rows)).read()
+            media = source.file(f"{name.removesuffix('.jsonl')}.media.jsonl")
+            logs.append(log if media is None else replace(log, media=read_media(media, log.count, readers.max_media)))
+    return logs
+
+
+def _read_notes(source: FinishedRun) -> str:
+    paths = filter(None, map(source.file, _NOTES))
+    return "\n\n".join(path.read_bytes()[:_MAX_NOTES].decode("utf-8", "replace").strip() for path in paths)
+
+
+def _read_object(source: FinishedRun, name: str) -> dict[str, Any]:
+    """Return the object in a file of JSON, an empty one if there is none."""
+    path = source.file(name)
+    try:
+        content = {} if path is None else from_json(json.loads(read_regular(path, _LARGEST_FILE)))
+    except (ValueError, RecursionError):
+        content = {}
+    return content if isinstance(content, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +127,7 @@ class Snapshot:
     links: list[str]  # the fixed names that lead to it, such as "best"
 
 
-def read_snapshots(store: Store, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
+def _read_snapshots(store: Store, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
@@ -231,8 +138,8 @@ def read_snapshots(store: Store, templates: Iterable[str], *, verify: bool) -> l
     snapshots = []
     for name, manifest in store.listing():
         if store.snapshot(name).exists() or any(pattern.match(name) for pattern in patterns):
-            found = _read_snapshot(store, name, manifest, links.get(name, []), verify)
-            snapshots += [] if found is None else [found]
+            snapshot = _read_snapshot(store, name, manifest, links.get(name, []), verify)
+            snapshots += [] if snapshot is None else [snapshot]
     return snapshots
 
 
@@ -303,8 +210,8 @@ class Profile:
     seconds: dict[str, float]
 
 
-def _read_profile(directory: Path) -> Profile | None:
-    content = _read_object(directory, "profile.json") or {}
+def _read_profile(source: FinishedRun) -> Profile | None:
+    content = _read_object(source, "profile.json")
     iterations, seconds = content.get("iterations"), content.get("seconds")
     if type(iterations) is not int or not 0 < iterations < 1 << 60 or not isinstance(seconds, dict):
         return None
@@ -321,27 +228,22 @@ class Graph:
     picture: bytes | None  # the SVG that Graphviz has drawn
 
 
-def _read_graph(directory: Path, files: list[str]) -> Graph | None:
-    """Read the first of the graphs that the run has written."""
-    stems = [name.removesuffix(".json") for name in sorted(files) if name.endswith(".json")]
-    for stem in [*(stem for stem in stems if f"{stem}.svg" in files), _GRAPH.removesuffix(".json")]:
-        content = _read_object(directory, f"{stem}.json")
+def _read_graph(source: FinishedRun) -> Graph | None:
+    """Read the first of the graphs that the run has written, those with a picture before that of the default name."""
+    stems = [name.removesuffix(".json") for name in sorted(source.files) if name.endswith(".json")]
+    for stem in [*(stem for stem in stems if f"{stem}.svg" in source.files), "cg"]:
+        inputs: dict[str, list[str]] = {}
         try:
-            inputs = _inputs(content or {})
+            content = _read_object(source, f"{stem}.json")
+            labels = []
+            for index, node in enumerate(content["nodes"]):
+                detail = f"#{index}" if node["kind"] == "operation" else tuple(node["shape"])
+                labels.append(f"{node['label']} {detail}")
+            for start, end in content["edges"]:
+                inputs.setdefault(labels[end], []).append(labels[start])
         except (AttributeError, LookupError, TypeError, ValueError):  # another file of that name
             continue
-        picture = inside(directory, f"{stem}.svg")
+        picture = source.file(f"{stem}.svg")
         is_shown = picture is not None and picture.stat().st_size < _LARGEST_PICTURE
-        return Graph(f"{stem}.json", inputs, picture.read_bytes() if picture is not None and is_shown else None)
+        return Graph(f"{stem}.json", dict(reversed(inputs.items())), picture.read_bytes() if picture and is_shown else None)
     return None
-
-
-def _inputs(content: dict[str, Any]) -> dict[str, list[str]]:
-    labels = []
-    for index, node in enumerate(content["nodes"]):
-        detail = f"#{index}" if node["kind"] == "operation" else tuple(node["shape"])
-        labels.append(f"{node['label']} {detail}")
-    inputs: dict[str, list[str]] = {}
-    for source, target in content["edges"]:
-        inputs.setdefault(labels[target], []).append(labels[source])
-    return dict(reversed(inputs.items()))

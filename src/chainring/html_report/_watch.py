@@ -6,6 +6,8 @@ There is one document, the page, and one stream, its changes. No request names a
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import secrets
 import socket
 import threading
@@ -17,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
-from chainring.html_report._log import modified
-from chainring.html_report._media import MAX_SIZE
+from chainring.html_report._content import (
+    Content,
+    DrawnRun,
+    Parting,
+    content_of,
+    content_of_several,
+    drawn_run,
+    names_of,
+)
 from chainring.html_report._page import json_of, page_of
-from chainring.html_report._parts import Content, DrawnRun, content_of, content_of_several, drawn_run
 from chainring.html_report._run import Readers, read_run
-from chainring.html_report._several import Parting, names_of
 from chainring.serializers._store import Place
 
 HOST = "127.0.0.1"
@@ -31,8 +38,10 @@ _SHARE = 4  # of the time that a look has taken, the pause after it is at least 
 _COMPARING_SHARE = 20  # the same of the time to find where runs part
 _STALE = 60.0  # seconds after which what was read of a log that no longer grows is let go
 _BEAT = 5.0  # seconds after which a listener that has gone is noticed
-_MAX_LISTENERS = 32
 _LAST_SECONDS = 2.0  # in which those who listen are told that the server ends
+
+_HEADERS = (("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"), ("X-Frame-Options", "DENY"),
+            ("Cross-Origin-Resource-Policy", "same-origin"), ("Referrer-Policy", "no-referrer"))  # fmt: skip
 
 Compare = Callable[[], Sequence[Parting]]
 
@@ -47,26 +56,37 @@ def watch(
     does so once. ``compare`` tells where runs diverge from the first.
 
     Raises:
-        ValueError: a run is at an address, or given twice.
+        ValueError: a run is at an address, given twice, or a snapshot.
         FileNotFoundError: there is no run.
         OSError: the port is in use.
     """
-    watched = _Watched(places, compare)
-    watched.look()
-    with _Server(port, watched) as server:
+    runs, feed = _Runs(places, compare), _Feed()
+
+    def look() -> None:
+        if (news := runs.look()) is not None:
+            feed.publish(*news)
+
+    def follow() -> None:
+        while True:
+            began = time.monotonic()
+            look()
+            time.sleep(max(_PAUSE, _SHARE * (time.monotonic() - began)))
+
+    look()
+    with _Server(port, feed) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1})
         thread.start()
         try:
-            yield f"http://{HOST}:{server.server_port}/", watched.follow, watched.look
+            yield f"http://{HOST}:{server.server_port}/", follow, look
         finally:
-            watched.end()
+            feed.end()
             server.shutdown()
             thread.join()
             server.cut()
 
 
-class _Watched:
-    """The runs as they were when they were last looked at, and when each part of the page has changed."""
+class _Runs:
+    """The runs as they were when they were last read."""
 
     def __init__(self, places: Sequence[Place], compare: Compare) -> None:
         for place in places:
@@ -75,99 +95,87 @@ class _Watched:
                     f"--watch follows runs on the disks of this machine, and {place} is an address; "
                     "write the page again from time to time, without --watch"
                 )
-        self._directories = [Path(place) for place in places]
-        self._names = names_of(places)
-        self._compare = compare
-        self._partings: Sequence[Parting] = ()
-        self._is_compared, self._next_comparison = False, 0.0
-        self._readers = [Readers() for _ in places]
-        if len(places) > 1:
-            self._readers = [Readers(max_rows=1, max_media=MAX_SIZE // len(places)) for _ in places]
-        self._signs: list[Any] = [()] * len(places)
-        self._drawn: list[DrawnRun] = []
-        self._token = secrets.token_hex(8)  # of this server: a page of an earlier one is loaded again
-        self._version = 0
-        self._changed_at: dict[tuple[str, Any], int] = {}  # by what has changed the version in which it did
+        self._directories, self._names, self._compare = [Path(place) for place in places], names_of(places), compare
+        self._readers = [Readers.of_page(len(places)) for _ in places]
+        self._stats: dict[int, dict[str, tuple[int, int]]] = {}  # by the index of a run, when it was read
+        self._drawn: dict[int, DrawnRun] = {}
         self._trouble = ""
-        self._content: Content
-        self._condition = threading.Condition()
-        self._listeners = 0
-        self.is_ended = False
+        self._partings: Sequence[Parting] = ()
+        self._are_compared, self._next_comparison = False, 0.0
 
-    # --- the runs ---
-
-    def follow(self) -> None:
-        """Look at the runs time and again."""
-        while True:
-            began = time.monotonic()
-            self.look()
-            time.sleep(max(_PAUSE, _SHARE * (time.monotonic() - began)))
-
-    def look(self) -> None:
-        """Read the runs that have changed, and wake those who listen."""
-        changed, trouble = self._read_changed()
-        self._is_compared &= not changed
-        is_due = not self._is_compared and len(self._drawn) > 1 and time.monotonic() >= self._next_comparison
+    def look(self) -> tuple[Content, str] | None:
+        """Read the runs that have changed; return what the page shows and what went wrong, ``None`` if nothing is new."""
+        have_changed, trouble = self._read_changed()
+        self._are_compared &= not have_changed
+        is_due = not self._are_compared and len(self._drawn) > 1 and time.monotonic() >= self._next_comparison
         if is_due:
             began = time.monotonic()
-            self._partings, self._is_compared = self._compare(), True
+            self._partings, self._are_compared = self._compare(), True
             now = time.monotonic()
             self._next_comparison = now + _COMPARING_SHARE * (now - began)
-        if not changed and not is_due and trouble == self._trouble:
-            return
-        several = len(self._drawn) > 1
-        content = content_of_several(self._names, self._drawn, self._partings) if several else content_of(self._drawn[0])
-        with self._condition:
-            self._remember(content, trouble)
-            self._condition.notify_all()
+        if not have_changed and not is_due and trouble == self._trouble:
+            return None
+        self._trouble = trouble
+        drawn = [self._drawn[index] for index in range(len(self._directories))]
+        return (content_of_several(self._names, drawn, self._partings) if len(drawn) > 1 else content_of(drawn[0])), trouble
 
-    def _remember(self, content: Content, trouble: str) -> None:
-        before = self._content if self._version else Content("", {}, {}, {"runs": [None] * len(self._drawn)}, 0)
-        pairs = zip(content.data["runs"], before.data["runs"], strict=True)
-        news: set[tuple[str, Any]] = {("run", index) for index, (run, old) in enumerate(pairs) if run != old}
-        news |= {("part", name) for name in content.parts if content.parts[name] != before.parts.get(name)}
-        if news or trouble != self._trouble:
-            self._version += 1
-            self._changed_at |= dict.fromkeys(news, self._version)
-            self._content, self._trouble = content, trouble
-
-    def _read_changed(self) -> tuple[list[int], str]:
-        """Return which runs have changed, and what went wrong with others, which stay as they were."""
-        changed, troubles = [], []
+    def _read_changed(self) -> tuple[bool, str]:
+        """Return whether a run has changed, and what went wrong with others, which stay as they were."""
+        have_changed, troubles = False, []
         for index, directory in enumerate(self._directories):
-            sign = self._sign(index)
-            if sign == self._signs[index]:
+            stats, readers = self._stats_of(index), self._readers[index]
+            if stats == self._stats.get(index):
                 continue
-            readers = self._readers[index]
+            is_alone = len(self._directories) == 1
             try:
-                run = read_run(directory, verify=False, with_snapshots=len(self._directories) == 1, readers=readers)
+                run = read_run(directory, verify=False, with_snapshots=is_alone, readers=readers)
             except (OSError, ValueError) as error:
-                if self._version == 0:
+                if index not in self._drawn:
                     raise
                 troubles.append(f"{directory}: {error}")
                 continue
-            drawn = drawn_run(run, len(self._directories))
-            self._signs[index] = sign
-            changed.append(index)
-            self._drawn[index : index + 1] = [drawn]
-            if self._is_stale(index):
+            self._drawn[index], self._stats[index] = drawn_run(run, len(self._directories)), stats
+            have_changed = True
+            written = max((stats[name][1] for name in readers.files if name in stats), default=0)
+            if time.time() - written / 1e9 > _STALE:
                 readers.files.clear()
-        return changed, "; ".join(troubles)
+        return have_changed, "; ".join(troubles)
 
-    def _sign(self, index: int) -> Any:
-        """Return what tells that the files of a run have changed."""
-        directory = self._directories[index]
-        try:
-            names = [entry.name for entry in directory.iterdir()]
-        except OSError:
-            return None
-        return [(name, modified(directory / name)) for name in sorted({*names, *self._readers[index].files})]
+    def _stats_of(self, index: int) -> dict[str, tuple[int, int]]:
+        """Return the size and the time of each file of a run, by which it is seen that it has changed."""
+        stats, directory = {}, self._directories[index]
+        with suppress(OSError):
+            for name in sorted({*os.listdir(directory), *self._readers[index].files}):
+                with suppress(OSError):
+                    status = os.stat(directory / name)
+                    stats[name] = status.st_size, status.st_mtime_ns
+        return stats
 
-    def _is_stale(self, index: int) -> bool:
-        times = [modified(self._directories[index] / name)[1] for name in self._readers[index].files]
-        return time.time() - max(times, default=0) / 1e9 > _STALE
 
-    # --- those who look at the page ---
+class _Feed:
+    """The page as of now, and when what of it has changed, for those who look at it."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_hex(8)  # of this server: a page of an earlier one is loaded again
+        self._version = 0
+        self._changed_at: dict[tuple[str, Any], int] = {}  # by what has changed the version in which it did
+        self._content = Content("", {}, {}, {"runs": []}, 0)
+        self._trouble = ""
+        self._condition = threading.Condition()
+        self.is_ended = False
+
+    def publish(self, content: Content, trouble: str) -> None:
+        """Take over what the page shows now, and what went wrong; wake those who listen."""
+        with self._condition:
+            before = self._content
+            pairs = itertools.zip_longest(content.data["runs"], before.data["runs"])
+            news: set[tuple[str, Any]] = {("run", index) for index, (run, old) in enumerate(pairs) if run != old}
+            news |= {("part", name) for name in content.parts if content.parts[name] != before.parts.get(name)}
+            if news or trouble != self._trouble:
+                self._version += 1
+                self._changed_at |= dict.fromkeys(news, self._version)
+                self._content, self._trouble = content, trouble
+            self._condition.notify_all()
 
     def page(self) -> bytes:
         """Return the page as of now."""
@@ -213,26 +221,14 @@ class _Watched:
             self.is_ended = True
             self._condition.notify_all()
 
-    @contextmanager
-    def listening(self) -> Iterator[bool]:
-        """Count a listener; the value is whether there is room for it."""
-        with self._condition:
-            self._listeners += 1
-            has_room = self._listeners <= _MAX_LISTENERS
-        try:
-            yield has_room
-        finally:
-            with self._condition:
-                self._listeners -= 1
-
 
 class _Server(ThreadingHTTPServer):
     """Answers this machine only; its threads end with it."""
 
     daemon_threads = False
 
-    def __init__(self, port: int, watched: _Watched) -> None:
-        self.watched = watched
+    def __init__(self, port: int, feed: _Feed) -> None:
+        self.feed = feed
         self._connections: set[socket.socket] = set()
         try:
             super().__init__((HOST, port), _Handler)
@@ -281,36 +277,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, query = self.path.partition("?")
         if path == "/" and not query:
-            page = self.server.watched.page()
-            self._begin("text/html; charset=utf-8", len(page))
+            page = self.server.feed.page()
+            self._begin("text/html; charset=utf-8", ("Content-Length", str(len(page))))
             self.wfile.write(page)
         elif path == "/events":
-            self._send_events(self.headers.get("Last-Event-ID") or query)
+            self._begin("text/event-stream")
+            for event in self.server.feed.changes(self.headers.get("Last-Event-ID") or query):
+                self.wfile.write(event)
+                self.wfile.flush()
         else:
             self.send_error(404)
 
-    def _send_events(self, mark: str) -> None:
-        with self.server.watched.listening() as has_room:
-            if not has_room:
-                self.send_error(503, f"the page is open {_MAX_LISTENERS} times")
-                return
-            self._begin("text/event-stream")
-            for event in self.server.watched.changes(mark):
-                self.wfile.write(event)
-                self.wfile.flush()
-
-    def _begin(self, kind: str, length: int | None = None) -> None:
+    def _begin(self, kind: str, *headers: tuple[str, str]) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", kind)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
-        for name, value in {
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-        }.items():
+        for name, value in (("Content-Type", kind), *headers, *_HEADERS):
             self.send_header(name, value)
         self.end_headers()
 

@@ -1,10 +1,14 @@
-"""The content of a page: its parts as HTML in which all that comes from a file is escaped, and the points of its curves."""
+"""The content of a page: HTML in which all that comes from a file is escaped, and the points of the curves.
+
+Several runs lie beside one another: with names to tell them apart, the settings that differ, and what they came to.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -12,11 +16,15 @@ from importlib import resources
 from typing import Any
 
 from chainring.html_report._curves import MAX_POINTS, MAX_POINTS_OF_SEVERAL, Curves, curves_of, script_data
-from chainring.html_report._log import Column, Log
+from chainring.html_report._log import Log
 from chainring.html_report._run import DAMAGED, Run
-from chainring.html_report._several import Parting, differing_settings, last_values
+from chainring.serializers._store import Place
+from chainring.training._recorded_settings import recorded_settings
 from chainring.writers.base import COUNTERS
 
+_MAX_RUNS_AS_COLUMNS = 5
+_MAX_SETTINGS = 60
+_MAX_VALUES = 6  # last values of each run in a table
 _MAX_ROWS = 300  # of a table
 _MAX_CELLS = 4_000  # of the table of a log
 _MAX_COLUMNS = 40
@@ -82,17 +90,13 @@ def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
     full = [log for log in run.logs if log.count]
     curves = [curves_of(log, room // len(full)) for log in full]
     marks = [start["iteration"] for start in run.starts[1:] if type(start.get("iteration")) is int]
-    data = {"logs": [script_data(each) for each in curves], "marks": marks}
-    drawn, count = sum(each.drawn for each in curves), sum(each.count for each in curves)
-    left_out = [key for each in curves for key in each.left_out]
+    data = {"logs": [script_data(of_log) for of_log in curves], "marks": marks}
+    drawn, count = sum(of_log.drawn for of_log in curves), sum(of_log.count for of_log in curves)
+    left_out = [key for of_log in curves for key in of_log.left_out]
     if number_of_runs == 1:
         return DrawnRun(run, data, drawn, count, left_out, curves)
-    return DrawnRun(replace(run, logs=[_reduced(log) for log in run.logs]), data, drawn, count, left_out)
-
-
-def _reduced(log: Log) -> Log:
-    columns = {key: Column(column.rows[-1:].copy(), column.values[-1:].copy()) for key, column in log.columns.items()}
-    return replace(log, columns=columns)
+    logs = [replace(log, columns={key: column.last() for key, column in log.columns.items()}) for log in run.logs]
+    return DrawnRun(replace(run, logs=logs), data, drawn, count, left_out)
 
 
 def content_of(drawn: DrawnRun) -> Content:
@@ -106,58 +110,57 @@ def content_of(drawn: DrawnRun) -> Content:
         ["facts", *SECTIONS],
         run=run,
         facts_of=_facts(run),
-        logs=[_log_table(each.log) | {"curves": each} for each in drawn.curves],
+        logs=[_log_table(of_log.log) | {"curves": of_log} for of_log in drawn.curves],
         is_marked=bool(drawn.data["marks"]),
         has_system=_has_system([run]),
         config=_mapping(run.record.get("config")),
         made_with=_made_with(run.record),
         recorded_plan=plan,
-        extensions=[each for each in extensions if isinstance(each, dict)] if isinstance(extensions, list) else [],
+        extensions=[entry for entry in extensions if isinstance(entry, dict)] if isinstance(extensions, list) else [],
         phases=phases,
         picture=_base64((run.graph and run.graph.picture) or b""),
         cell=_cell,
         changes=_changes,
         product=math.prod,
     )
-    title = str(run.directory.resolve().name or run.directory)
-    data = {"runs": [{"name": title, **drawn.data}], "partings": []}
-    return Content(title, SECTIONS, parts, data, sum(log.count for log in run.logs))
+    data = {"runs": [{"name": run.name, **drawn.data}], "partings": []}
+    return Content(run.name, SECTIONS, parts, data, sum(log.count for log in run.logs))
 
 
 def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings: Sequence[Parting] = ()) -> Content:
     """Return the content of the page of several runs."""
-    runs = [each.run for each in drawn]
-    keys, values = last_values(runs)
-    rows = sum(log.count for run in runs for log in run.logs)
-    differing, differing_count = differing_settings(names, runs)
-    are_in_table = len(partings) > 1
-    places = {each.run: each.iteration for each in partings if each.iteration is not None} if are_in_table else {}
-    partings_of_rows = [[f"{places[index]:,}" if index in places else ""] * are_in_table for index in range(len(runs))]
+    runs = [of_run.run for of_run in drawn]
+    keys, values = _last_values(runs)
+    count = sum(log.count for run in runs for log in run.logs)
+    differing, differing_count = _differing_settings(names, runs)
+    lines = [{"run": parting.run, "iteration": parting.iteration} for parting in partings if parting.iteration is not None]
     remarks = [remark for name, run in zip(names, runs, strict=True) for remark in _remarks(name, run)]
+    rows = [_row(run) for run in runs]
+    are_in_table = len(partings) > 1
+    if are_in_table:
+        iterations = {parting.run: parting.iteration for parting in partings if parting.iteration is not None}
+        rows = [[*row, f"{iterations[index]:,}" if index in iterations else ""] for index, row in enumerate(rows)]
+        remarks += [f"{parting.text}." for parting in partings if parting.iteration is None]
     parts = _render(
         "several.html",
         ["facts", *SECTIONS_OF_SEVERAL],
         names=names,
-        facts_of={"runs": f"{len(runs):,}", "rows": f"{rows:,}"},
+        facts_of={"runs": f"{len(runs):,}", "rows": f"{count:,}"},
         partings=partings,
-        drawn=sum(each.drawn for each in drawn),
-        count=sum(each.count for each in drawn),
-        left_out=max((each.left_out for each in drawn), key=len, default=[]),
+        drawn=sum(of_run.drawn for of_run in drawn),
+        count=sum(of_run.count for of_run in drawn),
+        left_out=max((of_run.left_out for of_run in drawn), key=len, default=[]),
         has_system=_has_system(runs),
-        rows=[
-            _row(run) + parted + [_number(value) for value in last]
-            for run, parted, last in zip(runs, partings_of_rows, values, strict=True)
-        ],
+        rows=[row + last for row, last in zip(rows, values, strict=True)],
         more_heads=["parts at"] * are_in_table + keys,
-        remarks=remarks + [f"{each.text}." for each in partings if are_in_table and each.iteration is None],
+        remarks=remarks,
         differing=differing,
         differing_count=differing_count,
         series_of_keys=_series_of_keys(names, runs),
         notes_of={name: run.notes for name, run in zip(names, runs, strict=True) if run.notes},
     )
-    data = {"runs": [{"name": _text(name), **each.data} for name, each in zip(names, drawn, strict=True)]}
-    lines = [{"run": each.run, "iteration": each.iteration} for each in partings if each.iteration is not None]
-    return Content(f"{len(runs)} runs", SECTIONS_OF_SEVERAL, parts, data | {"partings": lines}, rows)
+    data = [{"name": _text(name), **of_run.data} for name, of_run in zip(names, drawn, strict=True)]
+    return Content(f"{len(runs)} runs", SECTIONS_OF_SEVERAL, parts, {"runs": data, "partings": lines}, count)
 
 
 def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str]:
@@ -199,8 +202,10 @@ def _has_system(runs: Sequence[Run]) -> bool:
 
 def _facts(run: Run) -> dict[str, str]:
     """Return the numbers at the head of the page, but those that are 0 or not known."""
+    iterations, epochs, time = _progress(run)
     counts = {
-        **_counters(run),
+        "iterations": iterations,
+        "epochs": epochs,
         "rows": sum(log.count for log in run.logs),
         "starts": len(run.starts) - run.rollbacks,
         "rollbacks": run.rollbacks,
@@ -209,32 +214,23 @@ def _facts(run: Run) -> dict[str, str]:
         "damaged": sum(snapshot.state == DAMAGED for snapshot in run.snapshots),
     }
     facts = {name: f"{count:,}" for name, count in counts.items() if type(count) is int and 0 < count < 10**18}
-    return ({"training": time} if (time := _training_time(run)) else {}) | facts
+    return ({"training": time} if time else {}) | facts
 
 
-def _last_row(run: Run) -> dict[str, Any]:
-    return run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
-
-
-def _counters(run: Run) -> dict[str, Any]:
-    last = _last_row(run)
-    return {"iterations": last.get("iteration"), "epochs": last.get("epoch")}
-
-
-def _training_time(run: Run) -> str:
-    seconds = _last_row(run).get("elapsed_time")
-    return _duration(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12 else ""
+def _progress(run: Run) -> tuple[Any, Any, str]:
+    """Return what the last row says of iterations and epochs, whatever it is, and the time of training in words."""
+    last = run.logs[0].rows[-1] if run.logs and run.logs[0].rows else {}
+    seconds = last.get("elapsed_time")
+    time = _duration(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e12 else ""
+    return last.get("iteration"), last.get("epoch"), time
 
 
 def _row(run: Run) -> list[str]:
     """Return the cells of a run in the table of several."""
+    *counters, time = _progress(run)
     counts = [sum(log.count for log in run.logs), len(run.starts) - run.rollbacks, run.rollbacks]
-    texts = [f"{count:,}" if type(count) is int and abs(count) < 10**18 else "" for count in _counters(run).values()]
-    return [*texts, _training_time(run), *(f"{count:,}" for count in counts)]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.5g}"
+    texts = [f"{count:,}" if type(count) is int and abs(count) < 10**18 else "" for count in counters]
+    return [*texts, time, *(f"{count:,}" for count in counts)]
 
 
 def _remarks(name: str, run: Run) -> list[str]:
@@ -245,12 +241,11 @@ def _remarks(name: str, run: Run) -> list[str]:
 
 
 def _series_of_keys(names: Sequence[str], runs: Sequence[Run]) -> dict[str, list[tuple[str, Any]]]:
-    found: dict[str, list[tuple[str, Any]]] = {}
+    series_of: dict[str, list[tuple[str, Any]]] = {}
     for name, run in zip(names, runs, strict=True):
-        for log in run.logs:
-            for series in log.media:
-                found.setdefault(series.key, []).append((name, series))
-    return found
+        for series in (series for log in run.logs for series in log.media):
+            series_of.setdefault(series.key, []).append((name, series))
+    return series_of
 
 
 def _log_table(log: Log) -> dict[str, Any]:
@@ -307,3 +302,72 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
     return f"{minutes} min {int(seconds % 60)} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+# --- several runs ---
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The point at which a run diverges from the first run of a page.
+
+    Attributes:
+        run: its index on the page.
+        iteration: the first in which they differ, ``None`` if all that was compared is the same or nothing could be.
+        text: what is known about it, in words.
+    """
+
+    run: int
+    iteration: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The cells of a table: a title for each column and row."""
+
+    heads: list[str]
+    titles: list[str]
+    cells: list[list[Any]]
+
+
+def names_of(places: Sequence[Place]) -> list[str]:
+    """Return a name for each run: the last part of its path, and as many before it as tell it from the others.
+
+    Raises:
+        ValueError: a run is given twice.
+    """
+    paths = [os.path.abspath(place).split(os.sep) if "://" not in str(place) else str(place).split("/") for place in places]
+    paths = [list(filter(None, path)) or ["/"] for path in paths]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    twice = next(place for index, place in enumerate(places) if names[index] in names[:index])
+    raise ValueError(f"{twice} is given twice; give each run once")
+
+
+def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[Table, int]:
+    """Return the settings that not all runs share, and how many there are; of few runs each is a column, of many a row."""
+    settings = [dict(recorded_settings(run.record)) if run.record else {} for run in runs]
+    all_names = dict.fromkeys(name for of_run in settings for name in of_run)
+    differing = [name for name in all_names if _differs([of_run.get(name) for of_run in settings if of_run])]
+    shown = differing[:_MAX_SETTINGS]
+    cells = [[of_run.get(name) for of_run in settings] for name in shown]
+    if len(runs) <= _MAX_RUNS_AS_COLUMNS:
+        return Table(["setting", *names], shown, cells), len(differing)
+    cells = list(map(list, zip(*cells, strict=True))) or [[] for _ in runs]
+    return Table(["run", *shown], list(names), cells), len(differing)
+
+
+def _differs(values: Sequence[Any]) -> bool:
+    return len({json.dumps(value, sort_keys=True) for value in values}) > 1
+
+
+def _last_values(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Return some keys of the logs, and for each run the last value of each as text."""
+    columns = [run.logs[0].columns if run.logs else {} for run in runs]
+    in_order = dict.fromkeys(key for run in runs for log in run.logs[:1] for key in log.keys if key in log.columns)
+    keys = [key for key in in_order if key not in COUNTERS]
+    keys = sorted(keys, key=lambda key: not key.startswith("validation"))[:_MAX_VALUES]
+    return keys, [[f"{of_run[key].values[-1]:.5g}" if key in of_run else "" for key in keys] for of_run in columns]
