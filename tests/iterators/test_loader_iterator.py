@@ -153,16 +153,6 @@ class TestEndless:
         assert [next(iterator).columns.item() for _ in range(7)] == [0, 1, 0, 1, 0, 1, 0]
 
 
-@pytest.mark.filterwarnings("ignore:iterator 'main' fetches")
-def test_a_state_saved_before_loaders_were_read_ahead_counts_its_epoch():
-    """There the end of a pass was not known before the first batch of the next one."""
-    iterator = LoaderIterator(counted(2))
-    state = iterator.state_dict() | {"passes": 1, "taken": 2, "position": 2, "previous_epoch_detail": 0.0}
-    iterator.load_state_dict(state)
-    rows = [(next(iterator).columns.item(), iterator.epoch, iterator.is_new_epoch) for _ in range(3)]
-    assert rows == [(0, 1, True), (1, 2, True), (0, 2, False)]
-
-
 def test_a_generator_gives_one_pass_and_the_data_end_with_it():
     """StopIteration, again and again, though repeat is true."""
     iterator = LoaderIterator(torch.tensor([k]) for k in range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,10 +15,14 @@ from chainring._distributed.virtual_ranks import block_of
 from chainring._random import Indices
 from chainring.converters import Converter
 from chainring.datasets._columns import Batch as Batch
-from chainring.serializers.protocol import Stateful
+from chainring.datasets._columns import batch_of_columns, count_rows
+from chainring.serializers.protocol import AbstractSerializer, Stateful
 
 if TYPE_CHECKING:
     from chainring._distributed.communicator import Communicator
+
+Counters = tuple[int, float, float | None, bool]
+"""``epoch``, ``epoch_detail``, ``previous_epoch_detail`` and ``is_new_epoch``."""
 
 
 class Iterator(Stateful):
@@ -187,6 +192,21 @@ class Iterator(Stateful):
                 "a class of Chainring does, and write serves_virtual_ranks = True in the class"
             )
 
+    def _count_batch(self, epoch: int, epoch_detail: float) -> None:
+        """Count a batch that is returned; with it, so many epochs are completed."""
+        self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, epoch != self.epoch
+        self.epoch, self.epoch_detail = epoch, epoch_detail
+
+    def _counters(self) -> Counters:
+        return self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch
+
+    def _restore_counters(self, counts: Counters) -> None:
+        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
+
+    def _serialize_counters(self, serializer: AbstractSerializer) -> None:
+        names = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
+        self._restore_counters(tuple([serializer(name, getattr(self, name)) for name in names]))
+
     def batch_place(self) -> Any:
         """Return the place behind the batch last returned, for `batch_digest`; ``None`` if it cannot be told."""
         return None
@@ -218,6 +238,17 @@ class Iterator(Stateful):
 
 
 PythonIterator.register(Iterator)
+
+
+def make_batch(item: Any) -> Batch:
+    """Return an item of a loader as a batch; a list, which ``default_collate`` makes, counts as a tuple of columns."""
+    if isinstance(item, Batch):
+        return item
+    columns = tuple(item) if type(item) is list else item
+    if (rows := count_rows(columns)) is None:
+        column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
+        rows = len(column) if hasattr(column, "__len__") else 1
+    return batch_of_columns(columns, rows)
 
 
 def not_the_end(what: str) -> RuntimeError:

@@ -9,8 +9,7 @@ from typing import Any
 
 from chainring._checks import find_call_error, is_integer
 from chainring._random import digest, preserve_rng, seed_all, stable_hash
-from chainring.iterators.base import Batch, Iterator
-from chainring.iterators.loader import make_batch
+from chainring.iterators.base import Batch, Iterator, make_batch
 from chainring.serializers._changes import announce_change
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 
@@ -88,13 +87,12 @@ class FunctionIterator(Iterator):
         """
         batch = self.take_share(self._call(self._index))
         self._index += 1
-        self.previous_epoch_detail = self.epoch_detail
-        self.is_new_epoch = False
-        if self.epoch_length is not None:
-            self._epoch_position += 1
-            if self._epoch_position == self.epoch_length:
-                self.epoch, self._epoch_position, self.is_new_epoch = self.epoch + 1, 0, True
-            self.epoch_detail = self.epoch + self._epoch_position / self.epoch_length
+        if self.epoch_length is None:
+            self._count_batch(0, 0.0)
+            return batch
+        self._epoch_position = (self._epoch_position + 1) % self.epoch_length
+        epoch = self.epoch + (self._epoch_position == 0)
+        self._count_batch(epoch, epoch + self._epoch_position / self.epoch_length)
         return batch
 
     def _call(self, index: int) -> Batch:
@@ -123,17 +121,16 @@ class FunctionIterator(Iterator):
 
     def rewind(self) -> None:
         self._index, self._epoch_position = self._first_index, 0
-        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = 0, 0.0, None, False
+        self._restore_counters((0, 0.0, None, False))
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""
-        counts = self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch
-        return self._index, self._epoch_position, counts
+        return self._index, self._epoch_position, self._counters()
 
     def return_to(self, mark: Any) -> None:
         """Return to a position of `mark`: the batches since then will be generated again."""
         self._index, self._epoch_position, counts = mark
-        self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
+        self._restore_counters(counts)
 
     def batch_place(self) -> Any:
         return self._index
@@ -153,10 +150,7 @@ class FunctionIterator(Iterator):
         self._epoch_position = position
         self._index = serializer("index", self._index)
         self._first_index = serializer("first_index", self._first_index)
-        self.epoch = serializer("epoch", self.epoch)
-        self.epoch_detail = serializer("epoch_detail", self.epoch_detail)
-        self.previous_epoch_detail = serializer("previous_epoch_detail", self.previous_epoch_detail)
-        self.is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
+        self._serialize_counters(serializer)
         seed = serializer("seed", self.seed if saving else self._seed)
         if not saving and self._seed is not None and self._seed != seed:
             announce_change(f"seed of iterator {self.name!r}", seed, self._seed, "the next batch is made with the new one")
