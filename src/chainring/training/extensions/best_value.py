@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chainring._messages import OneTimeWarning
-from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
-from chainring.training.triggers import TriggerLike, get_trigger
-from chainring.training.triggers.best_value import check_compare
+from chainring.training.triggers import TriggerLike
+from chainring.training.triggers.best_value import BestMean
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
 
 
-class BestValue(Extension):
+class BestValue(BestMean, Extension):
     """Keeps the best mean of a reported value so far, and the iteration and epoch in which it was reached.
 
     In every iteration it adds the value, if it was reported before this extension runs, to a mean with the weight of the
@@ -45,41 +42,33 @@ class BestValue(Extension):
     default_name = "best_value"
 
     def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
-        check_compare(compare)
-        if not isinstance(key, str):
-            raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
-        self.key = key
-        self.compare = compare
-        self.trigger = get_trigger(trigger)
-        self._forget()
+        super().__init__(key, compare, trigger)
 
-    def _forget(self) -> None:
-        self._means = IntervalMeans([self.key])
-        self._best: tuple[float, int, int] | None = None  # the value, its iteration and its epoch
-        self._warning = OneTimeWarning()
+    def forget(self) -> None:
+        super().forget()
+        self._reached = 0, 0  # the iteration and the epoch of the best mean
 
     @property
     def best_value(self) -> float:
         """The best mean so far; like the other two properties, it raises a `RuntimeError` if there is none yet."""
-        return self._checked()[0]
+        return self._require_best()
 
     @property
     def best_iteration(self) -> int:
         """The iteration in which the best mean was reached."""
-        return self._checked()[1]
+        self._require_best()
+        return self._reached[0]
 
     @property
     def best_epoch(self) -> int:
         """The number of completed epochs when the best mean was reached."""
-        return self._checked()[2]
+        self._require_best()
+        return self._reached[1]
 
-    def _checked(self) -> tuple[float, int, int]:
+    def _require_best(self) -> float:
         if self._best is None:
             raise RuntimeError(f"there is no best value of {self.key!r} yet: its trigger has not fired with one")
         return self._best
-
-    def identity(self, trainer: Trainer) -> Sequence[str]:
-        return (self.key,)
 
     def observe(self, trainer: Trainer) -> None:
         self._means.observe(trainer)
@@ -93,21 +82,15 @@ class BestValue(Extension):
                 f"{self.key!r} was not reported as a single number; reported now are "
                 f"{sorted(trainer.observation, key=str)}. This warning is given once; check the key",
             )
-        elif not math.isnan(mean) and (self._best is None or self._is_better(mean, self._best[0])):
-            self._best = mean, updater.iteration, updater.epoch
-
-    def _is_better(self, mean: float, best: float) -> bool:
-        return mean != best and bool(self.compare(best, mean))
+        elif self.improve(mean):
+            self._reached = updater.iteration, updater.epoch
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saved_key = serializer("key", self.key)
-        best = serializer("best", None if self._best is None else list(self._best))
-        self._warning.serialize(serializer)
-        self._means.serialize(serializer)
+        best = serializer("best", None if self._best is None else [self._best, *self._reached])
         if not isinstance(serializer, Serializer):
-            self._best = None if best is None else (float(best[0]), int(best[1]), int(best[2]))
-            if saved_key != self.key:
-                self._forget()  # what is known of another key says nothing
+            self._best, *reached = best or (None, 0, 0)
+            self._reached = tuple(reached)
+        self.visit_interval(serializer)
 
 
 class MaxValue(BestValue):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
@@ -20,7 +20,52 @@ if TYPE_CHECKING:
 _RULE = "compare is called with the best value so far and a new one, and returns True if the new one is better"
 
 
-class BestValueTrigger(Trigger):
+class BestMean:
+    """The best mean of a reported value so far, for the trigger that fires and the extension that keeps it."""
+
+    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike) -> None:
+        if not callable(compare):
+            raise TypeError(f"{_RULE}; got {compare!r}: write lambda best, new: new > best")
+        if compare is max or compare is min:  # they return a number, and nearly every number is true
+            name = compare.__name__
+            raise TypeError(f"{_RULE}; {name} returns a number: use {name.capitalize()}ValueTrigger(key)")
+        if error := find_call_error(compare, 0.0, 0.0):
+            raise TypeError(f"{_RULE}; {compare!r} cannot be called so: {error}; write lambda best, new: ...")
+        if not isinstance(key, str):
+            raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
+        self.key = key
+        self.compare = compare
+        self.trigger = get_trigger(trigger)
+        self._warning = OneTimeWarning()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._means = IntervalMeans([self.key])
+        self._best: float | None = None
+        self._warning.was_given = False
+
+    def identity(self, trainer: Trainer) -> Sequence[str]:
+        return (self.key,)
+
+    def improve(self, mean: float) -> bool:
+        """Return True if a mean is better than the best so far, which it then replaces."""
+        best = self._best
+        if math.isnan(mean) or mean == best or (best is not None and not self.compare(best, mean)):
+            return False
+        self._best = mean
+        return True
+
+    def visit_interval(self, serializer: AbstractSerializer) -> None:
+        """Save or load the open interval; last, because what is known of another key says nothing and is forgotten."""
+        saved_key = serializer("key", self.key)
+        self._warning.serialize(serializer)
+        self._means.serialize(serializer)
+        if not isinstance(serializer, Serializer) and saved_key != self.key:
+            self.forget()
+
+
+class BestValueTrigger(BestMean, Trigger):
     """Fires when the mean of a reported value is better than all earlier means.
 
     At each call it adds the value to a mean, with the weight of the update. When its own ``trigger`` fires, it compares
@@ -44,20 +89,11 @@ class BestValueTrigger(Trigger):
     """
 
     def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerLike = (1, "epoch")) -> None:
-        check_compare(compare)
-        if not isinstance(key, str):
-            raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
-        self.key = key
-        self.compare = compare
-        self.trigger = get_trigger(trigger)
-        self._warning = OneTimeWarning()
-        self.forget()
+        super().__init__(key, compare, trigger)
 
     def forget(self) -> None:
-        self._means = IntervalMeans([self.key])
-        self._best: float | None = None
+        super().forget()
         self._seen: set[str] = set()  # the keys reported in this interval, as long as the warning may have to name them
-        self._warning.was_given = False
 
     def initialize(self, trainer: Trainer) -> None:
         super().initialize(trainer)
@@ -66,9 +102,6 @@ class BestValueTrigger(Trigger):
     @property
     def watched_keys(self) -> Sequence[str]:
         return (self.key, *keys_of(self.trigger))
-
-    def identity(self, trainer: Trainer) -> Sequence[str]:
-        return (self.key,)
 
     def ask(self, trainer: Trainer) -> bool:
         self._means.observe(trainer)
@@ -83,12 +116,8 @@ class BestValueTrigger(Trigger):
         return self.key in means and self.check(means[self.key], trainer)
 
     def check(self, mean: float, trainer: Trainer) -> bool:
-        """Return True if the mean of the interval that ends is better than the best so far, which it then replaces."""
-        best = self._best
-        if math.isnan(mean) or mean == best or (best is not None and not self.compare(best, mean)):
-            return False
-        self._best = mean
-        return True
+        """Return True if the mean of the interval that ends makes the trigger fire."""
+        return self.improve(mean)
 
     def _warn(self, iteration: int) -> None:
         """Warn that there was nothing to check; otherwise a key that is never reported would go unnoticed."""
@@ -104,12 +133,8 @@ class BestValueTrigger(Trigger):
     def serialize(self, serializer: AbstractSerializer) -> None:
         super().serialize(serializer)
         self._best = serializer("best", self._best)
-        saved_key = serializer("key", self.key)
         self._seen = set(serializer("seen", sorted(self._seen, key=str)))
-        self._warning.serialize(serializer)
-        self._means.serialize(serializer)
-        if not isinstance(serializer, Serializer) and saved_key != self.key:
-            self.forget()  # settings are never state: what is known of another key says nothing
+        self.visit_interval(serializer)
         serialize_inner_trigger(serializer, "trigger", self.trigger)
 
     def __repr__(self) -> str:
@@ -225,7 +250,7 @@ class EarlyStoppingTrigger(BestValueTrigger):
 
     def check(self, mean: float, trainer: Trainer) -> bool:
         """Return True if this check exhausts the patience."""
-        if super().check(mean, trainer):
+        if self.improve(mean):
             self._count = 0
             return False
         self._count += 1
@@ -252,14 +277,3 @@ class EarlyStoppingTrigger(BestValueTrigger):
 
     def __repr__(self) -> str:
         return f"EarlyStoppingTrigger({self.trigger}, {self.key!r}, {self.patience}, {self.mode!r})"
-
-
-def check_compare(compare: Any) -> None:
-    """Raise a `TypeError` unless ``compare`` is a function of the best value so far and a new one."""
-    if not callable(compare):
-        raise TypeError(f"{_RULE}; got {compare!r}: write lambda best, new: new > best")
-    if compare is max or compare is min:  # they return a number, and nearly every number is true
-        name = compare.__name__
-        raise TypeError(f"{_RULE}; {name} returns a number: use {name.capitalize()}ValueTrigger(key)")
-    if error := find_call_error(compare, 0.0, 0.0):
-        raise TypeError(f"{_RULE}; {compare!r} cannot be called so: {error}; write lambda best, new: ...")
