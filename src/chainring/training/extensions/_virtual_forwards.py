@@ -19,56 +19,50 @@ Forward = Callable[..., tuple[dict[str, Any], Any]]
 """``forward(batch, shows=True)`` returns what is reported of a batch, and its weight."""
 
 
-class VirtualForwards:
-    """Evaluates each batch part by part: those of the virtual ranks of this rank.
+def add_virtual_forwards(
+    summary: DictMeans,
+    batches: Iterable[Any],
+    forward: Forward,
+    models: list[nn.Module],
+    count: int,
+    comm: Communicator,
+    seed: int,
+) -> None:
+    """Evaluate batches on this rank's block of virtual ranks, and add what is reported, metrics with the counts of all.
 
-    A part without examples is skipped. Modules that are wrapped exchange parameters or buffers in a forward: of these all
+    A share without examples is skipped. Modules that are wrapped exchange parameters or buffers in a forward: of these all
     ranks run equally many, some of which do not count; so they do in the first batch, to learn which metrics there are.
+
+    Raises:
+        ValueError: a metric is not reported on all ranks, or what it has counted cannot be added up.
     """
-
-    def __init__(self, count: int, comm: Communicator, seed: int, models: list[nn.Module]) -> None:
-        self._comm = comm
-        self._seed = seed
-        self._block = block_of(comm.rank, comm.size, count)
-        largest = -(-count // comm.size)
-        exchanges = comm.size > 1 and bool(WrappedModules(models).parameters)
-        self._least = largest if exchanges else 0  # forwards of each batch
-        self._buffers = _Buffers(models)
-        self._metrics: dict[str, Any] = {}
-
-    def run(self, batches: Iterable[Any], forward: Forward, summary: DictMeans) -> None:
-        """Evaluate all batches, and add what is reported of them, metrics with what they have counted on all ranks.
-
-        Raises:
-            ValueError: a metric is not reported on all ranks, or what it has counted cannot be added up.
-        """
-        for index, batch in enumerate(batches):
-            self._run_batch(index, batch, forward, summary)
-        for key, metric in all_over_ranks(self._metrics, self._comm).items():
-            summary.add({key: metric})
-
-    def _run_batch(self, index: int, batch: Any, forward: Forward, summary: DictMeans) -> None:
-        done, size = 0, len(self._block)
-        for position, virtual in enumerate(self._block):
-            part = batch if size == 1 else take_examples(batch, slice(position, None, size))
-            examples = count_examples(part)
+    block, buffers = block_of(comm.rank, comm.size, count), _Buffers(models)
+    exchanges = comm.size > 1 and bool(WrappedModules(models).parameters)
+    least = -(-count // comm.size) if exchanges else 0  # forwards of each batch
+    metrics: dict[str, Any] = {}
+    for index, batch in enumerate(batches):
+        done = 0
+        for position, virtual in enumerate(block):
+            share = batch if len(block) == 1 else take_examples(batch, slice(position, None, len(block)))
+            examples = count_examples(share)
             if isinstance(examples, int) and examples == 0:
                 break  # nor have those after it
-            _random.seed_all("evaluation", self._seed, index, virtual)
-            observation, weight = forward(part, shows=virtual == 0)
-            self._buffers.restore()
-            metrics = {key: value for key, value in observation.items() if is_metric(value)}
-            self._metrics |= metrics
-            summary.add({key: value for key, value in observation.items() if key not in metrics}, weight)
+            _random.seed_all("evaluation", seed, index, virtual)
+            observation, weight = forward(share, shows=virtual == 0)
+            buffers.restore()
+            metrics |= {key: value for key, value in observation.items() if is_metric(value)}
+            summary.add({key: value for key, value in observation.items() if not is_metric(value)}, weight)
             done += 1
-        for _ in range(max(self._least, int(index == 0)) - done):
-            with undone(self._metrics.values()):
+        for _ in range(max(least, int(index == 0)) - done):
+            with undone(metrics.values()):
                 observation, _ = forward(take_examples(batch, slice(0, 1)), shows=False)
-            self._buffers.restore()
+            buffers.restore()
             for key, value in observation.items():
-                if is_metric(value) and key not in self._metrics:
+                if is_metric(value) and key not in metrics:
                     value.reset()
-                    self._metrics[key] = value
+                    metrics[key] = value
+    for key, metric in all_over_ranks(metrics, comm).items():
+        summary.add({key: metric})
 
 
 class _Buffers:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from collections.abc import Iterator as PythonIterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,7 +26,6 @@ from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers.protocol import AbstractSerializer, visit_optional
 from chainring.training.extension import PRIORITY_WRITER, Extension
-from chainring.training.extensions._virtual_forwards import VirtualForwards
 from chainring.training.extensions.progress_bar import bar_of_batches
 from chainring.training.triggers.base import describe
 from chainring.training.updaters._forward import (
@@ -129,10 +127,8 @@ class Evaluator(Extension):
         self.eval_hook, self.eval_func = eval_hook, eval_func
         self.precision = precision
         self.loss_func = loss_func
-        self._precision = precision or "fp32"
-        self._loss_func = loss_func
         self.progress_bar = progress_bar
-        self.virtual_ranks = self._virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
+        self.virtual_ranks = None if virtual_ranks is None else require_virtual_ranks(virtual_ranks)
         self._comm: Communicator = Communicator()
         self._media: dict[str, Media] = {}  # reported in the last evaluation
 
@@ -158,26 +154,27 @@ class Evaluator(Extension):
         return (*names, describe(self.eval_func), *map(_describe_data, self._iterators.values()))
 
     def initialize(self, trainer: Trainer) -> None:
-        self._comm = trainer.comm
+        self._comm, self._updater = trainer.comm, trainer.updater
         if self._follows_rank:
             self.device = device_of_rank("auto", trainer.comm)
-        self._follow(trainer.updater)
-        if self._virtual_ranks is not None and self._initial_seed is None:
+        *_, virtual_ranks = self._find_settings()
+        if virtual_ranks is not None and self._initial_seed is None:
             self._initial_seed = trainer.comm.broadcast_object(torch.initial_seed())
         for source in self._iterators.values():
-            share_among_ranks(source, trainer.comm, self._virtual_ranks)
+            share_among_ranks(source, trainer.comm, virtual_ranks)
 
-    def _follow(self, updater: Any) -> None:
-        """Take what is not given: the virtual ranks of the updater, and its precision and loss for a model of its own."""
-        self._updater = updater
-        if self.virtual_ranks is None:
-            self._virtual_ranks = getattr(updater, "virtual_ranks", None)
-        target = unwrap(self._targets.get("main"))
-        is_trained = any(unwrap(model) is target for model in updater.get_all_models().values())
-        if is_trained and self.precision is None:
-            self._precision = getattr(updater, "precision", "fp32")
-        if is_trained and self.loss_func is None and self.eval_func is None:
-            self._loss_func = getattr(updater, "loss_func", None)
+    def _find_settings(self) -> tuple[str, Callable[..., Any] | None, int | None]:
+        """Return precision, loss function and virtual ranks: where they were not given, as the updater trains its model."""
+        updater, target = self._updater, unwrap(self._targets.get("main"))
+        is_trained = updater is not None and any(unwrap(model) is target for model in updater.get_all_models().values())
+        precision, loss_func, virtual_ranks = self.precision, self.loss_func, self.virtual_ranks
+        if precision is None:
+            precision = getattr(updater, "precision", "fp32") if is_trained else "fp32"
+        if loss_func is None and self.eval_func is None and is_trained:
+            loss_func = getattr(updater, "loss_func", None)
+        if virtual_ranks is None:
+            virtual_ranks = getattr(updater, "virtual_ranks", None)
+        return precision, loss_func, virtual_ranks
 
     def __call__(self, trainer: Trainer | None = None) -> dict[str, float]:
         """Evaluate, report the means with the name of the extension in the trainer as prefix, and return them."""
@@ -196,62 +193,54 @@ class Evaluator(Extension):
             self.eval_hook(self)
         iterator = self._iterators["main"]
         getattr(iterator, "rewind", iterator.reset)()
-        models = list(self._targets.values())
-        reporter, self._media = Reporter(), {}
+        models, reporter, self._media = list(self._targets.values()), Reporter(), {}
         for name, model in self._targets.items():
             for path, module in named_submodules(name, model):
                 reporter.add_observer(path, module)
         if self._comm.size > 1:  # in training, each rank has computed running statistics of its own share
             self._comm.broadcast([buffer for model in models for buffer in model.buffers() if not is_sharded(buffer)])
-        summary = DictMeans()
-        forward = partial(self._forward, reporter, Precision(self._precision, device_type_of(models)))
-        modes = _evaluation_mode(models)
-        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), modes, self._shown(iterator) as batches:
-            if self._virtual_ranks is None:
+        precision_name, loss_func, virtual_ranks = self._find_settings()
+        precision = Precision(precision_name, device_type_of(models))
+
+        def forward(batch: Any, shows: bool = True) -> tuple[dict[str, Any], Any]:
+            observation: dict[str, Any] = {}
+            reporter.media_watchers = (self._media.__setitem__,) if shows else ()
+            with reporter.scope(observation), precision.autocast():
+                return observation, self._evaluate_batch(batch, loss_func)
+
+        summary, is_shown = DictMeans(), self.progress_bar and self._comm.is_main
+        shown = bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
+        with torch.no_grad(), _random.preserve_rng(), fresh_metrics(models), _evaluation_mode(models), shown as batches:
+            if virtual_ranks is None:
                 for batch in batches:
                     summary.add(*forward(batch))
             else:
-                parts = VirtualForwards(self._virtual_ranks, self._comm, self._seed_of_parts(), models)
-                parts.run(batches, forward, summary)
+                from chainring.training.extensions._virtual_forwards import add_virtual_forwards
+
+                seed = getattr(self._updater, "virtual_seed", None)
+                if seed is None:
+                    seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
+                add_virtual_forwards(summary, batches, forward, models, virtual_ranks, self._comm, int(seed))
             return summary.over_ranks(self._comm).compute_mean()
 
-    def _forward(
-        self, reporter: Reporter, precision: Precision, batch: Any, shows: bool = True
-    ) -> tuple[dict[str, Any], Any]:
-        """Return what is reported of a batch, and its weight; ``shows`` says whether images and the like are kept."""
-        observation: dict[str, Any] = {}
-        reporter.media_watchers = (self._media.__setitem__,) if shows else ()
-        with reporter.scope(observation), precision.autocast():
-            return observation, self._evaluate_batch(batch)
-
-    def _seed_of_parts(self) -> int:
-        """Return the seed of the updater's virtual ranks, if it has any; else that of rank 0 when the run was begun."""
-        seed = getattr(self._updater, "virtual_seed", None)
-        if seed is None:
-            seed = self._initial_seed
-        return torch.initial_seed() if seed is None else int(seed)
-
-    def _shown(self, iterator: Any) -> AbstractContextManager[Iterable[Any]]:
-        """Return a context that gives the batches, and shows how many of them are done if that is asked for."""
-        is_shown = self.progress_bar and self._comm.is_main
-        return bar_of_batches(iterator, self.default_name, sys.stdout) if is_shown else nullcontext(iterator)
-
-    def _evaluate_batch(self, batch: Any) -> Any:
+    def _evaluate_batch(self, batch: Any, loss_func: Callable[..., Any] | None) -> Any:
         """Call the model, and return the weight of the batch: that of the loss, or the number of examples."""
         inputs = self.converter(batch, self.device)
         args, kwargs = arguments(inputs)
         try:
-            if self._loss_func is not None:
-                output = self._loss_func(self._targets["main"], *args, **kwargs)
+            if loss_func is not None:
+                output = loss_func(self._targets["main"], *args, **kwargs)
             else:
                 output = (self.eval_func or self._targets["main"])(*args, **kwargs)
         except TypeError:  # say what is wrong, if it is the call
             if self.eval_func is not None:
                 check_eval_func_call(self.eval_func, inputs)
             else:
-                check_call(self._targets["main"], self._loss_func, inputs)
+                check_call(self._targets["main"], loss_func, inputs)
             raise
-        _report_mapping(output)
+        if isinstance(output, Mapping):  # beside or in place of a loss: metric objects, and numbers
+            is_wanted = is_metric if "loss" in output else lambda value: is_metric(value) or is_scalar(value)
+            report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
         _, loss_weight = loss_and_weight(output, "main")
         examples = count_examples(batch)
         return require_count(examples) if loss_weight is None or examples == 0 else loss_weight
@@ -277,13 +266,6 @@ def _models_of(target: nn.Module | dict[str, nn.Module]) -> dict[str, nn.Module]
     return targets
 
 
-def _report_mapping(output: Any) -> None:
-    """Report what a mapping has beside or in place of a loss: metric objects, and numbers."""
-    if isinstance(output, Mapping):
-        is_wanted = is_metric if "loss" in output else lambda value: is_metric(value) or is_scalar(value)
-        report({f"main/{key}": value for key, value in output.items() if is_wanted(value)})
-
-
 def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) -> Any:
     if isinstance(source, PythonIterator) and not hasattr(source, "epoch_detail"):
         raise ValueError(
@@ -301,7 +283,11 @@ def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) ->
             f"an evaluation needs an iterator that ends after one pass, and {name!r} ({type(iterator).__name__}) repeats "
             "forever; make it with repeat=False, shuffle=False"
         )
-    if not _can_reset(iterator):
+    if isinstance(iterator, Iterator):  # whose methods raise
+        can_reset = any(getattr(type(iterator), name) is not getattr(Iterator, name) for name in ("reset", "rewind"))
+    else:
+        can_reset = callable(getattr(iterator, "reset", None))
+    if not can_reset:
         raise ValueError(
             f"every evaluation starts with reset() of the iterator, and iterator {name!r} ({type(iterator).__name__}) "
             "has none; define reset(), which goes back to the first batch"
@@ -313,7 +299,6 @@ def _one_pass_iterator(name: str, source: Any, converter: Callable[..., Any]) ->
 
 
 def _describe_data(iterator: Any) -> str:
-    """Return the class and the length of what an iterator goes over."""
     data = getattr(iterator, "dataset", getattr(iterator, "loader", iterator))
     try:
         return f"{type(data).__name__} of {len(data)}"
@@ -321,16 +306,9 @@ def _describe_data(iterator: Any) -> str:
         return type(data).__name__
 
 
-def _can_reset(iterator: Any) -> bool:
-    """Return False for an iterator of one's own that does not define ``reset`` or ``rewind``."""
-    if not isinstance(iterator, Iterator):
-        return callable(getattr(iterator, "reset", None))
-    return any(getattr(type(iterator), name) is not getattr(Iterator, name) for name in ("reset", "rewind"))
-
-
 @contextmanager
 def _evaluation_mode(models: list[nn.Module]) -> Generator[None]:
-    """Inside, every submodule is in evaluation mode; afterwards its mode is restored."""
+    """Let every submodule be in evaluation mode, and restore its mode at the end."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
