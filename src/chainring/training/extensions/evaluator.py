@@ -163,7 +163,7 @@ class Evaluator(Extension):
         for source in self._iterators.values():
             share_among_ranks(source, trainer.comm, virtual_ranks)
 
-    def _find_settings(self) -> tuple[str, Callable[..., Any] | None, int | None]:
+    def _find_settings(self) -> tuple[Any, Callable[..., Any] | None, int | None]:
         """Return precision, loss function and virtual ranks: where they were not given, as the updater trains its model."""
         updater, target = self._updater, unwrap(self._targets.get("main"))
         is_trained = updater is not None and any(unwrap(model) is target for model in updater.get_all_models().values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
@@ -35,7 +35,7 @@ class BestMean:
             raise TypeError(f'the key is that of a reported value, such as "validation/main/loss"; got {key!r}')
         self.key = key
         self.compare = compare
-        self.trigger = get_trigger(trigger)
+        self.trigger: Any = get_trigger(trigger)
         self._warning = OneTimeWarning()
         self.forget()
 
@@ -46,6 +46,7 @@ class BestMean:
         self._warning.was_given = False
 
     def identity(self, trainer: Trainer) -> Sequence[str]:
+        """Return the key."""
         return (self.key,)
 
     def improve(self, mean: float) -> bool:
