@@ -138,19 +138,15 @@ def test_a_flipped_bit_never_changes_an_array(compression):
 @pytest.mark.parametrize(
     "content",
     [
-        b"no json", b"[" * 100_000, b"[]", b"{}", {"version": 1, "parts": 3, "values": {}},
-        {"version": 2, "parts": [], "values": {}}, {"version": 3, "parts": [], "values": {}, "tensors": {}},
-        *({"version": 2, "parts": [], "values": {"value": {"$tensor": "a"}}, "tensors": {"a": facts}} for facts in (
+        b"no json", b"[" * 100_000, b"[]", b"{}", {"version": 1, "parts": 3, "values": {}, "tensors": {}},
+        {"version": 1, "parts": [], "values": {}}, {"version": 2, "parts": [], "values": {}, "tensors": {}},
+        *({"version": 1, "parts": [], "values": {"value": {"$tensor": "a"}}, "tensors": {"a": facts}} for facts in (
             3, {"dtype": "load"}, {"dtype": "bfloat16"}, {"order": [0, 0]}, {"order": 7},
         )),
-        *({"version": 2, "parts": [], "values": {"value": value}, "tensors": {}} for value in (
+        *({"version": 1, "parts": [], "values": {"value": value}, "tensors": {}} for value in (
             {"$tensor": "b"}, {"$array": "a"}, {"$array": ["<f4", [2, 3], "b"]}, {"$array": ["<f4", [3, 2], "a"]},
             {"$array": ["<f8", [2, 3], "a"]}, {"$array": [4, [2, 3], "a"]},
-        )),
-        *({"version": 1, "parts": [], "values": {"value": value}} for value in (
-            {"$exec": "exit()"}, {"$array": "b"}, {"$array": "a", "dtype": "load"}, {"$array": "a", "dtype": "bfloat16"},
-            {"$array": "a", "order": [0, 0]}, {"$array": "a", "order": 7}, {"$dict": [[[], 1]]}, {"$dict": 3},
-            {"$bytes": "?"}, {"$float": "x"}, {"$tuple": 3},
+            {"$exec": "exit()"}, {"$dict": [[[], 1]]}, {"$dict": 3}, {"$bytes": "?"}, {"$float": "x"}, {"$tuple": 3},
         )),
     ],
     ids=lambda content: str(content)[:60],

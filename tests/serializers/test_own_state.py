@@ -17,9 +17,6 @@ from chainring.cli import main
 from chainring.iterators import SerialIterator
 from chainring.parallel import DataParallel
 from chainring.serializers import DictionaryDeserializer, DictionarySerializer
-from chainring.serializers._checkpoint import Checkpoint
-from chainring.serializers._store import DirectoryStore
-from chainring.serializers.protocol import capture
 from chainring.training import extensions
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
@@ -343,41 +340,6 @@ def test_an_extension_that_is_a_module_too_keeps_its_parameters(tmp_path):
     serializers.load(tmp_path / "saved", other)
     assert other.calls == 3
     assert torch.equal(other.linear.weight, critic.linear.weight)
-
-
-def write_as_before(path, content):
-    """A directory as earlier versions wrote it, with this flat state."""
-
-    class Old:
-        def serialize(self, serializer):
-            for key, value in content.items():
-                serializer(key, value)
-
-    Checkpoint(capture(Old())).commit(DirectoryStore(path.parent), path.name, 0)
-
-
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: model])
-@pytest.mark.parametrize("prefix", ["_orig_mod.", ""])
-def test_a_compiled_model_that_an_earlier_version_saved_as_a_dictionary_is_loaded(tmp_path, wrap, prefix):
-    """Of a model with its own serialize inside a wrapper it kept the state_dict alone, under the names of the wrapper."""
-    model = used(Recurrent())
-    write_as_before(tmp_path / "old", {"state_dict": {prefix + name: value for name, value in model.state_dict().items()}})
-    other = Recurrent()
-    serializers.load(tmp_path / "old", wrap(other), strict=True)
-    assert torch.equal(other.linear.weight, model.linear.weight)
-    assert other.calls == 0
-
-
-def test_a_snapshot_without_the_parameters_is_refused_with_a_remedy(tmp_path):
-    """Earlier versions saved only what the model's own serialize named."""
-    write_as_before(tmp_path / "old", {"hidden": None, "calls": 7, "sums": np.ones(2, np.float32)})
-    model = Recurrent()
-    weight = model.linear.weight.detach().clone()
-    with pytest.raises(KeyError, match=r"none of its parameters and buffers, such as .*strict=False"):
-        serializers.load(tmp_path / "old", Recurrent())
-    serializers.load(tmp_path / "old", model, strict=False)
-    assert model.calls == 7
-    assert torch.equal(model.linear.weight, weight)
 
 
 def test_what_is_unexpected_or_missing_is_an_error_with_own_state_too(tmp_path):

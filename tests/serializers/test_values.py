@@ -200,17 +200,8 @@ def test_a_path_must_be_text():
         encode({1: 1})
 
 
-def test_what_was_written_once_can_still_be_read():
-    """The payload of a NaN, which is NaN, and strings that UTF-8 cannot hold."""
-    text = document('[{"$float": "fff80000deadbeef"}, {"$text": "7aCA"}, {"$dict": [[{"$text": "7aCA"}, 1]]}]')
-    nan, half, keys = decode(text, {})["a"]
-    assert np.isnan(nan)
-    assert half == "\ud800"
-    assert keys == {"\ud800": 1}
-
-
 def test_a_name_that_is_the_path_of_its_place_is_not_written_twice():
-    """A long path takes its own length and little more, in dicts with keys of any type too; earlier files name it again."""
+    """A long path takes its own length and little more, in dicts with keys of any type too; a name is read as well."""
     path = "updater/model:main/" + "layer/" * 50 + "weight"
     state = {path: torch.ones(2), "a": {path: [torch.zeros(1), {2**60: torch.ones(3), (1, 2): torch.ones(4)}]}}
     text, tensors = encode(state)
@@ -244,7 +235,7 @@ HOSTILE = [
         '{"a": 1, "$tuple": []}', '{"$tuple": 1}', '{"$tuple": {"a": 1}}', '{"$set": [[1]]}', '{"$size": ["a"]}',
         '{"$dict": [[1, 2], [1, 3]]}', '{"$dict": [[1, 2], [true, 3]]}', '{"$dict": [[[1], 2]]}', '{"$dict": [1]}',
         '{"$dict": [[1, 2, 3]]}', '{"$counter": 5}', '{"$int": 5}', '{"$int": "x"}', '{"$float": "1.5"}', '{"$float": 3}',
-        '{"$float": "3ff0000000000000"}', '{"$float": "zzzzzzzzzzzzzzzz"}', '{"$float": []}', '{"$complex": [1]}',
+        '{"$float": "fff80000deadbeef"}', '{"$float": "zzzzzzzzzzzzzzzz"}', '{"$float": []}', '{"$complex": [1]}',
         '{"$complex": ["1", "2"]}', '{"$bytes": "a"}', '{"$bytes": "é"}', '{"$bytes": 1}', '{"$text": "gICA"}',
         '{"$numpy": ["O", "MTIzNDU2Nzg="]}', '{"$numpy": ["|O8", "MTIzNDU2Nzg="]}', '{"$numpy": ["<f8", ""]}',
         '{"$numpy": ["<f7", "MTIzNDU2Nzg="]}', '{"$numpy": ["<M8[os.system]", "MTIzNDU2Nzg="]}',

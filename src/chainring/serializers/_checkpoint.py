@@ -460,11 +460,6 @@ def _load_state(
         state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if prefix and not state:
             raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
-    if is_module(obj) and state.keys() == {"state_dict"} and isinstance(state["state_dict"], Mapping):
-        # Written so by earlier versions, of a model with a serialize of its own inside a wrapper.
-        entries = {name.replace("_orig_mod.", ""): value for name, value in read_stored(state["state_dict"]).items()}
-        _load_entries(unwrap(obj), entries, strict)
-        return
     if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
         raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
     saved = DictionaryDeserializer(state, strict)

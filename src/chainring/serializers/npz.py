@@ -5,7 +5,7 @@ such arrays, wherever it comes from, is read as tensors; arrays of a dtype that 
 All that a plain array cannot say is in one more entry, ``chainring.json``: UTF-8 text as an array of bytes, present only
 where it is needed. It is a JSON object of
 
-    "version"   2; version 1 had tags of its own, and is read too
+    "version"   1
     "values"    from path to value, in the tags of `chainring.serializers._values`
     "tensors"   from the name of a tensor to what its array does not say: "dtype", of which the array has the bits as
                 integers; "order", its dimensions from the widest stride to the narrowest (channels_last)
@@ -36,7 +36,7 @@ from chainring.serializers._values import Array, decode_values, encode_values
 from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer
 
 _JSON = "chainring.json"
-_VERSION = 2
+_VERSION = 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NATIVE_DTYPES = {
     np.dtype(code).str: torch.from_numpy(np.zeros(0, code)).dtype
@@ -332,55 +332,23 @@ def _archive(stream: IO[bytes], label: str) -> zipfile.ZipFile:
 
 def _read(archive: zipfile.ZipFile, names: Sequence[str], prefix: str, label: str) -> tuple[dict[str, Any], frozenset[str]]:
     """Return what the file holds under ``prefix``, by whole path, and the paths of arrays of which it says no more."""
-    document = {"version": _VERSION, "values": {}, "tensors": {}, "parts": []}
-    text = json.dumps(document).encode()
-    if _JSON in names:
-        text = np.asarray(_array(archive, _JSON, label)).tobytes()
-    arrays = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
+    text = None if _JSON not in names else np.asarray(_array(archive, _JSON, label)).tobytes()
+    found = {name: _array(archive, name, label) for name in names if name.startswith(prefix) and name != _JSON}
+    arrays = {name: array for name, array in found.items() if array is not None}
     try:
-        return _from_arrays(parse_strict(text), arrays, prefix)
+        document: Any = (
+            {"version": _VERSION, "values": {}, "tensors": {}, "parts": []} if text is None else parse_strict(text)
+        )
+        if document["version"] != _VERSION:
+            raise ValueError(f"it is of version {document['version']}, and this Chainring reads {_VERSION}")
+        values = {path: value for path, value in document["values"].items() if path.startswith(prefix)}
+        descriptions, parts = document["tensors"], frozenset(document["parts"])
+        tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
+        state = {name: value for name, value in (found | tensors).items() if name not in parts and name not in values}
+        untyped = frozenset(name for name in state if name in arrays and name not in descriptions)
+        return state | decode_values(values, tensors, arrays), untyped
     except _DAMAGED as error:
         raise _damaged(label, f"its {_JSON} is not as save_npz writes it", error) from error
-
-
-def _from_arrays(document: Any, found: Mapping[str, Array | None], prefix: str) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the state of which `_to_arrays` made a document and arrays, as far as it lies under ``prefix``.
-
-    Also return the paths of arrays of which the document says nothing.
-    """
-    nothing = {name: None for name, array in found.items() if array is None}
-    arrays = {name: array for name, array in found.items() if array is not None}
-    values = {path: value for path, value in document["values"].items() if path.startswith(prefix)}
-    if document["version"] == 1:
-        descriptions: dict[str, Any] = {}
-        values = {path: _from_version_1(value, arrays, descriptions) for path, value in values.items()}
-    elif document["version"] == _VERSION:
-        descriptions = document["tensors"]
-    else:
-        raise ValueError(f"its {_JSON} is of version {document['version']}, and this Chainring reads up to {_VERSION}")
-    parts = frozenset(document["parts"])
-    tensors = {name: _to_tensor(array, descriptions.get(name, {})) for name, array in arrays.items()}
-    state = {name: tensor for name, tensor in tensors.items() if name not in parts and name not in values}
-    untyped = frozenset(state.keys() - descriptions.keys())
-    return nothing | state | decode_values(values, tensors, arrays), untyped
-
-
-def _from_version_1(value: Any, arrays: Mapping[str, Array], descriptions: dict[str, Any]) -> Any:
-    """Return a value in the tags of today, and put what is said of its tensors into ``descriptions``."""
-    if isinstance(value, list):
-        return [_from_version_1(item, arrays, descriptions) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$array" not in value:
-        tags = {"$ordered": "$ordered_dict"}
-        return {tags.get(key, key): _from_version_1(item, arrays, descriptions) for key, item in value.items()}
-    name = value["$array"]
-    if value.get("as") == "array":
-        return {"$array": [arrays[name].dtype.str, list(arrays[name].shape), name]}
-    if value.get("as") == "scalar":
-        return encode_values({name: arrays[name][()]})[0][name]
-    descriptions[name] = value
-    return {"$tensor": name}
 
 
 def _to_tensor(array: Array, description: Mapping[str, Any]) -> Any:

@@ -372,12 +372,6 @@ class DictionaryDeserializer(Deserializer):
         entries = state_entries(module)
         names = entry_names(module, entries, self._path)
         paths = [path for path in self.paths() if path in names or self._path + path not in self._asked]
-        if self.strict and own and names and names.keys().isdisjoint(paths):
-            raise KeyError(
-                f"the saved state of {type(module).__name__} at {self._path!r} has none of its parameters and buffers, such "
-                f"as {next(iter(names))!r}: it was saved by a version that saved only what serialize names. Load it with "
-                "strict=False to keep the current parameters"
-            )
         name_of = {path: names.get(path, path.replace("/", ".")) for path in paths}
         saved = {
             name_of[path]: shard_like(value, entries.get(name_of[path]))
@@ -435,10 +429,7 @@ def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: st
     if not isinstance(serializer, Deserializer):
         serializer(key, value)
         return
-    try:
-        saved = serializer(key, _MISSING)  # and not the value, which would be filled with the saved one
-    except KeyError:  # of a snapshot that was made before it was recorded
-        return
+    saved = serializer(key, _MISSING)  # and not the value, which would be filled with the saved one
     if saved is not _MISSING and not is_same_value(saved, value):
         announce_change(name, saved, value)
 
