@@ -18,7 +18,7 @@ from chainring._runs.traces import CAUSES, Difference, describe_difference, unit
 from chainring.serializers._restoring import StoredTensor, read_stored
 from chainring.serializers._store import CorruptError
 from chainring.training._ledger import Ledger, loss_value
-from chainring.training._recorded_settings import recorded_settings
+from chainring.training._settings import Settings
 from chainring.training._unsaved import leaves
 
 _MOST_FOUND = 20  # differences of one snapshot that are kept
@@ -101,12 +101,12 @@ def compare_runs(a: FinishedRun, b: FinishedRun, *, with_snapshots: bool = True)
 def differing_settings(a: FinishedRun, b: FinishedRun) -> dict[str, tuple[Any, Any]]:
     """Return by name both values of each setting that differs, ``None`` where one run has none."""
     records = (a.record, b.record) if a.record and b.record else ({}, {})
-    settings = [dict(recorded_settings(record)) for record in records]
+    settings, settings_b = map(Settings.recorded, records)
     saved = [run.saved_settings() for run in (a, b)]
     if all(saved):
-        settings = [recorded | of_snapshot for recorded, of_snapshot in zip(settings, saved, strict=True)]
-    pairs = {name: (settings[0].get(name), settings[1].get(name)) for name in dict.fromkeys([*settings[0], *settings[1]])}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        settings |= saved[0]
+        settings_b |= saved[1]
+    return {path: (value, other) for path, value, other in settings.differences(settings_b)}
 
 
 # --- recorders ---

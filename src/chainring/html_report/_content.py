@@ -19,7 +19,7 @@ from chainring.html_report._curves import MAX_POINTS, MAX_POINTS_OF_SEVERAL, Cur
 from chainring.html_report._log import Log
 from chainring.html_report._run import DAMAGED, Run
 from chainring.serializers._store import Place
-from chainring.training._recorded_settings import recorded_settings
+from chainring.training._settings import Settings
 from chainring.writers.base import COUNTERS
 
 _MAX_RUNS_AS_COLUMNS = 5
@@ -349,7 +349,7 @@ def names_of(places: Sequence[Place]) -> list[str]:
 
 def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[Table, int]:
     """Return the settings that not all runs share, and how many there are; of few runs each is a column, of many a row."""
-    settings = [dict(recorded_settings(run.record)) if run.record else {} for run in runs]
+    settings = [Settings.recorded(run.record) if run.record else Settings() for run in runs]
     all_names = dict.fromkeys(name for of_run in settings for name in of_run)
     differing = [name for name in all_names if _differs([of_run.get(name) for of_run in settings if of_run])]
     shown = differing[:_MAX_SETTINGS]

@@ -6,20 +6,13 @@ import datetime
 import json
 import math
 import os
-import re
 import shutil
 import socket
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch.nn.parameter import is_lazy
-
-from chainring import _environment
 from chainring._files import (
     DirectoryLock,
     flush,
@@ -29,13 +22,11 @@ from chainring._files import (
     replace_file,
     set_aside,
     temporary_path,
-    to_json,
 )
 from chainring._messages import info, warn
-from chainring._naming import name_cleaner
 from chainring.serializers._changes import announce_change
 from chainring.serializers._store import Store
-from chainring.training.triggers.base import describe
+from chainring.training._settings import Settings, as_json, to_record
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
@@ -183,8 +174,7 @@ class RunDirectory:
         return f"{self._store}/{place}"
 
 
-@dataclass(frozen=True, slots=True)
-class NameMatch:
+class NameMatch(NamedTuple):
     """A name that fits a pattern, with the iteration that it tells, if the template has one."""
 
     iteration: int | None
@@ -202,40 +192,34 @@ class NamePattern:
     """
 
     def __init__(self, template: str) -> None:
-        parts = [(literal, field) for literal, field, _, _ in Formatter().parse(template)]
-        self._has_text = any(literal for literal, _ in parts)
-        self._parts = [(literal, None if field is None else field.rpartition(".")[2]) for literal, field in parts]
+        parts = [(literal, field and field.rpartition(".")[2]) for literal, field, _, _ in Formatter().parse(template)]
+        has_text = any(literal for literal, _ in parts)
+        self._parts = [
+            (literal, field, _COUNTS.get(str(field), None if has_text else frozenset())) for literal, field in parts
+        ]
         self.fields = sum(field is not None for _, field in parts)
 
     def match(self, name: str) -> NameMatch | None:
         """Return whether a name fits, and its first iteration."""
-        if self.fields > len(name):  # each stands for one character or more
-            return None
         ends: dict[int, str | None] = {0: None}  # where the parts so far may end, with the digits of the iteration
-        for literal, field in self._parts:
-            ends = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
-            if field is not None:
-                ends = self._after_field(name, field, ends)
-            if not ends:
-                return None
+        for literal, field, allowed in self._parts:
+            starts = {end + len(literal): digits for end, digits in ends.items() if name.startswith(literal, end)}
+            if field is None:
+                ends = starts
+                continue
+            ends, start = {}, None  # start: where the field may begin so that all up to here belongs to it
+            for end, character in enumerate(name, 1):
+                if allowed is not None and character not in allowed:
+                    start = None
+                elif start is None and end - 1 in starts:
+                    start = end - 1
+                if start is not None:
+                    is_first = field == "iteration" and starts[start] is None
+                    ends[end] = name[start:end] if is_first else starts[start]
         if len(name) not in ends:
             return None
         digits = ends[len(name)]
         return NameMatch(None if digits is None else int(digits))
-
-    def _after_field(self, name: str, field: str, starts: dict[int, str | None]) -> dict[int, str | None]:
-        allowed, ends = _COUNTS.get(field), dict[int, str | None]()
-        if allowed is None and not self._has_text:
-            return ends
-        for start in sorted(starts):
-            if start in ends:  # the run of characters from an earlier start goes past this one
-                continue
-            for end in range(start + 1, len(name) + 1):
-                if end in ends or (allowed is not None and name[end - 1] not in allowed):
-                    break
-                is_first = field == "iteration" and starts[start] is None
-                ends[end] = name[start:end] if is_first else starts[start]
-        return ends
 
 
 def _list_names(names: list[str]) -> str:
@@ -288,104 +272,34 @@ def write_record(
     The record names all that the run writes by ``files``, which are templates; ``changes`` are those of the loaded state.
     ``rollback`` is the reason why the run has gone back to a snapshot by itself.
     """
-    settings = _settings_of(trainer)
+    settings = to_record(trainer)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "iteration": trainer.updater.iteration,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "argv": settings["argv"],
-        "changed": {**(_announce_changes(earlier, settings) if earlier else {}), **_to_record(changes)},
+        "changed": {**(_announce_changes(earlier, settings) if earlier else {}), **as_json(changes)},
         **({} if rollback is None else {"rollback": rollback}),
     }
-    record = {
-        "format": _FORMAT,
-        **settings,
-        "ranks": trainer.comm.world.size,
-        "models": {name: _describe(model) for name, model in trainer.updater.get_all_models().items()},
-        "plan": _plan_of(trainer),
-        "files": sorted(files),
-        "starts": [*earlier.get("starts", ()), start],
-    }
+    record = {"format": _FORMAT, **settings, "files": sorted(files), "starts": [*earlier.get("starts", ()), start]}
     replace_file(Path(trainer.out) / RECORD, json.dumps(record, indent=1) + "\n")
 
 
-def _settings_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings that the results depend on, as JSON values."""
-    iterators = trainer.updater.get_all_iterators()
-    seeds = {name: iterator.seed for name, iterator in iterators.items() if hasattr(iterator, "seed")}
-    return {
-        "config": _to_record(trainer.config),
-        "argv": list(sys.argv),
-        "git_commit": _environment.git_commit(),
-        "versions": _environment.versions(),
-        "device": _environment.device_name(_device_of(trainer.updater)),
-        "threads": torch.get_num_threads(),
-        "ranks": trainer.comm.world.size,
-        "seeds": _to_record({"torch": torch.initial_seed(), "iterators": seeds}),
-        "optimizers": _to_record(getattr(trainer.updater, "constructed", {})),
-    }
-
-
-def _device_of(updater: Any) -> torch.device | None:
-    """Return the device that an updater was given, or has chosen."""
-    device = getattr(updater, "device", None)
-    return device if isinstance(device, torch.device) else None
-
-
-def _plan_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the plan as plain values: what stops the run, and the extensions in the order in which they run."""
-    extensions = [
-        {
-            "name": entry.name,
-            "class": type(entry.extension).__name__,
-            "priority": entry.priority,
-            "trigger": describe(entry.trigger),
-            "before_training": entry.invoke_before_training,
-            "observes": entry.observe is not None,
-        }
-        for entry in sorted(trainer.entries, key=lambda entry: entry.is_snapshot)
-    ]
-    return {"stop_trigger": describe(trainer.stop_trigger), "extensions": extensions}
-
-
 def _announce_changes(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the settings that differ from those of the start before: by name, the old value and the new; print each."""
+    """Return the settings that differ from those of the start before: by path, the old value and the new; print each."""
     inexact = "the run continues, and may differ in the last bits"
+    kinds = {  # by the first name of a path: how it is called, and what a change means
+        "config": ("config ", "the new value holds"),
+        "versions": ("version of ", inexact),
+        "git_commit": ("git_commit", "the code of now runs"),
+        "device": ("device", inexact),
+        "threads": ("threads", inexact),
+    }
+    before, now = (Settings.recorded({key: record.get(key) for key in kinds}) for record in (earlier, settings))
     changes = {}
-
-    def compare(key: str, name: str, old: Any, new: Any, consequence: str) -> None:
-        if old != new:
-            changes[key] = [old, new]
-            announce_change(name, old, new, consequence)
-
-    for group, label, consequence in (("config", "config", "the new value holds"), ("versions", "version of", inexact)):
-        old, new = earlier.get(group, {}), settings[group]
-        for key in sorted(old.keys() | new.keys()):
-            compare(f"{group}.{key}", f"{label} {key}", old.get(key), new.get(key), consequence)
-    for key, consequence in (("git_commit", "the code of now runs"), ("device", inexact), ("threads", inexact)):
-        compare(key, key, earlier.get(key), settings[key], consequence)
+    for path, old, new in before.differences(now):
+        kind, _, name = path.partition(".")
+        changes[path] = [old, new]
+        announce_change(kinds[kind][0] + name, old, new, kinds[kind][1])
     return changes
-
-
-def _describe(model: torch.nn.Module) -> dict[str, Any]:
-    """Return a model's class, the shape of each parameter, such as ``"50x64"``, and which of them need no gradient."""
-    clean = name_cleaner(model)
-    parameters = {clean(name).replace(".", "/"): parameter for name, parameter in model.named_parameters()}
-    lazy = "not known before the first update"
-    shapes = {path: lazy if is_lazy(p) else "x".join(map(str, p.shape)) or "scalar" for path, p in parameters.items()}
-    frozen = [path for path, parameter in parameters.items() if not parameter.requires_grad]
-    return {"class": type(model).__name__, "parameters": shapes, "frozen": frozen}
-
-
-def _to_record(value: Any) -> Any:
-    """Return a value as JSON has it; any other as a text that is the same in every process."""
-    if isinstance(value, Mapping):
-        return {str(key): _to_record(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_record(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((_to_record(item) for item in value), key=repr)
-    if hasattr(value, "__qualname__"):  # the text of a class or a function has its address, which is new each time
-        return ".".join(filter(None, (value.__module__, value.__qualname__)))
-    return json.loads(json.dumps(to_json(value), default=lambda other: re.sub(r" at 0x[0-9a-f]+", "", str(other))))
