@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from chainring.datasets import TupleDataset
-from chainring.datasets.mnist import FASHION_MNIST, MNIST, get_fashion_mnist, get_mnist, read_idx
+from chainring.datasets.classification import FASHION_MNIST, MNIST, get_fashion_mnist, get_mnist, read_idx
 
 PIXELS = {name: np.random.RandomState(n).randint(0, 256, (n, 28, 28), np.uint8) for name, n in (("train", 7), ("t10k", 3))}
 LABELS = {name: np.arange(len(pixels), dtype=np.uint8) for name, pixels in PIXELS.items()}

@@ -2,17 +2,24 @@
 
 from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin
-from chainring.datasets.cifar import CIFAR10, CIFAR100, get_cifar10, get_cifar100
-from chainring.datasets.concatenated_dataset import ConcatenatedDataset
-from chainring.datasets.dict_dataset import DictDataset
-from chainring.datasets.digits import get_digits
+from chainring.datasets.classification import (
+    CIFAR10,
+    CIFAR100,
+    FASHION_MNIST,
+    MNIST,
+    get_cifar10,
+    get_cifar100,
+    get_digits,
+    get_fashion_mnist,
+    get_mnist,
+)
+from chainring.datasets.combined import ConcatenatedDataset, DictDataset, TransformDataset, TupleDataset
 from chainring.datasets.image_dataset import (
     ImageDataset,
     LabeledImageDataset,
     LabeledZippedImageDataset,
     ZippedImageDataset,
 )
-from chainring.datasets.mnist import FASHION_MNIST, MNIST, get_fashion_mnist, get_mnist
 from chainring.datasets.sub_dataset import (
     SubDataset,
     get_cross_validation_datasets,
@@ -23,8 +30,6 @@ from chainring.datasets.sub_dataset import (
     split_dataset_random,
 )
 from chainring.datasets.text_dataset import TextDataset
-from chainring.datasets.transform_dataset import TransformDataset
-from chainring.datasets.tuple_dataset import TupleDataset
 
 __all__ = [
     "CIFAR10", "CIFAR100", "ConcatenatedDataset", "DatasetMixin", "DictDataset", "FASHION_MNIST", "ImageDataset",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -89,18 +88,6 @@ def require_datasets(name: str, *datasets: Any) -> None:
                 f"{name} combines datasets, which have __len__ and __getitem__(i); got {got}. "
                 "Make a list of an iterable, or pass an iterable of batches to the updater directly"
             )
-
-
-def require_same_length(name: str, lengths: Collection[int] | Mapping[str, int]) -> None:
-    """Refuse datasets side by side that are not equally long.
-
-    Raises:
-        ValueError: there are no datasets, or their lengths differ.
-    """
-    if not lengths:
-        raise ValueError(f"{name} needs at least one dataset, got none")
-    if len(set(lengths.values() if isinstance(lengths, Mapping) else lengths)) > 1:
-        raise ValueError(f"the datasets of {name} must have the same length, got {lengths}")
 
 
 def indexes_like(dataset: DatasetMixin, cls: type[DatasetMixin]) -> bool:

@@ -1,0 +1,303 @@
+"""Images to be classified: digits that scikit-learn ships; and MNIST, Fashion-MNIST and CIFAR, downloaded once."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from chainring._random import preserve_host_rng
+from chainring.datasets._download import RemoteFiles
+from chainring.datasets.combined import TupleDataset
+
+_FILES = (
+    ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
+    ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
+)
+
+MNIST = RemoteFiles(
+    name="mnist",
+    mirrors=(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "https://storage.googleapis.com/cvdf-datasets/mnist",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+)
+"""The files of `get_mnist`."""
+
+FASHION_MNIST = RemoteFiles(
+    name="fashion-mnist",
+    mirrors=(
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+    ),
+    sha256={
+        "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+    },
+)
+"""The files of `get_fashion_mnist`."""
+
+CIFAR10 = RemoteFiles(
+    name="cifar-10",
+    mirrors=("https://www.cs.toronto.edu/~kriz",),
+    sha256={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+)
+"""The file of `get_cifar10`."""
+
+CIFAR100 = RemoteFiles(
+    name="cifar-100",
+    mirrors=("https://www.cs.toronto.edu/~kriz",),
+    sha256={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
+)
+"""The file of `get_cifar100`."""
+
+_CIFAR_SIZE = 3 * 32 * 32  # bytes of an image
+
+
+def get_digits(withlabel: bool = True, ndim: int = 1, scale: float = 1.0) -> tuple[Any, Any]:
+    """Return 1,797 handwritten digits of 8 x 8 pixels, 1,437 training and 360 test examples.
+
+    The split is fixed: every fifth image is a test image, since the file is sorted by who wrote them. Source:
+    Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+
+    Args:
+        withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
+        ndim: the dimensions of an image (float32): 1 is (64,), 2 is (8, 8), 3 is (1, 8, 8).
+        scale: the value of a black pixel; pixels are from 0 to it.
+
+    Returns:
+        The training and the test dataset, each a `TupleDataset` or an array.
+
+    Raises:
+        ImportError: scikit-learn is not installed.
+        ValueError: ``ndim`` is not 1, 2 or 3.
+
+    Example::
+
+        train, test = get_digits()
+        image, label = train[0]
+    """
+    shape = _shape_of(ndim, 1, 8, 8)
+    try:
+        with preserve_host_rng():  # the first import of scikit-learn draws from Python's generator
+            from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ImportError('the digits come with scikit-learn: pip install "chainring[examples]"') from error
+    digits: Any = load_digits()
+    images = (digits.images * (scale / 16)).astype(np.float32).reshape(-1, *shape)
+    is_test = np.arange(len(images)) % 5 == 0
+    if not withlabel:
+        return images[~is_test], images[is_test]
+    labels = digits.target.astype(np.int64)
+    return TupleDataset(images[~is_test], labels[~is_test]), TupleDataset(images[is_test], labels[is_test])
+
+
+def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = MNIST) -> tuple[Any, Any]:
+    """Return 70,000 handwritten digits of 28 x 28 pixels: 60,000 training and 10,000 test examples.
+
+    The files (11 MB) are downloaded once, into ``$CHAINRING_DATASET_ROOT/mnist``, by default into
+    ``~/.cache/chainring/mnist``, and checked each time.
+
+    LeCun, Bottou, Bengio and Haffner, "Gradient-Based Learning Applied to Document Recognition", 1998.
+
+    Args:
+        withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
+        ndim: the dimensions of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
+        scale: the value of the brightest pixel, which is ink; pixels are from 0 to it.
+        source: another source of four files of the same names, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
+            a mirror of your own.
+
+    Returns:
+        The training and the test dataset, each a `TupleDataset` or an array.
+
+    Raises:
+        OSError: a file is missing and cannot be downloaded; the message says which file to put where.
+        ValueError: ``ndim`` is not 1, 2 or 3; or a file of a ``source`` of your own is not such an IDX file.
+
+    Example::
+
+        train, test = get_mnist()
+        image, label = train[0]
+    """
+    _shape_of(ndim, 1, 28, 28)
+    missing = [name for names in _FILES for name in names if name not in source.sha256]
+    if missing:
+        raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(missing)}")
+    paths = source.download()
+    train, test = (_make_dataset(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _FILES)
+    return train, test
+
+
+def get_fashion_mnist(
+    withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, source: RemoteFiles = FASHION_MNIST
+) -> tuple[Any, Any]:
+    """Return 70,000 images of clothes in ten classes; arguments, results and errors are those of `get_mnist`.
+
+    The files (31 MB) are kept in ``$CHAINRING_DATASET_ROOT/fashion-mnist``.
+
+    Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
+    """
+    return get_mnist(withlabel, ndim, scale, source=source)
+
+
+def _make_dataset(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
+    pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+    if len(pixels) != len(labels):
+        raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
+    images = _scale(pixels, scale, np.dtype(np.float32)).reshape(len(pixels), *_shape_of(ndim, 1, *pixels.shape[1:]))
+    return TupleDataset(images, labels.astype(np.int64)) if withlabel else images
+
+
+def _shape_of(ndim: int, channels: int, height: int, width: int) -> tuple[int, ...]:
+    shapes = {1: (channels * height * width,), 3: (channels, height, width)}
+    if channels == 1:
+        shapes |= {2: (height, width)}
+    if ndim not in shapes:
+        raise ValueError(f"ndim is {'1, 2 or 3' if channels == 1 else '1 or 3'}, got {ndim!r}")
+    return shapes[ndim]
+
+
+def _scale(pixels: npt.NDArray[np.uint8], scale: float, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    scaled: npt.NDArray[Any] = (np.arange(256) / 255 * scale).astype(dtype)[pixels]  # no array of float64 on the way
+    return scaled
+
+
+def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
+    """Return the array of unsigned bytes in a gzipped IDX file, which must have ``ndim`` axes.
+
+    The format, from yann.lecun.com/exdb/mnist: two zero bytes, the type of an element (8: unsigned byte), the number of
+    axes, the length of each axis as a big-endian 32-bit integer, the elements with the last axis changing fastest.
+
+    Raises:
+        ValueError: the file is not an IDX file, is cut, or continues after its last element.
+    """
+    try:
+        with gzip.open(path) as file:
+            content = file.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} must be a whole gzip file: {error}") from error
+    magic = bytes([0, 0, 0x08, ndim])
+    if content[:4] != magic or len(content) < 4 + 4 * ndim:
+        raise ValueError(
+            f"{path} must be an IDX file of unsigned bytes with {ndim} axes: {magic.hex(' ')} and {ndim} lengths of "
+            f"four bytes; it starts with {content[:4].hex(' ') or 'nothing'} and has {len(content)} bytes"
+        )
+    shape = tuple(np.frombuffer(content, ">u4", ndim, 4).tolist())
+    elements = np.frombuffer(content, np.uint8)[4 + 4 * ndim :]
+    if len(elements) != math.prod(shape):
+        raise ValueError(f"{path} must hold {math.prod(shape)} bytes for its shape {shape}, but holds {len(elements)}")
+    return elements.reshape(shape)
+
+
+def get_cifar10(
+    withlabel: bool = True,
+    ndim: int = 3,
+    scale: float = 1.0,
+    dtype: npt.DTypeLike | None = None,
+    *,
+    source: RemoteFiles = CIFAR10,
+) -> tuple[Any, Any]:
+    """Return 60,000 colour images of 32 x 32 pixels in ten classes: 50,000 training and 10,000 test examples.
+
+    The file (170 MB) is downloaded once, into ``$CHAINRING_DATASET_ROOT/cifar-10``, by default into
+    ``~/.cache/chainring/cifar-10``, and checked each time. It is the binary version; nothing is unpickled.
+
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+
+    Args:
+        withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
+        ndim: the dimensions of an image: 3 is (3, 32, 32), 1 is (3072,).
+        scale: the value of the brightest pixel; pixels are from 0 to it.
+        dtype: the floating-point dtype of the images; float32 by default.
+        source: another source of the same file, such as ``dataclasses.replace(CIFAR10, mirrors=(...,))`` for a mirror of
+            your own.
+
+    Returns:
+        The training and the test dataset, each a `TupleDataset` or an array.
+
+    Raises:
+        OSError: the file is missing and cannot be downloaded; the message says which file to put where.
+        TypeError: the dtype is not a floating-point dtype.
+        ValueError: ``ndim`` is not 1 or 3; or the file of a ``source`` of your own is not such an archive.
+
+    Example::
+
+        train, test = get_cifar10()
+        image, label = train[0]
+    """
+    folder = "cifar-10-batches-bin"
+    train = [f"{folder}/data_batch_{number}.bin" for number in range(1, 6)]
+    return _get_cifar(source, (train, [f"{folder}/test_batch.bin"]), 1, (withlabel, ndim, scale, dtype))
+
+
+def get_cifar100(
+    withlabel: bool = True,
+    ndim: int = 3,
+    scale: float = 1.0,
+    dtype: npt.DTypeLike | None = None,
+    *,
+    source: RemoteFiles = CIFAR100,
+) -> tuple[Any, Any]:
+    """Return 60,000 colour images in a hundred classes; arguments, results and errors are those of `get_cifar10`.
+
+    The labels are those of the hundred fine classes, not of the twenty superclasses. The file (169 MB) is kept in
+    ``$CHAINRING_DATASET_ROOT/cifar-100``.
+    """
+    folder = "cifar-100-binary"
+    return _get_cifar(source, ([f"{folder}/train.bin"], [f"{folder}/test.bin"]), 2, (withlabel, ndim, scale, dtype))
+
+
+def _get_cifar(
+    source: RemoteFiles, parts: tuple[list[str], list[str]], label_bytes: int, form: tuple[bool, int, float, Any]
+) -> tuple[Any, Any]:
+    withlabel, ndim, scale, dtype = form
+    shape = _shape_of(ndim, 3, 32, 32)
+    dtype = np.dtype(np.float32 if dtype is None else dtype)
+    if dtype.kind != "f":
+        raise TypeError(f"dtype is a floating-point dtype, because pixels are from 0 to scale; got {dtype}")
+    if len(source.sha256) != 1:
+        raise ValueError(f"a source names the one archive of CIFAR, and {source.name!r} has {list(source.sha256)}")
+    (path,) = source.download().values()
+    datasets = []
+    for names in parts:
+        rows = np.concatenate([np.frombuffer(content, np.uint8) for content in _read_members(path, names, label_bytes)])
+        rows = rows.reshape(-1, label_bytes + _CIFAR_SIZE)
+        images = _scale(rows[:, label_bytes:], scale, dtype).reshape(-1, *shape)
+        datasets.append(TupleDataset(images, rows[:, label_bytes - 1].astype(np.int64)) if withlabel else images)
+    train, test = datasets
+    return train, test
+
+
+def _read_members(path: Path, names: list[str], label_bytes: int) -> list[bytes]:
+    """Return the content of files in an archive, each of whole records; nothing is unpacked to the disk."""
+    import tarfile
+
+    contents = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            for member in archive:
+                if member.isfile() and member.name in names and (file := archive.extractfile(member)) is not None:
+                    contents[member.name] = file.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} must be a whole gzipped tar archive: {error}") from error
+    for name in names:
+        size = len(contents.get(name, b""))
+        if size == 0 or size % (label_bytes + _CIFAR_SIZE):
+            raise ValueError(
+                f"{path} must hold {name}, records of {label_bytes} bytes for labels and {_CIFAR_SIZE} for pixels; it has "
+                f"{size} bytes there"
+            )
+    return [contents[name] for name in names]
