@@ -26,7 +26,7 @@ import torch
 from _measure import begin, conclude, figure, parser_of
 from _snapshots import PATIENCE, Idle, State, Step
 
-from chainring._remote.bucket import PART
+from chainring._places.bucket import PART
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
 from chainring.training import Trainer

@@ -22,7 +22,7 @@ ROWS = [
     "training.updaters training.triggers parallel nn",
     "reporting iterators",
     "serializers",
-    "_distributed _remote datasets writers _environment",
+    "_distributed datasets writers _environment",
     "_places",
     "_files",
     "_random _media _naming _messages _progress _version _checks _hints converters",

@@ -17,7 +17,7 @@ import torch
 import forked
 from chainring import serializers
 from chainring.cli import main
-from chainring.serializers._store import DirectorySnapshot
+from chainring.serializers._store import find_snapshot
 
 pytestmark = pytest.mark.usefixtures("forked_scripts")
 SCRIPT = """
@@ -117,7 +117,7 @@ def test_replay_saves_the_state_of_an_iteration_without_a_snapshot(place, tmp_pa
     assert main(["replay", str(out), "--to", "49", "--save", str(tmp_path / "state"), script]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("iteration 49, replayed from snapshot_iter_25: nothing of it is recorded")
-    assert DirectorySnapshot(tmp_path / "state").read_manifest().iteration == 49
+    assert find_snapshot(tmp_path / "state").read_manifest().iteration == 49
     later = tmp_path / "later"
     later.mkdir()
     shutil.copytree(tmp_path / "state", later / "snapshot_iter_49")

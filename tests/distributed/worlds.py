@@ -20,7 +20,7 @@ import layouts
 import program
 import torch
 
-from chainring.serializers._store import DirectoryStore
+from chainring.serializers._store import open_store
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that a world may take
@@ -260,5 +260,5 @@ def close_values(told, expected, tolerance=1e-4, name="values"):
 
 def newest(out):
     """The iteration of the newest of the snapshots in a directory, each of which must be whole; 0 where there is none."""
-    store = DirectoryStore(out)
+    store = open_store(out)
     return max((store.verify(entry.name).iteration for entry in out.glob("snapshot_iter_*")), default=0)

@@ -21,7 +21,7 @@ import program
 import torch
 
 from chainring._files import is_temporary
-from chainring.serializers._store import DirectoryStore
+from chainring.serializers._store import open_store
 from tries import WrongEndError
 
 LIMIT = 60.0  # seconds that an attempt may take
@@ -252,7 +252,7 @@ def check_snapshots(out):
     found = {}
     if not out.is_dir():
         return found
-    store = DirectoryStore(out)
+    store = open_store(out)
     for entry in out.iterdir():
         if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(OTHERS):
             found[entry.name] = store.verify(entry.name).iteration

@@ -72,7 +72,7 @@ class Bench:
         os.environ["OMP_NUM_THREADS"] = "1"
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # of the end of the first rank the others warn
         self._context = multiprocessing.get_context("forkserver")  # one process imports torch, for all attempts
-        self._context.set_forkserver_preload(["attempts", "torch._dynamo", "boto3", "chainring.training._remote_run"])
+        self._context.set_forkserver_preload(["attempts", "torch._dynamo", "boto3", "chainring._places.remote"])
         self.root = Path(tempfile.mkdtemp(prefix="chainring-faults-"))
         self.whole, self.running, self.starting = {}, {}, {}
         self._groups, self._template, self._stack = [], None, ExitStack()

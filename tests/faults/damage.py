@@ -7,7 +7,7 @@ from collections import Counter
 from attempts import Settings, check_snapshots, newest_of, started_at
 from bench import Row
 
-from chainring.serializers._store import CorruptError, DirectoryStore
+from chainring.serializers._store import CorruptError, open_store
 from tries import WrongEndError
 
 CONTINUED = 5  # one in so many damaged runs is continued; all are verified
@@ -87,7 +87,7 @@ def _damage(out, name, damage, draw):
     before = path.read_bytes()
     damage(path, draw)
     try:
-        DirectoryStore(out).verify(name)
+        open_store(out).verify(name)
     except CorruptError:
         return
     if path.is_file() and path.read_bytes() == before:

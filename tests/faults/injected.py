@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from chainring.serializers._store import DirectoryStore
+from chainring._places.local import Directory
 
 OPERATIONS = ("rename", "replace", "truncate", "ftruncate", "unlink", "rmdir", "mkdir", "symlink", "fsync")
 _committing = threading.local()
@@ -60,22 +60,22 @@ class Injected:
         """Puts itself where the snapshots and the file system are called."""
         injected = self
 
-        class Watched(DirectoryStore):
+        class Watched(Directory):
             def __init__(self, root):
                 super().__init__(root, at=injected.point)
 
-            def commit_by(self, name, *arguments):
+            def draft(self, name):
                 _committing.name = name
-                super().commit_by(name, *arguments)
+                return super().draft(name)
 
-        importlib.import_module("chainring.serializers._store").DirectoryStore = Watched
+        importlib.import_module("chainring._places.local").Directory = Watched
         for name in OPERATIONS:
             setattr(os, name, self._watched(name, getattr(os, name)))
         if self.plan.answer:
-            bucket = importlib.import_module("chainring._remote.bucket")
+            bucket = importlib.import_module("chainring._places.bucket")
             bucket.Bucket.__init__.__defaults__ = (bucket.PATIENCE._replace(answer=self.plan.answer),)
         if self.plan.lease:
-            lease = importlib.import_module("chainring._remote.lease").Lease
+            lease = importlib.import_module("chainring._places.index").Index
             lease.__init__.__kwdefaults__ |= {"seconds": self.plan.lease, "period": self.plan.lease / 4}
         if self.plan.clock:
             for name, unit in (("time", 1), ("time_ns", 10**9)):

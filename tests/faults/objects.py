@@ -17,7 +17,7 @@ from faulty_proxy import FaultyProxy
 from injected import Plan
 from object_server import environment_for, make_bucket, running_server
 
-from chainring._remote.bucket import Bucket
+from chainring._places.bucket import Bucket
 from chainring.serializers._store import CorruptError, open_store, parse_manifest
 from tries import WrongEndError
 

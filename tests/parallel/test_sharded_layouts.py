@@ -13,7 +13,7 @@ from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator
 from chainring.serializers._checkpoint import Checkpoint, read_state
 from chainring.serializers._safetensors import read
-from chainring.serializers._store import DirectoryStore
+from chainring.serializers._store import open_store
 from chainring.serializers.protocol import capture
 from chainring.training import StandardUpdater, Trainer, extensions
 from rank_pair import on_ranks
@@ -118,7 +118,7 @@ def write_tensors(world, out):
         strides = SPLIT.stride()
         tensors[name] = DTensor.from_local(local, mesh, STRIDED[name], run_check=False, shape=SPLIT.shape, stride=strides)
     module = Tensors({name.replace(" ", "_"): value for name, value in tensors.items()})
-    Checkpoint(capture(module, comm=world)).commit(DirectoryStore(out), "state", 0, comm=world)
+    Checkpoint(capture(module, comm=world)).commit(open_store(out), "state", 0, comm=world)
     problems = []
     summand = DTensor.from_local(SPLIT, mesh, [Partial(), Replicate()], run_check=False)
     halves = DTensor.from_local(

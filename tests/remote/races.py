@@ -6,8 +6,8 @@ from forked import Forked
 
 PROGRAM = """
 import sys
-from chainring._remote.bucket import Bucket
-from chainring._remote.lease import Lease
+from chainring._places.bucket import Bucket
+from chainring._places.index import Index
 lease = None
 for line in sys.stdin:
     if lease is not None:
@@ -15,7 +15,7 @@ for line in sys.stdin:
         lease = None
     if line.strip():
         try:
-            lease = Lease(Bucket(line.strip()), list)
+            lease = Index(Bucket(line.strip()))
         except BlockingIOError as error:
             print(error, flush=True)
             continue

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from datetime import UTC, datetime, timedelta
 
-from chainring._remote.bucket import Bucket, ChangedError, RemoteError
+from chainring._places.bucket import Bucket, ChangedError, RemoteError
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chainring._files import is_url
-from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, RemoteError
+from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, RemoteError
 
 CONTENT = random.Random(0).randbytes(2 * PART + 12345)
 ODD = ["a b", "ü", "a%20b", "x#y", "p+q", "q?x", "[x]", "star*", "a&b<c>", "a\\b", ".hidden", "~t", "a=b;c:d@e,f'g\"h"]

@@ -13,7 +13,7 @@ import boto3
 import pytest
 
 from chainring._files import is_url
-from chainring._remote.bucket import MISSING, PART, PATIENCE, Bucket, RemoteError
+from chainring._places.bucket import MISSING, PART, PATIENCE, Bucket, RemoteError
 
 KEY, SECRET, TOKEN, PASSWORD = "AKIDTHATNOBODYSEES", "secretThatNobodySees", "tokenThatNobodySees", "passwordThatNobodySees"
 HASTY = PATIENCE._replace(retry=0.3, start=0.2, answer=0.3, part=0.5)

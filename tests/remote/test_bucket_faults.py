@@ -15,7 +15,7 @@ import boto3
 import pytest
 from faulty_proxy import ENDING
 
-from chainring._remote.bucket import MISSING, PART, PATIENCE, Bucket, ChangedError, RemoteError
+from chainring._places.bucket import MISSING, PART, PATIENCE, Bucket, ChangedError, RemoteError
 
 CONTENT = random.Random(0).randbytes(2 * PART + 12345)
 SMALL = CONTENT[:50_000]
@@ -253,7 +253,7 @@ def test_a_failed_or_abandoned_upload_leaves_nothing(proxy, object_server, s3):
 
 KILLED = """
 import sys
-from chainring._remote.bucket import PART, Bucket
+from chainring._places.bucket import PART, Bucket
 with Bucket(sys.argv[1]).upload("a") as file:
     for _ in range(100):
         file.write(bytes(PART))
@@ -491,7 +491,7 @@ def test_waiting_leaves_the_numbers_of_the_program_alone(proxy, bucket):
 
 MEMORY = """
 import sys
-from chainring._remote.bucket import PART, Bucket
+from chainring._places.bucket import PART, Bucket
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 def peak():

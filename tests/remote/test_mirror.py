@@ -20,9 +20,9 @@ import pytest
 from stepped import TimedBucket, World
 
 from chainring._files import replace_file
-from chainring._remote.bucket import Bucket, RemoteError
-from chainring._remote.lease import Lease, LeaseLostError, seal
-from chainring._remote.mirror import Mirror, working_directory
+from chainring._places.bucket import Bucket, RemoteError
+from chainring._places.index import Index, LeaseLostError, seal
+from chainring._places.mirror import Mirror, working_directory
 
 URLS = (f"memory:///mirror-{number}" for number in itertools.count())
 
@@ -50,7 +50,7 @@ def bucket():
 @pytest.fixture
 def lease(bucket):
     """A lease that nothing renews but the mirror, and that anybody takes at once when it is released."""
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     yield lease
     lease.release()
 
@@ -117,7 +117,7 @@ def test_only_what_belongs_to_no_snapshot_is_fetched(bucket, folder, lease):
 def test_what_was_appended_is_put_and_what_has_not_changed_is_not(s3, proxy, folder):
     """One request for the file that grew, none for the other."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=None)
     mirror.fetch()
     write(folder, log="[1]", other="same")
@@ -153,7 +153,7 @@ def wait_until(condition):
 
 def take_away(bucket):
     """Lets another process have the lease, without a look at when that may."""
-    document = json.loads(bucket.get(".lease").content) | {"pid": 4711, "host": "elsewhere", "token": 2}
+    document = json.loads(bucket.get(".lease").content) | {"holder": "0" * 16, "pid": 4711, "host": "elsewhere", "token": 2}
     del document["crc"]
     bucket.put(".lease", seal(document))
 
@@ -163,7 +163,7 @@ def test_rows_of_an_earlier_run_are_put_into_the_archive_before_others_take_thei
     """So a run that is killed at any request loses none; while the archive cannot be written nothing is written over."""
     bucket = SlowBucket(next(URLS), clock)
     bucket.goes_on.set()
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     bucket.put("log", b"earlier")
     mirror = Mirror(bucket, folder, lease, look=None, clock=clock)
     mirror.fetch()
@@ -187,7 +187,7 @@ def test_rows_of_an_earlier_run_are_put_into_the_archive_before_others_take_thei
 
 def test_a_writer_that_has_lost_the_lease_writes_nothing(bucket, tmp_path, folder, clock):
     """Neither a new file nor over one of the next run, and it removes none. Its files are kept, and it says where."""
-    mirror = Mirror(bucket, folder, Lease(bucket, list, period=None, clock=clock), look=None)
+    mirror = Mirror(bucket, folder, Index(bucket, period=None, clock=clock), look=None)
     mirror.fetch()
     write(folder, log="[1]", gone="x")
     mirror.put()
@@ -252,7 +252,7 @@ ODD = [
 def test_any_name_of_a_file_comes_back(s3, folder):
     """Also one that no object can have, and one of a folder that a store of snapshots would take for its own."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     odd = [*ODD, os.fsdecode(b"not \xff text")]
     odd.remove("c/0123456789abcdef")  # which is a folder here
     mirror = Mirror(bucket, folder, lease, look=None)
@@ -274,7 +274,7 @@ def test_any_name_of_a_file_comes_back(s3, folder):
 def test_a_file_is_put_again_only_after_the_pause(s3, proxy, folder, clock):
     """Whatever it does meanwhile; a new file does not wait for it, and what has not changed is not put."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None, clock=lambda: 0.0)
+    lease = Index(bucket, period=None, clock=lambda: 0.0)
     mirror = Mirror(bucket, folder, lease, look=None, pause=30, clock=clock)
     mirror.fetch()
     for second in range(1, 200):
@@ -290,7 +290,7 @@ def test_a_file_is_put_again_only_after_the_pause(s3, proxy, folder, clock):
 def test_a_file_on_which_a_snapshot_rests_is_put_at_once(s3, proxy, folder, tmp_path):
     """As far as it is written; if it has not changed without a request. What lies elsewhere is the user's."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=None)
     mirror.fetch()
     with open(folder / "log", "w") as file:
@@ -398,7 +398,7 @@ def test_an_object_that_is_a_folder_too_is_left_out_with_a_warning(bucket, folde
 def test_a_large_file_goes_and_comes_in_parts(s3, proxy, folder):
     """No request has more of it than a part; what is cut off is tried again."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     content = random.Random(0).randbytes(20 << 20)
     mirror = Mirror(bucket, folder, lease, look=None)
     mirror.fetch()
@@ -415,7 +415,7 @@ def test_a_large_file_goes_and_comes_in_parts(s3, proxy, folder):
 def test_a_snapshot_that_a_program_has_saved_there_is_put_with_its_manifest_last(s3, proxy, folder, clock):
     """And not while a file of it waits."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=None, clock=clock)
     mirror.fetch()
     write(folder, final__model="m" * (9 << 20), final__trainer="t", **{"final/manifest.json": "{}"})
@@ -454,7 +454,7 @@ def test_a_name_that_is_too_long_for_the_store_or_the_disk_is_left_out_with_a_wa
 def test_the_files_of_a_run_that_could_not_put_them_are_kept(folder, tmp_path):
     """The error says where, and the next run, which empties the directory, does not touch them."""
     bucket = TimedBucket(next(URLS), World())
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     for number in (1, 2):
         mirror = Mirror(bucket, folder, lease, look=None)
         mirror.fetch()
@@ -472,7 +472,7 @@ def test_the_files_of_a_run_that_could_not_put_them_are_kept(folder, tmp_path):
 def test_a_put_whose_answer_was_lost_is_no_other_writer(folder):
     """The file may grow before it is put again."""
     bucket = TimedBucket(next(URLS), World())
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=None)
     mirror.fetch()
     for content in "1", "12", "123":
@@ -494,7 +494,7 @@ def test_the_files_wait_while_the_store_is_away_and_that_is_said_once(folder):
     """They are put when it is back."""
     world = World()
     bucket = TimedBucket(next(URLS), world)
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
     mirror.fetch()
     with warnings.catch_warnings(record=True) as caught:
@@ -542,7 +542,7 @@ def test_two_runs_do_not_work_in_one_directory(bucket, folder, lease, mirror):
     """As those with one address in two stores. The files of the first stay, and the place is free when it ends."""
     write(folder, log="[1]")
     other = Bucket(next(URLS))
-    second = Mirror(other, folder, Lease(other, list, period=None), look=None)
+    second = Mirror(other, folder, Index(other, period=None), look=None)
     with pytest.raises(BlockingIOError, match="another run on this machine writes there; wait for it to end"):
         second.fetch()
     assert files(folder) == {"log": "[1]"}
@@ -554,7 +554,7 @@ def test_two_runs_do_not_work_in_one_directory(bucket, folder, lease, mirror):
 
 def test_the_working_directory_of_an_address_is_the_users_and_the_same_for_all_processes_but_in_memory(monkeypatch):
     """Two stores with the same address, as told by the environment, have two."""
-    code = "import sys; from chainring._remote.mirror import working_directory as f; print(*map(f, sys.argv[1:]), sep='\\n')"
+    code = "import sys; from chainring._places.mirror import working_directory as f; print(*map(f, sys.argv[1:]), sep='\\n')"
     urls = ["s3://bucket/run", "memory:///run", "s3://bucket/rün 1", "s3://bucket/"]
     out = subprocess.run([sys.executable, "-c", code, *urls], capture_output=True, text=True, check=True).stdout.splitlines()
     own = [str(working_directory(url)) for url in urls]
@@ -593,7 +593,7 @@ class SignallingBucket(Bucket):
 def test_threads_put_what_changes_while_the_program_goes_on(folder):
     """They end with it."""
     bucket = SignallingBucket(next(URLS))
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
     mirror.fetch()
     for content in "1", "2":
@@ -641,7 +641,7 @@ class SlowBucket(Bucket):
 def test_rows_do_not_wait_for_many_new_files(folder, clock):
     """Every ten seconds what grows comes first."""
     bucket = SlowBucket(next(URLS), clock)
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=None, pause=1, clock=clock)
     mirror.fetch()
     write(folder, log="1")
@@ -667,7 +667,7 @@ def test_rows_do_not_wait_for_many_new_files(folder, clock):
 def test_rows_do_not_wait_for_a_large_file(folder, clock):
     """It is sent beside."""
     bucket = SlowBucket(next(URLS), clock)
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=0.01, pause=0, clock=clock)
     mirror.fetch()
     replace_file(folder / "big", "b" * (9 << 20))
@@ -683,7 +683,7 @@ def test_rows_do_not_wait_for_a_large_file(folder, clock):
 def test_the_store_has_what_the_disk_has_after_any_faults(s3, proxy, folder):
     """While files grow, are replaced, renamed and removed, and a snapshot's thread asks for some of them."""
     bucket = Bucket(f"{s3}/run")
-    lease = Lease(bucket, list, period=None)
+    lease = Index(bucket, period=None)
     mirror = Mirror(bucket, folder, lease, look=0.01, pause=0)
     mirror.fetch()
     proxy.fail_at_random(0.1, seed=1)

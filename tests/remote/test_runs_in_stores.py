@@ -11,8 +11,8 @@ from torch import nn
 
 import chainring
 from chainring import serializers
-from chainring._remote.bucket import MISSING, Bucket
-from chainring._remote.lease import Lease, LeaseLostError, seal
+from chainring._places.bucket import MISSING, Bucket
+from chainring._places.index import Index, LeaseLostError, seal
 from chainring.datasets import TupleDataset
 from chainring.iterators import SerialIterator
 from chainring.nn import Classifier
@@ -167,7 +167,7 @@ def test_snapshots_of_iterations_to_come_are_abandoned(place):
 
 def test_a_second_run_is_refused_with_the_name_of_the_first(place):
     """At once, with the process, the host, and how long to wait; the first goes on."""
-    lease = Lease(Bucket(place), list)
+    lease = Index(Bucket(place))
     with pytest.raises(BlockingIOError, match=f"{os.getpid()}"):
         trainer_of(place).run()
     lease.check()
@@ -182,8 +182,7 @@ def test_a_run_that_has_lost_its_lease_cannot_commit(place):
         if trainer.updater.iteration == 6:
             bucket = Bucket(place)
             held = json.loads(bucket.get(".lease").content)
-            folders = [folder for _, folder in open_store(place).stamps()]
-            taken = held | {"token": held["token"] + 1, "folders": folders, "holder": "another", "host": "elsewhere"}
+            taken = held | {"token": held["token"] + 1, "holder": "another", "host": "elsewhere"}
             del taken["crc"]
             bucket.put(".lease", seal(taken))
 

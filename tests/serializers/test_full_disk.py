@@ -12,7 +12,7 @@ from torch import nn
 import resume_program
 from chainring import serializers
 from chainring.iterators import SerialIterator
-from chainring.serializers._store import DirectorySnapshot
+from chainring.serializers._store import find_snapshot
 
 PATHS = ("open", "mkdir", "rename", "replace")  # of the others' errors Python names no path
 
@@ -123,14 +123,14 @@ def test_a_disk_that_fails_at_any_call_of_a_save_leaves_what_was_there(tmp_path,
         published = ["new"] if any(call[0] == "rename" for call in calls) else []
         assert sorted(os.listdir(tmp_path)) == sorted(beside + published)
         for name in beside + published:
-            DirectorySnapshot(tmp_path / name).verify()
+            find_snapshot(tmp_path / name).verify()
         if published:
             serializers.load(tmp_path / "new", an_iterator(3))
             os.rename(tmp_path / "new", tmp_path.parent / f"{tmp_path.name}-new")
         assert bytes_under(tmp_path) == before
         failing += 1
     assert failing == len(calls) > 10
-    assert DirectorySnapshot(tmp_path / "new").verify().files
+    assert find_snapshot(tmp_path / "new").verify().files
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["over nothing", "over an earlier one"])

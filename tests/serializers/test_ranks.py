@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from chainring._places.local import Directory, LocalFile
 from chainring.parallel import Communicator
 from chainring.serializers import _checkpoint, _safetensors
-from chainring.serializers._store import CorruptError, DirectoryStore, LocalFile
+from chainring.serializers._store import CorruptError, Snapshots, open_store
 
 SIZE, PATIENCE = 3, 20.0
 
@@ -74,7 +75,7 @@ def saved(store, writers=writer, at_rank_0=None):
 
 
 def test_every_rank_writes_a_file_and_together_they_hold_the_whole(tmp_path):
-    store = DirectoryStore(tmp_path)
+    store = open_store(tmp_path)
     assert saved(store) == [None] * SIZE
     manifest = store.verify("snapshot_iter_5")
     files = [f"rank{rank:05d}-of-00003.safetensors" for rank in range(SIZE)]
@@ -93,7 +94,7 @@ def test_a_rank_that_cannot_write_leaves_no_snapshot_on_any(tmp_path, broken, er
     def failing(place):
         raise error
 
-    raised = saved(DirectoryStore(tmp_path), lambda rank: failing if rank == broken else writer(rank))
+    raised = saved(open_store(tmp_path), lambda rank: failing if rank == broken else writer(rank))
     assert all(f"rank {broken}: {type(error).__name__}" in str(each) for each in raised)
     assert all(error.args[-1] in str(each) for each in raised)
     assert list(tmp_path.iterdir()) == []
@@ -107,14 +108,14 @@ def test_a_failure_of_rank_0_is_raised_by_all(tmp_path, point):
         if passed == point:
             raise OSError(5, "broken disk")
 
-    raised = saved(DirectoryStore(tmp_path), at_rank_0=DirectoryStore(tmp_path, at=fail))
+    raised = saved(open_store(tmp_path), at_rank_0=Snapshots(Directory(tmp_path, at=fail)))
     assert all("broken disk" in str(each) for each in raised)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_taken_is_refused_by_all(tmp_path):
     """And what is there stays as it was."""
-    store = DirectoryStore(tmp_path)
+    store = open_store(tmp_path)
     saved(store)
     raised = saved(store)
     assert all("is there already" in str(each) for each in raised)

@@ -7,7 +7,9 @@ import zlib
 import pytest
 
 from chainring._files import temporary_path
-from chainring.serializers._store import MANIFEST, CorruptError, DirectoryStore, find_newest
+from chainring._places import MANIFEST
+from chainring._places.local import Directory
+from chainring.serializers._store import CorruptError, Snapshots, find_newest, open_store
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
 
@@ -23,11 +25,12 @@ def writers(files=None):
 
 @pytest.fixture
 def store(tmp_path):
-    return DirectoryStore(tmp_path)
+    return open_store(tmp_path)
 
 
-class Killed(BaseException):
-    """Stands for the end of the process at a point of the protocol."""
+def watched(root, at):
+    """A store that calls a function at each point of a commit."""
+    return Snapshots(Directory(root, at=at))
 
 
 POINTS = ["begun", "wrote a.bin", "wrote b.bin", "wrote state.json", "wrote manifest", "flushed", "renamed", "committed"]
@@ -45,7 +48,7 @@ def test_what_was_committed_verifies_and_tells_its_iteration(store):
 def test_each_single_bit_that_is_flipped_is_noticed(store):
     """In every file, the manifest included."""
     store.commit("one", writers(), 1)
-    for path in (store.root / "one").iterdir():
+    for path in (store.files.root / "one").iterdir():
         sound = path.read_bytes()
         for bit in range(8 * len(sound)):
             flipped = bytearray(sound)
@@ -62,15 +65,15 @@ def test_each_single_bit_that_is_flipped_is_noticed(store):
 def test_a_file_that_is_harmed_is_noticed(store, file, harm):
     """Cut, missing, zeroed, replaced by a link to the same content, or longer."""
     store.commit("one", writers(), 1)
-    path = store.root / "one" / file
+    path = store.files.root / "one" / file
     text = path.read_bytes()
     if harm == "cut" and text:
         path.write_bytes(text[:-1])
     elif harm == "zeroed" and text:
         path.write_bytes(bytes(len(text)))
     elif harm == "link":
-        path.rename(store.root / "elsewhere")
-        path.symlink_to(store.root / "elsewhere")
+        path.rename(store.files.root / "elsewhere")
+        path.symlink_to(store.files.root / "elsewhere")
     elif harm == "longer":
         path.write_bytes(text + b"\n")
     else:
@@ -82,7 +85,7 @@ def test_a_file_that_is_harmed_is_noticed(store, file, harm):
 def test_an_extra_file_is_noticed(store):
     """A snapshot holds its own files only."""
     store.commit("one", writers(), 1)
-    (store.root / "one" / "extra").touch()
+    (store.files.root / "one" / "extra").touch()
     with pytest.raises(CorruptError, match="extra"):
         store.verify("one")
 
@@ -90,13 +93,13 @@ def test_an_extra_file_is_noticed(store):
 @pytest.mark.parametrize("point", POINTS)
 def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point):
     """A process that dies is imitated by a fork that exits there: nothing in it is cleaned up."""
-    DirectoryStore(tmp_path).commit("old", writers(), 1)
+    open_store(tmp_path).commit("old", writers(), 1)
     child = os.fork()
     if child == 0:
-        DirectoryStore(tmp_path, at=lambda passed: os._exit(9) if passed == point else None).commit("new", writers(), 2)
+        watched(tmp_path, lambda passed: os._exit(9) if passed == point else None).commit("new", writers(), 2)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    store = DirectoryStore(tmp_path)
+    store = open_store(tmp_path)
     expected = ["new", "old"] if point in ("renamed", "committed") else ["old"]
     assert store.names() == expected
     for name in expected:
@@ -108,16 +111,16 @@ def test_an_end_at_any_point_leaves_the_old_or_the_new_snapshot(tmp_path, point)
 @pytest.mark.parametrize("point", POINTS[:6])
 def test_a_write_that_fails_publishes_nothing_and_leaves_nothing(tmp_path, point):
     """A full disk, say: what was there before is as it was."""
-    DirectoryStore(tmp_path).commit("old", writers(), 1)
+    open_store(tmp_path).commit("old", writers(), 1)
 
     def fail(passed):
         if passed == point:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        DirectoryStore(tmp_path, at=fail).commit("new", writers(), 2)
+        watched(tmp_path, fail).commit("new", writers(), 2)
     assert os.listdir(tmp_path) == ["old"]
-    DirectoryStore(tmp_path).verify("old")
+    open_store(tmp_path).verify("old")
 
 
 def test_nothing_is_renamed_before_what_it_publishes_is_flushed(tmp_path, monkeypatch):
@@ -126,7 +129,7 @@ def test_nothing_is_renamed_before_what_it_publishes_is_flushed(tmp_path, monkey
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
     monkeypatch.setattr(os, "rename", lambda a, b: (calls.append(("rename", str(b))), rename(a, b)))
-    DirectoryStore(tmp_path).commit("one", writers(), 1)
+    open_store(tmp_path).commit("one", writers(), 1)
     names = [(what, path.rpartition("/")[2]) for what, path in calls]
     assert [name for _, name in names[:4]] == [*FILES, MANIFEST]
     assert names[4][0] == "fsync"
@@ -146,9 +149,9 @@ def test_names_come_by_iteration_and_not_by_time_or_spelling(store):
     """The highest iteration first; one whose manifest cannot be read is tried last."""
     for iteration in (9, 100, 20):
         store.commit(f"s{iteration}", writers(), iteration)
-    os.utime(store.root / "s9")
-    (store.root / "s20" / MANIFEST).write_bytes(b"?")
-    (store.root / "not_a_snapshot").mkdir()
+    os.utime(store.files.root / "s9")
+    (store.files.root / "s20" / MANIFEST).write_bytes(b"?")
+    (store.files.root / "not_a_snapshot").mkdir()
     assert store.names() == ["s100", "s9", "s20"]
 
 
@@ -157,7 +160,7 @@ def test_the_newest_that_verifies_is_chosen_and_the_others_are_warned_about(stor
     for iteration in (1, 2, 3):
         store.commit(f"s{iteration}", writers(), iteration)
     for name in ("s3", "s2"):
-        (store.root / name / "a.bin").write_bytes(b"x")
+        (store.files.root / name / "a.bin").write_bytes(b"x")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert find_newest(store, store.names(), warnings.warn) == "s1"
@@ -168,7 +171,7 @@ def test_no_snapshot_at_all_is_no_error_but_none_that_verifies_is(store):
     """A fresh start is silent; a silent fresh start over damaged snapshots would lose them."""
     assert find_newest(store, store.names(), pytest.fail) is None
     store.commit("s1", writers(), 1)
-    (store.root / "s1" / "a.bin").unlink()
+    (store.files.root / "s1" / "a.bin").unlink()
     with pytest.raises(CorruptError, match="none of the snapshots"):
         find_newest(store, store.names(), lambda message: None)
 
@@ -177,11 +180,11 @@ def test_removing_and_sweeping_touch_nothing_else(store):
     """Files of others, also with similar names, stay."""
     store.commit("s1", writers(), 1)
     store.commit("s2", writers(), 2)
-    (store.root / ".hidden.tmp").write_text("a file")
-    (store.root / "s1.tmp").mkdir()
+    (store.files.root / ".hidden.tmp").write_text("a file")
+    (store.files.root / "s1.tmp").mkdir()
     store.remove("s1")
     assert store.sweep() == []
-    assert sorted(os.listdir(store.root)) == [".hidden.tmp", "s1.tmp", "s2"]
+    assert sorted(os.listdir(store.files.root)) == [".hidden.tmp", "s1.tmp", "s2"]
 
 
 def test_sweeping_reaches_folders_below_but_not_those_of_another_run(tmp_path):
@@ -192,7 +195,7 @@ def test_sweeping_reaches_folders_below_but_not_those_of_another_run(tmp_path):
         path.touch()
     (tmp_path / "logs" / "log.json").touch()
     (tmp_path / "other" / ".lock").touch()
-    assert sorted(DirectoryStore(tmp_path).sweep()) == sorted(path.name for path in left[:2])
+    assert sorted(open_store(tmp_path).sweep()) == sorted(path.name for path in left[:2])
     assert [path.exists() for path in left] == [False, False, True]
     assert (tmp_path / "logs" / "log.json").exists()
 
@@ -209,6 +212,6 @@ def test_the_checksum_of_a_file_of_several_pieces_is_of_every_byte(store):
     content = os.urandom((16 << 20) + 1)
     store.commit("large", writers({"a.bin": content}), 1)
     assert store.verify("large").files == {"a.bin": (len(content), zlib.crc32(content))}
-    (store.root / "large" / "a.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (store.files.root / "large" / "a.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CorruptError, match="other bytes"):
         store.verify("large")

@@ -13,7 +13,7 @@ import forked
 import resume_program
 from chainring import serializers, training
 from chainring.serializers._checkpoint import read_state
-from chainring.serializers._store import DirectorySnapshot
+from chainring.serializers._store import find_snapshot
 from chainring.training import Interrupted, extensions, triggers
 
 SIGNALS = [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
@@ -91,7 +91,7 @@ def test_the_best_snapshot_stays_the_best(tmp_path):
     with pytest.raises(Interrupted):
         trainer.run()
     assert os.readlink(tmp_path / "best") == "best_iter_2"
-    assert DirectorySnapshot(tmp_path / "best_iter_5").read_manifest().iteration == 5
+    assert find_snapshot(tmp_path / "best_iter_5").read_manifest().iteration == 5
     resumed, *_ = build(tmp_path, stop=(8, "iteration"))
     resumed.extend(extensions.snapshot("best", autoload=True), trigger=triggers.ManualScheduleTrigger([2, 7], "iteration"))
     resumed.run()
@@ -191,8 +191,8 @@ def test_a_run_inside_an_iteration_of_another_saves_its_state_and_the_outer_one_
     assert (ended.returncode, ended.stderr) == (143, "")
     assert "SIGTERM comes in iteration 2: its state is saved; this run is inside another one" in ended.stdout
     assert "SIGTERM ends the run after iteration 2: its state is saved\n" in ended.stdout
-    assert DirectorySnapshot(tmp_path / "cut/inner_2/snapshot_iter_2").read_manifest().iteration == 2
-    assert DirectorySnapshot(tmp_path / "cut/outer/snapshot_iter_2").read_manifest().iteration == 2
+    assert find_snapshot(tmp_path / "cut/inner_2/snapshot_iter_2").read_manifest().iteration == 2
+    assert find_snapshot(tmp_path / "cut/outer/snapshot_iter_2").read_manifest().iteration == 2
     assert (run("cut", 0).returncode, run("whole", 0).returncode) == (0, 0)
     states = [read_state(tmp_path / out / "outer/snapshot_iter_4") for out in ("cut", "whole")]
     assert [key for key in differing(*states) if not key.endswith("/file")] == []  # the log's rows hold times
@@ -391,8 +391,8 @@ def test_the_process_exits_with_the_code_of_the_signal_without_a_traceback(tmp_p
     assert time.monotonic() - sent < 10
     assert "not reached" not in out
     assert err == ""
-    newest = max(tmp_path.glob("snapshot*"), key=lambda path: DirectorySnapshot(path).read_manifest().iteration)
+    newest = max(tmp_path.glob("snapshot*"), key=lambda path: find_snapshot(path).read_manifest().iteration)
     trainer, *_ = resume_program.build(str(tmp_path / "elsewhere"))
     trainer.extend(extensions.snapshot(), name="ready")
     serializers.load(newest, trainer)
-    assert trainer.updater.iteration == DirectorySnapshot(newest).read_manifest().iteration
+    assert trainer.updater.iteration == find_snapshot(newest).read_manifest().iteration

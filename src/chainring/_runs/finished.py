@@ -19,16 +19,15 @@ from tqdm import tqdm
 
 from chainring._files import is_url, parse_strict
 from chainring._messages import warn
+from chainring._places import MANIFEST
 from chainring._runs.rows import read_rows
 from chainring.serializers._checkpoint import STATE, opened_state
 from chainring.serializers._store import (
-    MANIFEST,
     CorruptError,
-    DirectorySnapshot,
     Manifest,
     Place,
     SavedSnapshot,
-    Store,
+    Snapshots,
     find_snapshot,
     format_manifest,
     has_name,
@@ -88,7 +87,7 @@ class FinishedRun:
         self.place = os.fspath(place)
         self._is_remote = is_url(self.place)
         _refuse_snapshot(self.place)
-        self.store: Store = open_store(self.place)
+        self.store: Snapshots = open_store(self.place)
         if not self._is_remote:
             self.directory = Path(self.store.place)
         elif copies is not None:
@@ -339,11 +338,11 @@ def _copy(saved: SavedSnapshot, manifest: Manifest, directory: Path) -> None:
             saved.open(name, manifest).copy_to(draft / name)
             bar.update(size)
     (draft / MANIFEST).write_bytes(format_manifest(replace(manifest, folder="")))
-    DirectorySnapshot(draft).verify()
+    find_snapshot(draft).verify()
     draft.rename(target)
 
 
-def saved_trainers(store: Store, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
+def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
     """Yield the snapshots of the trainer up to an iteration, the latest first, whatever series they are of.
 
     With each come its manifest, and on how many ranks the run was there. Those that were taken because of an error are left

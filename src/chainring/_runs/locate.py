@@ -6,19 +6,11 @@ import os
 from contextlib import suppress
 
 from chainring._files import is_url
+from chainring._places import MANIFEST, StoredFile
 from chainring._runs.finished import FinishedRun
 from chainring.serializers._absence import explain_absence
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import (
-    MANIFEST,
-    Place,
-    SavedSnapshot,
-    StoredFile,
-    find_snapshot,
-    has_name,
-    open_file,
-    split,
-)
+from chainring.serializers._store import Place, SavedSnapshot, find_snapshot, has_name, open_file, split
 from chainring.training._run_directory import RECORD
 
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))

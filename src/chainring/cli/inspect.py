@@ -8,12 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chainring._places import StoredFile
 from chainring._runs.finished import FinishedRun
 from chainring._runs.locate import describe_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._absence import list_names
 from chainring.serializers._safetensors import read_entries
-from chainring.serializers._store import SavedSnapshot, StoredFile
+from chainring.serializers._store import SavedSnapshot
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60

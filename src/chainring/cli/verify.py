@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from chainring._places import StoredFile
 from chainring._runs.finished import FinishedRun
 from chainring._runs.locate import describe_file, describe_foreign_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers import _safetensors
-from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, StoredFile
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
 
 _HELP = """
 Read every byte of a snapshot or of a model's file, and compare it with the

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chainring._files import from_json, read_regular
-from chainring._remote.errors import RemoteError
+from chainring._places.errors import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
 from chainring.html_report._log import MAX_ROWS, MAX_SIZE, Log, LogFile, read_media
-from chainring.serializers._store import CorruptError, Manifest, Place, Store
+from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots
 from chainring.training._run_directory import RECORD, NamePattern
 
 _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring writes are smaller
@@ -127,7 +127,7 @@ class Snapshot:
     links: list[str]  # the fixed names that lead to it, such as "best"
 
 
-def _read_snapshots(store: Store, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
+def _read_snapshots(store: Snapshots, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
@@ -151,7 +151,9 @@ def _pattern(template: str) -> NamePattern | None:
         return None
 
 
-def _read_snapshot(store: Store, name: str, manifest: Manifest | None, links: list[str], verify: bool) -> Snapshot | None:
+def _read_snapshot(
+    store: Snapshots, name: str, manifest: Manifest | None, links: list[str], verify: bool
+) -> Snapshot | None:
     """Read a snapshot; return ``None`` if the run has removed it meanwhile."""
     saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
     try:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chainring._files import is_url
-from chainring.serializers._store import MANIFEST, CorruptError, Place, has_name, open_store, split
+from chainring._places import MANIFEST
+from chainring.serializers._store import CorruptError, Place, has_name, open_store, split
 
 _RECORD = "run.json"
 _FILE = re.compile(r"(?:[0-9a-f]{16}/)?(?:state\.json|rank\d+-of-\d+\.safetensors)")  # of a snapshot
@@ -46,22 +47,18 @@ def _explain_on_disk(path: Path) -> Exception:
 
 
 def _explain_in_store(url: str) -> Exception:
-    from chainring._remote.bucket import Bucket
-
-    above, name = split(url)
+    run, (above, name) = open_store(url), split(url)
     if (target := open_store(above).link_target(name)) is not None:
         return FileNotFoundError(f"{url} is a link to {above}/{target}, which is not there")
-    if names := open_store(url).names():
-        return FileNotFoundError(
-            f"{url} is a run, not a snapshot; give one of its own, such as {Bucket(url).url}/{names[0]}"
-        )
-    keys = [entry.key for entry in Bucket(url).list()]
+    if names := run.names():
+        return FileNotFoundError(f"{url} is a run, not a snapshot; give one of its own, such as {run}/{names[0]}")
+    keys = sorted(run.files.sizes(""))
     if any(map(_FILE.fullmatch, keys)):
         return CorruptError(f"{url} has files of a snapshot and no {MANIFEST}: it is damaged, or was not finished")
     if _RECORD in keys:
         return FileNotFoundError(f"{url} {_NO_SNAPSHOT}")
     if keys:
-        return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {Bucket(url).url}/{keys[0]}")
+        return FileNotFoundError(f"{url} is neither a snapshot nor a file; below it is {run}/{keys[0]}")
     return _explain_nothing(url, above, open_store(above).names() if has_name(above) else [])
 
 

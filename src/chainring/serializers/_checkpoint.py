@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,20 +26,21 @@ from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
+from chainring._places import MANIFEST, StoredFile, open_place
 from chainring.serializers import _safetensors, _values
+from chainring.serializers._absence import explain_absence
 from chainring.serializers._models import buffer_layouts, restore_layouts
 from chainring.serializers._objects import entry_names, is_module, load_entries, own_states, serialize_method, state_entries
 from chainring.serializers._parts import StoredTensors
 from chainring.serializers._restoring import read_stored, without_collections
 from chainring.serializers._store import (
-    MANIFEST,
     CorruptError,
     Place,
     SavedSnapshot,
-    Store,
-    StoredFile,
+    Snapshots,
     WriteFile,
     Written,
+    fetched,
     find_snapshot,
     open_file,
     open_store,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 STATE = "state.json"
 _MODEL = "updater/model:"
+_PART = 8 << 20  # bytes that are copied at once
 
 WriteResult = Written | str
 """The size and the checksums of the file that a rank has written, or why it could not write it."""
@@ -241,9 +244,6 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
 
 def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
-    from chainring.serializers._absence import explain_absence
-    from chainring.serializers._object_store import fetched  # which few programs need
-
     try:
         file = open_file(url)
     except FileNotFoundError:
@@ -309,14 +309,14 @@ class Checkpoint:
 
     def commit(
         self,
-        store: Store,
+        store: Snapshots,
         name: str,
         iteration: int,
         about: Mapping[str, Any] | None = None,
         comm: Any = None,
         load: Load | None = None,
     ) -> None:
-        """Write it into a store, see `Store.commit`; the files to which it refers are flushed first.
+        """Write it into a store, see `Snapshots.commit`; the files to which it refers are flushed first.
 
         Of several ranks, rank 0 writes; all do where each holds parts of tensors, and then need a ``comm`` for that alone.
         ``load`` returns the values of a tensor when it is written, if these stand for others.
@@ -362,7 +362,7 @@ def part_key(name: str, number: int) -> str:
 
 def coordinate(
     comm: Communicator,
-    store: Store,
+    store: Snapshots,
     name: str,
     write: WriteFile,
     files: Mapping[str, WriteFile],
@@ -398,7 +398,7 @@ def coordinate(
     comm.broadcast_object(None)
 
 
-def participate(comm: Communicator, store: Store, write: WriteFile) -> None:
+def participate(comm: Communicator, store: Snapshots, write: WriteFile) -> None:
     """Write this rank's file of the snapshot that rank 0 commits by `coordinate`.
 
     Raises:
@@ -412,7 +412,7 @@ def participate(comm: Communicator, store: Store, write: WriteFile) -> None:
         raise OSError(errno.EIO, failure)
 
 
-def _try_to_write(store: Store, draft: str, file: str, write: WriteFile) -> WriteResult:
+def _try_to_write(store: Snapshots, draft: str, file: str, write: WriteFile) -> WriteResult:
     try:
         return store.write(draft, file, write)
     except BaseException as error:  # whatever it is, the other ranks must not wait
@@ -566,10 +566,24 @@ def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None
         write(tensors)
 
 
-def replacing(target: Place) -> AbstractContextManager[BinaryIO]:
-    """Open a new file that takes the place of what is at a path or an address when the block ends."""
-    if not is_url(target):
-        return atomic_write(Path(target), durable=True)
-    from chainring.serializers._object_store import replacing_object
+@contextmanager
+def replacing(target: Place) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of what is at a path or an address when the block ends.
 
-    return replacing_object(os.fspath(target))
+    Raises:
+        FileExistsError: it is the address of a snapshot.
+    """
+    if not is_url(target):
+        with atomic_write(Path(target), durable=True) as file:
+            yield file
+        return
+    above, name = split(target)
+    files = open_place(above)
+    if SavedSnapshot(files, name).exists():
+        raise FileExistsError(f"{target} is a snapshot, and is not replaced by a file; choose another name")
+    with tempfile.TemporaryFile(prefix="chainring-") as content:  # whoever writes it may go back in it
+        yield content
+        content.seek(0)
+        with files.create(name) as upload:
+            while chunk := content.read(_PART):
+                upload.write(chunk)

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of
+from chainring._places import StoredFile
 from chainring.serializers import _safetensors
 from chainring.serializers._restoring import StoredTensor
-from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, StoredFile
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot
 
 T = TypeVar("T")
 Request = Mapping[str, list[Region]]

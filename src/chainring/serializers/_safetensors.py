@@ -26,9 +26,10 @@ import numpy as np
 import torch
 
 from chainring._files import Sink, parse_strict
+from chainring._places import StoredFile
+from chainring._places.local import LocalFile
 from chainring.serializers._dtypes import find_dtypes, require_dtype
 from chainring.serializers._restoring import find_aliases
-from chainring.serializers._store import LocalFile, StoredFile
 
 CHUNK = 8 * 2**20  # bytes per write
 

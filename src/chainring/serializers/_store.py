@@ -1,58 +1,39 @@
-"""The snapshots of a run: how one is read and verified, and the stores in which they lie, of which one is a directory.
+"""The snapshots of a run: how one is written, read and verified, and the manifest that says what it consists of.
 
 The manifest of a snapshot lists its files with their sizes and checksums, and carries a checksum of its own. It is written
-last, so what has one was written to its end.
-
-In a directory a snapshot is written under a temporary name: its files, each flushed to the disk, then ``manifest.json``,
-then the directory itself. One rename publishes it, and the parent directory is flushed. So whatever has a name without a
-dot was written to its end, and the manifest tells whether it still is what was written. (The order is that of SQLite and
-LevelDB: data, record, directory, rename.)
+last, so what has one was written to its end. How that is done in a directory and in an object store the places say.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
-import shutil
-import stat
-import weakref
+import tempfile
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from chainring._files import (
-    Sink,
-    flush,
-    is_regular,
-    is_temporary,
-    is_url,
-    open_regular,
-    parse_strict,
-    read_at,
-    temporary_path,
-    write_bytes,
-    write_error,
-)
+from chainring import _places
+from chainring._files import Sink, is_regular, is_url, parse_strict, write_error
+from chainring._places import MANIFEST, STAMP, StoredFile, check_name, digest_of, open_place
 
 Place = str | os.PathLike[str]
 """A path, or an address in an object store such as ``s3://bucket/run``."""
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 
-_CHUNK = 8 << 20  # bytes read at once
-_LARGEST_MANIFEST = 256 << 20
 _CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 _PLAIN = re.compile(r"(?!\.\.?$)[^/\0]+")
 _FOLDER = re.compile(r"((\.\./\.\./[^/.\0][^/\0]*/)?[0-9a-f]{16})?")
+_ARCHIVE = re.compile(r"(?P<run>.+)/(?P<archive>(?:previous|abandoned)/\d+)")
+_READERS = 8  # manifests in an object store that are read at once
+_MAX_SUMMARIES = 1 << 14
 
 
 class CorruptError(ValueError):
@@ -71,6 +52,10 @@ class NewerFormat(CorruptError):  # noqa: N818 - it is not damage
     """A newer version of Chainring wrote the snapshot, and this version cannot tell whether it is damaged."""
 
 
+class LateError(CorruptError):
+    """A process has written the snapshot that had lost the place before, and it is not valid."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The description of a snapshot: its iteration, its files with their checksums, and facts about it."""
@@ -84,61 +69,17 @@ class Manifest:
     # Where the files lie, from the place of the manifest: beside it, or in an object store in a folder of their own.
     folder: str = ""
     beside: Sequence[str] = ()  # the files of the run to which the state refers, such as its log
+    digest: str = field(default="", compare=False)  # of its text, where it was read
+
+    @property
+    def stamp(self) -> str | None:
+        """What it says of the run that has written it."""
+        stamp = self.about.get(STAMP)
+        return stamp if isinstance(stamp, str) else None
 
 
-class StoredFile(ABC):
-    """A file of a snapshot, of which any part can be read.
-
-    Attributes:
-        path: where it lies, for messages.
-        size: its bytes.
-    """
-
-    path: str
-    size: int
-
-    @abstractmethod
-    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
-        """Fill a buffer with the bytes from ``start`` on. The bytes up to ``until``, by default the end, will be read next.
-
-        Raises:
-            OSError: they cannot be read, or the file ends before.
-        """
-
-    def read(self, start: int, size: int, until: int | None = None) -> Tensor:
-        """Return bytes of the file; see `read_into`."""
-        content = torch.empty(size, dtype=torch.uint8)
-        array: Any = content.numpy()
-        self.read_into(start, memoryview(array), until)
-        return content
-
-    def read_all(self) -> bytes:
-        """Return the whole content; raise as `read_into` does."""
-        content = bytearray(self.size)
-        self.read_into(0, memoryview(content))
-        return bytes(content)
-
-    def copy_to(self, path: Path) -> None:
-        """Copy the content to a new file in chunks; raise as `read_into` does."""
-        starts = range(0, self.size, _CHUNK)
-        with open(path, "xb") as copy:
-            copy.writelines(bytes(self.read(start, min(_CHUNK, self.size - start)).numpy()) for start in starts)
-
-    def checksum(self, start: int = 0, crc: int = 0) -> int:
-        """Return the CRC-32 of the content from ``start`` on, which is read in chunks; raise as `read_into` does.
-
-        ``crc`` is that of what stands before.
-        """
-        buffer = bytearray(min(self.size, _CHUNK))
-        for position in range(start, self.size, _CHUNK):
-            view = memoryview(buffer)[: min(_CHUNK, self.size - position)]
-            self.read_into(position, view)
-            crc = zlib.crc32(view, crc)
-        return crc
-
-
-class SavedSnapshot(ABC):
-    """A snapshot in a directory or in an object store, or what may be one.
+class SavedSnapshot:
+    """A snapshot, or what may be one.
 
     Attributes:
         path: where it lies, a path or an address.
@@ -147,48 +88,65 @@ class SavedSnapshot(ABC):
         is_local: whether it lies in a directory.
     """
 
-    path: str
-    place: str
-    name: str
-    is_local = True
+    def __init__(self, files: _places.Place, name: str) -> None:
+        self._files, self._key = files, name
+        self.path, self.is_local = files.path_of(name), files.is_local
+        self.place = files.url if files.is_local else self.path.rpartition("/")[0]
+        self.name = name.rpartition("/")[2]
 
     def __str__(self) -> str:
         return self.path
 
-    @abstractmethod
     def exists(self) -> bool:
         """Return whether it has a manifest, sound or not."""
+        return self._files.has(_join(self._key, MANIFEST))
 
-    @abstractmethod
     def read_manifest(self) -> Manifest:
         """Return the manifest, compared with its own checksum.
 
         Raises:
             CorruptError: it is missing, or not what was written; a `NewerFormat` if a newer version wrote it.
         """
+        try:
+            text = self._files.read(_join(self._key, MANIFEST))
+        except FileNotFoundError:
+            raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
+        except ValueError as error:
+            raise CorruptError(str(error)) from None
+        manifest = parse_manifest(text, self.path)
+        if not self._files.admits(self._key, manifest.stamp, manifest.digest):
+            raise LateError(f"{self.path} was written by a run that had lost its lease, and is not valid")
+        return manifest
 
-    @abstractmethod
     def sizes(self, manifest: Manifest) -> dict[str, int | None]:
         """Return the bytes of each file that is there, without the manifest; ``None`` of what is not a regular file."""
+        sizes = self._files.sizes(self.folder(manifest))
+        return {name: size for name, size in sizes.items() if manifest.folder or name != MANIFEST}
 
-    @abstractmethod
+    def folder(self, manifest: Manifest) -> str:
+        """Return the folder of the files, from the place of the run."""
+        if manifest.folder.startswith("../"):  # it was moved, and they were not
+            return posixpath.normpath(_join(posixpath.dirname(self._key), manifest.folder))
+        return _join(self._key, manifest.folder)
+
     def path_of(self, file: str, manifest: Manifest) -> str:
         """Return where a file lies, a path or an address."""
+        return self._files.path_of(_join(self.folder(manifest), file))
 
-    @abstractmethod
     def open(self, file: str, manifest: Manifest) -> StoredFile:
         """Open a file.
 
         Raises:
             OSError: it cannot be opened.
         """
+        return self._files.open(_join(self.folder(manifest), file))
 
-    @abstractmethod
     def folder_beside(self, manifest: Manifest) -> Path:
         """Return a folder with ``run.json`` and the other files beside the snapshot to which it refers, such as the log.
 
         Of a snapshot in an object store they are copied there now. One that is missing is missing there too.
         """
+        return self._files.folder_beside(self._key, manifest.beside)
 
     def verify(self, *, content: bool = True) -> Manifest:
         """Return the manifest after every byte of the files, or without ``content`` their sizes, were verified.
@@ -213,60 +171,8 @@ class SavedSnapshot(ABC):
         return manifest
 
 
-class DirectorySnapshot(SavedSnapshot):
-    """A snapshot in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.path, self.name = str(directory), directory.name
-        self.place = os.path.realpath(directory.parent)
-
-    def exists(self) -> bool:
-        return (self.directory / MANIFEST).exists()
-
-    def read_manifest(self) -> Manifest:
-        path = self.directory / MANIFEST
-        try:
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise CorruptError(f"{path} is not a regular file")
-            with open(path, "rb") as file:
-                text = file.read(min(os.fstat(file.fileno()).st_size, _LARGEST_MANIFEST) + 1)  # which is allocated first
-        except FileNotFoundError:
-            raise CorruptError(f"{self.path} is not a snapshot: it has no {MANIFEST}") from None
-        return parse_manifest(text, self.path)
-
-    def sizes(self, manifest: Manifest) -> dict[str, int | None]:
-        folder = self.directory / manifest.folder
-        entries = {entry.name: os.lstat(entry) for entry in os.scandir(folder)} if folder.is_dir() else {}
-        if not manifest.folder:
-            entries.pop(MANIFEST, None)
-        return {name: entry.st_size if stat.S_ISREG(entry.st_mode) else None for name, entry in entries.items()}
-
-    def path_of(self, file: str, manifest: Manifest) -> str:
-        return str(self.directory / manifest.folder / file)
-
-    def open(self, file: str, manifest: Manifest) -> StoredFile:
-        return LocalFile(Path(self.path_of(file, manifest)))
-
-    def folder_beside(self, manifest: Manifest) -> Path:
-        return self.directory.resolve().parent
-
-
-class LocalFile(StoredFile):
-    """A file on the disk, which can be read to its end also when it has been removed meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._descriptor = open_regular(path)
-        weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
-
-    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
-        while len(view):
-            count = read_at(self._descriptor, view, start)
-            if not count:
-                raise OSError(f"{self.path} ends {len(view)} bytes too early")
-            view, start = view[count:], start + count
+def _join(*names: str) -> str:
+    return "/".join(filter(None, names))
 
 
 Written = tuple[int, int] | tuple[int, int, str]
@@ -274,51 +180,27 @@ Written = tuple[int, int] | tuple[int, int, str]
 WriteFile = Callable[[Sink], Written]
 """Writes the content of a new file."""
 
+# By place, name and state, for lists: without the checksums of parts; None for a damaged one.
+_summaries: dict[tuple[str, str, Hashable], Manifest | None] = {}
 
-class Store(ABC):
+
+class Snapshots:
     """The snapshots of a run, wherever they lie.
 
     Attributes:
-        place: where they lie, an absolute path or an address, the same for all who reach it.
+        files: the place where they lie.
+        place: its absolute path or address, the same for all who reach it.
     """
 
-    place: str
+    def __init__(self, files: _places.Place) -> None:
+        self.files, self.place = files, files.url
 
     def __str__(self) -> str:
-        return self.place
+        return str(self.files)
 
-    @abstractmethod
     def snapshot(self, name: str) -> SavedSnapshot:
         """Return the snapshot of a name, which need not be there."""
-
-    @abstractmethod
-    def begin(self, name: str) -> str:
-        """Begin a snapshot; return its draft, for which all ranks can `write` files.
-
-        Raises:
-            FileExistsError: there is one of that name.
-            OSError: it cannot be written.
-        """
-
-    @abstractmethod
-    def write(self, draft: str, file: str, write: WriteFile) -> Written:
-        """Write a file of a draft; afterwards it is there for good.
-
-        Raises:
-            OSError: it could not be written.
-        """
-
-    @abstractmethod
-    def publish(self, draft: str, name: str, manifest: Manifest) -> None:
-        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done.
-
-        Raises:
-            OSError: it could not be written.
-        """
-
-    @abstractmethod
-    def discard(self, draft: str) -> None:
-        """Remove a draft, as far as that can be done."""
+        return _snapshot_at(self.files, name)
 
     def commit(
         self,
@@ -355,285 +237,153 @@ class Store(ABC):
     ) -> None:
         """Publish what a call has written for a draft, see `commit`; the files ``beside`` it are made to last first."""
         for path in beside:
-            self.persist(path)
-        draft = self.begin(name)
+            self.files.persist(path)
+        draft = self.files.draft(check_name(name))
         try:
             try:
                 written = write_files(draft)
             except BaseException:
-                self.discard(draft)
+                self.files.discard(draft)
                 raise
-            parts = {file: each[2] for file, each in written.items() if len(each) > 2}
-            sizes = {check_name(file): each[:2] for file, each in written.items()}
-            names = tuple(path.name for path in beside)
-            self.publish(draft, name, Manifest(iteration, sizes, dict(about or {}), parts, beside=names))
+            stamp = self.files.stamp(name)
+            manifest = Manifest(
+                iteration,
+                {check_name(file): each[:2] for file, each in written.items()},
+                {**(about or {}), **({} if stamp is None else {STAMP: stamp})},
+                {file: each[2] for file, each in written.items() if len(each) > 2},
+                draft.partition("/")[2],
+                [path.name for path in beside],
+            )
+            self.files.publish(draft, name, format_manifest(manifest))
         except OSError as error:
-            raise self.explain(error, name) from error
+            if self.files.is_local:
+                raise write_error(error, Path(self.files.path_of(name))) from error
+            raise
 
-    def explain(self, error: OSError, name: str) -> OSError:
-        """Return the error of a snapshot that could not be written, with what helps to understand it."""
-        return error
-
-    @abstractmethod
-    def persist(self, path: Path) -> None:
-        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power.
+    def write(self, draft: str, file: str, write: WriteFile) -> Written:
+        """Write a file of a draft; afterwards it is there for good.
 
         Raises:
-            OSError: it could not be.
+            OSError: it could not be written.
         """
+        with self.files.create(f"{draft}/{check_name(file)}") as sink:
+            return write(sink)
 
-    @abstractmethod
     def link(self, name: str, target: str) -> None:
         """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once.
 
         Raises:
             FileExistsError: something that is not a link has that name.
         """
+        self.files.link(check_name(name), check_name(target))
 
-    @abstractmethod
     def link_target(self, name: str) -> str | None:
         """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
+        return self.files.link_target(check_name(name))
 
-    @abstractmethod
     def links(self) -> dict[str, str]:
         """Return the links by name, with their targets."""
+        return self.files.links()
 
-    @abstractmethod
-    def unlink(self, name: str) -> None:
-        """Remove a link."""
-
-    @abstractmethod
-    def renew_links(self) -> None:
-        """Keep an earlier writer, which may not know yet that it has lost the store, from changing links."""
-
-    @abstractmethod
     def exists(self, name: str) -> bool:
         """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
+        return self.files.exists(name)
 
     def names(self) -> list[str]:
         """Return the names of the snapshots, the highest iteration first, those with a damaged manifest last."""
-        listed = [(name, manifest) for name, manifest in self.listing() if self.snapshot(name).exists()]
+        states = self.files.states()
+        listed = [(name, manifest) for name, manifest in self._listing(states) if states[name] is not None]
         return [name for name, manifest in listed if manifest] + [name for name, manifest in listed if not manifest]
 
-    def listing(self, without: str | None = None) -> list[tuple[str, Manifest | None]]:
+    def listing(self) -> list[tuple[str, Manifest | None]]:
         """Return all that may be snapshots with their manifests, those first whose manifest cannot be read.
 
-        Then comes the highest iteration, and so on down. Only manifests are read, but that of the one ``without``.
+        Then comes the highest iteration, and so on down. Only manifests are read.
         """
-        return sorted(
-            self.manifests(without).items(),
-            key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]),
-        )
+        return self._listing(self.files.states())
 
-    @abstractmethod
-    def candidates(self) -> Iterable[str]:
-        """Return the names of all that may be snapshots."""
+    def _listing(self, states: Mapping[str, Hashable | None]) -> list[tuple[str, Manifest | None]]:
+        if self.files.is_local:
+            summaries = [self._summary(*each) for each in states.items()]
+        else:
+            with ThreadPoolExecutor(_READERS) as pool:
+                summaries = list(pool.map(self._summary, *zip(*states.items(), strict=True))) if states else []
+        valid = [each for each in zip(states, summaries, strict=True) if self._is_valid(*each)]
+        return sorted(valid, key=lambda item: (item[1] is not None, -item[1].iteration if item[1] else 0, item[0]))
 
-    @abstractmethod
-    def manifests(self, without: str | None = None) -> dict[str, Manifest | None]:
-        """Return the manifests of all but one, without their parts; ``None`` for those that cannot be read."""
+    def _summary(self, name: str, state: Hashable | None) -> Manifest | None:
+        """Return the manifest of a snapshot for a list; it is read once as long as it is not written again."""
+        if state is None:
+            return None
+        key = self.place, name, state
+        if key not in _summaries:
+            if len(_summaries) > _MAX_SUMMARIES:
+                _summaries.clear()
+            try:
+                text = self.files.read(f"{name}/{MANIFEST}")
+                _summaries[key] = replace(parse_manifest(text, name), parts={})
+            except ValueError:
+                _summaries[key] = None
+            except OSError as error:
+                if not self.files.is_local and not isinstance(error, FileNotFoundError):
+                    raise
+                return None
+        return _summaries[key]
 
-    @abstractmethod
-    def known_manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a snapshot for a list, without its parts; ``None`` if it cannot be read."""
+    def _is_valid(self, name: str, manifest: Manifest | None) -> bool:
+        return manifest is None or self.files.admits(name, manifest.stamp, manifest.digest)
 
     def holds(self, name: str, iteration: int) -> bool:
         """Return whether there is a snapshot of that name, of that iteration."""
-        manifest = self.known_manifest(check_name(name))
-        return manifest is not None and manifest.iteration == iteration
+        manifest = self._summary(check_name(name), self.files.state(name))
+        return manifest is not None and manifest.iteration == iteration and self._is_valid(name, manifest)
 
     def verify(self, name: str) -> Manifest:
         """Read every byte of a snapshot, see `SavedSnapshot.verify`."""
         return self.snapshot(name).verify()
 
-    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a snapshot, which is never there in part."""
+        manifest = self._summary(check_name(name), self.files.state(name))
+        folder = None if manifest is None else self.snapshot(name).folder(manifest)
+        # Others below that name may belong to a snapshot that was moved.
+        self.files.remove(name, [] if manifest is None else [f"{folder}/{file}" for file in manifest.files])
 
-    @abstractmethod
     def move(self, name: str, archive: str) -> None:
         """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""
+        text = None
+        if not self.files.is_local and self.files.has(f"{name}/{MANIFEST}"):
+            text = self.files.read(f"{name}/{MANIFEST}")
+            try:
+                manifest = parse_manifest(text, name)
+            except CorruptError:
+                pass  # it is moved as it is, for whoever wants to look at it
+            else:
+                folder = f"../../{name}/{manifest.folder}".rstrip("/")
+                about = {key: value for key, value in manifest.about.items() if key != STAMP}  # in an archive all are valid
+                text = format_manifest(replace(manifest, folder=folder, about=about))
+        self.files.move(name, archive, text)
 
-    @abstractmethod
-    def leave_probe(self) -> str:
-        """Leave something by which other processes find out whether they see the same store; return its name."""
-
-    @abstractmethod
-    def sees_probe(self, name: str) -> bool:
-        """Return whether a probe is there."""
-
-    @abstractmethod
-    def remove_probe(self, name: str) -> None:
-        """Remove a probe."""
-
-    @abstractmethod
     def sweep(self) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may."""
+        return self.files.sweep(self._folders_of)
 
+    def _folders_of(self, names: Iterable[str]) -> dict[str, str | None]:
+        def find(name: str) -> tuple[bool, str | None]:
+            saved = self.snapshot(name)
+            try:
+                return True, saved.folder(saved.read_manifest())
+            except CorruptError as error:
+                return not isinstance(error, LateError), None
 
-class DirectoryStore(Store):
-    """Snapshots in one directory, which exists."""
-
-    # `at` is called with the name of each point of `commit` that is passed, for tests of what a fault there leaves behind.
-    def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
-        self.root = Path(root)
-        self.place = os.path.realpath(root)
-        self._at = at
-
-    def snapshot(self, name: str) -> DirectorySnapshot:
-        return DirectorySnapshot(self.root / name)
-
-    def begin(self, name: str) -> str:
-        target = self.root / check_name(name)
-        if os.path.lexists(target):
-            raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
-        temporary = temporary_path(self.root)
-        try:
-            temporary.mkdir()
-            self._at("begun")
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise write_error(error, target) from error
-            raise
-        return str(temporary)
-
-    def write(self, draft: str, file: str, write: WriteFile) -> Written:
-        path = Path(draft, check_name(file))
-        with path.open("xb") as target:
-            written = write(target)
-            target.flush()
-            os.fsync(target.fileno())
-        self._at(f"wrote {file}")
-        return written
-
-    def publish(self, draft: str, name: str, manifest: Manifest) -> None:
-        temporary = Path(draft)
-        try:
-            write_bytes(temporary / MANIFEST, format_manifest(manifest))
-            self._at("wrote manifest")
-            flush(temporary)
-            self._at("flushed")
-            os.rename(temporary, self.root / check_name(name))
-            self._at("renamed")
-            flush(self.root)
-        except BaseException:
-            self.discard(draft)
-            raise
-        self._at("committed")
-
-    def explain(self, error: OSError, name: str) -> OSError:
-        return write_error(error, self.root / name)
-
-    def discard(self, draft: str) -> None:
-        shutil.rmtree(draft, ignore_errors=True)
-
-    def persist(self, path: Path) -> None:
-        flush(path)
-
-    def link(self, name: str, target: str) -> None:
-        path = self.root / check_name(name)
-        if os.path.lexists(path) and not path.is_symlink():
-            raise FileExistsError(f"{path} is in the way of a link to {target!r}; move it, or choose another name")
-        temporary = temporary_path(self.root)
-        try:
-            os.symlink(check_name(target), temporary, target_is_directory=True)
-            os.rename(temporary, path)
-            flush(self.root)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise write_error(error, path) from error
-
-    def link_target(self, name: str) -> str | None:
-        return _target(self.root / check_name(name))
-
-    def links(self) -> dict[str, str]:
-        names = [entry.name for entry in os.scandir(self.root) if entry.is_symlink()]
-        return {name: target for name in sorted(names) if (target := _target(self.root / name)) is not None}
-
-    def unlink(self, name: str) -> None:
-        os.unlink(self.root / name)
-
-    def renew_links(self) -> None:
-        """Do nothing: there is no other writer while the lock of the directory is held."""
-
-    def exists(self, name: str) -> bool:
-        return os.path.lexists(self.root / name)
-
-    def candidates(self) -> list[str]:
-        with os.scandir(self.root) as entries:  # which knows what each is, so that none of a thousand is asked for
-            return [
-                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-            ]
-
-    def manifests(self, without: str | None = None) -> dict[str, Manifest | None]:
-        return {name: self.known_manifest(name) for name in self.candidates() if name != without}
-
-    def known_manifest(self, name: str) -> Manifest | None:
-        directory = self.root / name
-        try:
-            status = os.lstat(directory / MANIFEST)
-            return _read_once(directory, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        except (OSError, CorruptError):
-            return None
-
-    def remove(self, name: str) -> None:
-        """Remove a snapshot: it is unpublished by one rename first, so that it is never there in part."""
-        removed = temporary_path(self.root, ".old")
-        os.rename(self.root / check_name(name), removed)
-        flush(self.root)
-        shutil.rmtree(removed)
-
-    def move(self, name: str, archive: str) -> None:
-        os.rename(self.root / name, self.root / archive / name)
-
-    def leave_probe(self) -> str:
-        probe = temporary_path(self.root)
-        probe.touch(exist_ok=False)
-        return probe.name
-
-    def sees_probe(self, name: str) -> bool:
-        return (self.root / name).exists()
-
-    def remove_probe(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
-
-    def sweep(self) -> list[str]:
-        """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this.
-
-        Folders below are swept too, but for those with a lock of their own, where another run may be writing.
-        """
-        swept = []
-        for folder, folders, files in os.walk(self.root):
-            if ".lock" in files and Path(folder) != self.root:
-                folders.clear()
-                continue
-            unfinished = list(filter(is_temporary, (*folders, *files)))
-            for path in (Path(folder, name) for name in unfinished):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            folders[:] = [name for name in folders if name not in unfinished]
-            swept += unfinished
-        return swept
-
-
-def _target(link: Path) -> str | None:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return None
-
-
-@lru_cache(4096)
-def _read_once(directory: Path, *_status: int) -> Manifest:
-    """Return a manifest for a list of snapshots, without its parts; read once as long as its file is not written again."""
-    return replace(DirectorySnapshot(directory).read_manifest(), parts={})
+        names = list(names)
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = dict(zip(names, pool.map(find, names), strict=True))
+        return {name: folder for name, (is_valid, folder) in found.items() if is_valid}
 
 
 def find_newest(
-    store: Store, names: Iterable[str], warn: Callable[[str], None], known_damaged: Container[str] = ()
+    store: Snapshots, names: Iterable[str], warn: Callable[[str], None], known_damaged: Container[str] = ()
 ) -> str | None:
     """Return the first of ``names`` of which nothing is missing, ``None`` if there are no names; warn about each before it.
 
@@ -667,10 +417,8 @@ def split(place: Place) -> tuple[str, str]:
     """
     if not is_url(place):
         return str(Path(place).parent), Path(place).name
-    from chainring._remote.bucket import Bucket
-
     url = os.fspath(place)
-    above, _, name = Bucket(url).url.rpartition("/")
+    above, _, name = open_place(url).url.rpartition("/")
     if not has_name(url):
         raise ValueError(f"{url} is a whole bucket; give what lies in it, such as {url.rstrip('/')}/run/snapshot_iter_100")
     return above, name
@@ -690,39 +438,51 @@ def open_file(place: Place) -> StoredFile:
         OSError: it cannot be opened.
         ValueError: it is not a regular file.
     """
-    if not is_url(place):
-        resolved = Path(os.path.realpath(place))  # a person may have made a link to it
-        if os.path.lexists(resolved) and not is_regular(resolved):
-            raise ValueError(f"{place} is not a regular file; give the path of a model's file")
-        file = LocalFile(resolved)
-        file.path = os.fspath(place)
-        return file
-    from chainring._remote.bucket import Bucket
-    from chainring.serializers._object_store import ObjectFile
-
-    above, name = split(place)
-    return ObjectFile(Bucket(above), name)
+    if is_url(place):
+        above, name = split(place)
+        return open_place(above).open(name)
+    resolved = Path(os.path.realpath(place))  # a person may have made a link to it
+    if os.path.lexists(resolved) and not is_regular(resolved):
+        raise ValueError(f"{place} is not a regular file; give the path of a model's file")
+    file = open_place(resolved.parent).open(resolved.name)
+    file.path = os.fspath(place)
+    return file
 
 
-def open_store(place: Place) -> Store:
-    """Return the store of the snapshots of a run, at a path or an address."""
-    if not is_url(place):
-        return DirectoryStore(place)
-    from chainring._remote.bucket import Bucket
-    from chainring.serializers._object_store import ObjectStore  # which derives from the one here
+@contextmanager
+def fetched(file: StoredFile) -> Iterator[Path]:
+    """Copy an object into a file that is there during the block."""
+    with tempfile.TemporaryDirectory(prefix="chainring-") as folder:
+        path = Path(folder, file.path.rpartition("/")[2])
+        file.copy_to(path)
+        try:
+            yield path
+        except Exception as error:
+            error.add_note(f"{path} was a copy of {file.path}")
+            raise
 
-    return ObjectStore(Bucket(os.fspath(place)))
+
+def open_store(place: Place) -> Snapshots:
+    """Return the snapshots of a run, at a path or an address."""
+    return Snapshots(open_place(place))
 
 
 def find_snapshot(place: Place) -> SavedSnapshot:
     """Return what may be a snapshot at a path or an address; a link in an object store is followed."""
+    above, name = split(place)
     if not is_url(place):
-        return DirectorySnapshot(Path(place))
-    from chainring._remote.bucket import Bucket
-    from chainring.serializers._object_store import ObjectSnapshot
+        return SavedSnapshot(open_place(above), name)
+    files = open_place(above)
+    saved = _snapshot_at(files, name)
+    target = None if saved.exists() else files.link_target(name)
+    return saved if target is None else _snapshot_at(files, target)
 
-    url, name = split(place)
-    return ObjectSnapshot.find(Bucket(url), name)
+
+def _snapshot_at(files: _places.Place, name: str) -> SavedSnapshot:
+    """Return the snapshot of a name; in an object store the files of one in an archive lie elsewhere in the run."""
+    if not files.is_local and (match := _ARCHIVE.fullmatch(files.url)):
+        return SavedSnapshot(open_place(match["run"]), f"{match['archive']}/{name}")
+    return SavedSnapshot(files, name)
 
 
 def format_manifest(manifest: Manifest) -> bytes:
@@ -745,7 +505,7 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
     if not newline or crc != b"%08x" % zlib.crc32(body):  # as text: a number would forgive the case of a letter
         raise CorruptError(f"{place}/{MANIFEST} is not what was written")
     try:
-        return _parse(body)
+        return replace(_parse(body), digest=digest_of(text))
     except NewerFormat as error:
         raise NewerFormat(f"{place} {error}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -777,10 +537,3 @@ def _parse(body: bytes) -> Manifest:
     if type(beside) is not list or not all(type(name) is str and _PLAIN.fullmatch(name) for name in beside):
         raise ValueError("the files beside a snapshot are names")
     return Manifest(iteration, files, about, parts, folder, tuple(beside))
-
-
-def check_name(name: str) -> str:
-    """Return a name that cannot lead elsewhere."""
-    if not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise ValueError(f"a name in a snapshot store has no slash and begins with no dot, got {name!r}")
-    return name

@@ -24,7 +24,7 @@ from chainring._runs.comparison import first_recorded_difference
 from chainring._runs.finished import FinishedRun, saved_trainers
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import load
-from chainring.serializers._store import CorruptError, DirectoryStore
+from chainring.serializers._store import CorruptError, open_store
 from chainring.testing._batches import BatchIndices
 from chainring.training._ledger import Ledger, LedgerError
 from chainring.training._observer import Observer
@@ -66,7 +66,7 @@ class Origin:
 
 def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
     """Yield the snapshots of the trainer up to an iteration, the latest first; see `saved_trainers`."""
-    for saved, manifest, ranks in saved_trainers(DirectoryStore(run), latest):
+    for saved, manifest, ranks in saved_trainers(open_store(run), latest):
         yield Origin(run / saved.name, manifest.iteration, ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from chainring._distributed.communicator import Communicator
 from chainring.training._settings import Change, Settings, shared_settings
 
 if TYPE_CHECKING:
-    from chainring.serializers._store import Store
+    from chainring.serializers._store import Snapshots
     from chainring.training.trainer import Trainer
 
 
@@ -60,20 +61,16 @@ def _shorten(one: str, other: str, limit: int = 200) -> tuple[str, str]:
     return cut(one), cut(other)
 
 
-def check_out(store: Store, comm: Communicator) -> None:
+def check_out(store: Snapshots, comm: Communicator) -> None:
     """Refuse an ``out`` that is not the same place for all ranks, which a resumed run could not read.
 
     Raises:
         ValueError: a rank does not see what rank 0 has written there.
     """
     comm = comm.world
-    probe = store.leave_probe() if comm.is_main else ""
-    try:
+    with store.files.probe() if comm.is_main else nullcontext("") as probe:
         probe = comm.broadcast_object(probe)
-        is_seen = comm.gather_object(store.sees_probe(probe))
-    finally:
-        if comm.is_main:
-            store.remove_probe(probe)
+        is_seen = comm.gather_object(store.files.has(probe))
     blind = [rank for rank, seen in enumerate(is_seen) if not seen]
     if blind and is_seen[0]:
         raise ValueError(

@@ -19,14 +19,14 @@ from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
 from chainring.serializers._changes import telling_changes
+from chainring.serializers._store import Snapshots
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._loaded_state import LoadedState
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record
 from chainring.training.extension import RollBack
 
 if TYPE_CHECKING:
-    from chainring.serializers._store import Store
-    from chainring.training._remote_run import RemoteRun
+    from chainring._places.remote import RemotePlace
     from chainring.training.extension import Entry
     from chainring.training.trainer import Trainer
 
@@ -42,9 +42,9 @@ class Run:
         self.earlier_time = 0.0  # seconds of training in the runs before a resume
         self.started_at: float | None = None  # on a monotonic clock; None as long as state may be loaded
         self.ended_at: float | None = None
-        self.store: Store | None = None  # in which this process alone writes, while the run continues
+        self.store: Snapshots | None = None  # in which this process alone writes, while the run continues
         self._directory: RunDirectory | None = None
-        self._remote: RemoteRun | None = None
+        self._remote: RemotePlace | None = None
         self._initialized: list[Entry] = []  # extensions
         self._started_triggers: list[Any] = []
         self._rollback: str | None = None  # the reason, if the run has gone back to a snapshot
@@ -63,12 +63,14 @@ class Run:
             trainer.comm.begin()  # ranks that compute a model together need no comm
         if trainer.comm.is_main:  # the only rank that writes there
             if trainer.url is not None:
-                from chainring.training._remote_run import RemoteRun  # which few programs need
+                from chainring._places.remote import RemotePlace  # which few programs need
 
-                self._remote = RemoteRun(trainer.url, trainer.out)
-                self.store = self._remote.store
+                self._remote = RemotePlace(trainer.url)
+                self._remote.claim(trainer.out)
+                self.store = Snapshots(self._remote)
             create_out(trainer.out)
-            self._directory = RunDirectory(trainer.out, trainer.store)
+            self.store = trainer.store
+            self._directory = RunDirectory(trainer.out, self.store)
         if several:
             check_agreement(trainer)
             check_out(trainer.store, trainer.comm)
@@ -114,7 +116,7 @@ class Run:
         trainer.extension_name = None
         failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
         if self._remote is not None:
-            failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.close)
+            failure = _try_call(f"the last files of {trainer.url}", failure, self._remote.release)
         trainer.comm.end()
         self.ended_at = time.monotonic()
         if self._directory is not None:
@@ -157,7 +159,6 @@ class Run:
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
         _check_names(trainer.entries)
-        trainer.store.renew_links()  # before it is seen which of them belong to other runs
         loaded = self.loaded_state
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in getattr(entry.extension, "writes", ())} | {RECORD}

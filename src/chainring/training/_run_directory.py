@@ -25,7 +25,7 @@ from chainring._files import (
 )
 from chainring._messages import info, warn
 from chainring.serializers._changes import announce_change
-from chainring.serializers._store import Store
+from chainring.serializers._store import Snapshots
 from chainring.training._settings import Settings, as_json, to_record
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def resolve_out(out: str) -> tuple[str, str | None]:
     if not isinstance(out, (str, os.PathLike)):
         raise TypeError(f'out is the path of a directory, such as "result"; got {out!r} of type {type(out).__name__}')
     if is_url(out):
-        from chainring.training._remote_run import find_place  # which few programs need
+        from chainring._places.remote import find_out  # which few programs need
 
-        return find_place(out)
+        return find_out(out)
     path = Path(out).absolute()
     existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
     if not existing.is_dir():
@@ -80,7 +80,7 @@ class RunDirectory:
     Unfinished files of killed runs are removed. What a run has saved is never deleted here, only moved.
     """
 
-    def __init__(self, out: str | os.PathLike[str], store: Store) -> None:
+    def __init__(self, out: str | os.PathLike[str], store: Snapshots) -> None:
         self.path, self._store = Path(out), store
         self._lock = DirectoryLock(out)
         self.release = self._lock.release

@@ -38,7 +38,7 @@ from chainring.training.triggers.interval import ReachedTrigger
 
 if TYPE_CHECKING:
     from chainring._messages import Place
-    from chainring.serializers._store import Store
+    from chainring.serializers._store import Snapshots
     from chainring.training.updaters.base import Updater
 
 _E = TypeVar("_E")
@@ -152,7 +152,7 @@ class Trainer(Stateful):
         self._out, self.url = resolve_out(out)
 
     @property
-    def store(self) -> Store:
+    def store(self) -> Snapshots:
         """The snapshots of the run, in ``out`` or in an object store."""
         return self._run.store or open_store(self.url or self.out)
 

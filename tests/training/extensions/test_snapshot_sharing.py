@@ -6,7 +6,7 @@ import warnings
 import pytest
 from snapshots import EVERY, Witness, fail_rename, holds, names, only, run, trainer_of
 
-from chainring.serializers._store import DirectorySnapshot, DirectoryStore
+from chainring.serializers._store import Snapshots, find_snapshot
 from chainring.training.extensions import snapshot
 
 
@@ -16,9 +16,9 @@ from chainring.training.extensions import snapshot
 )
 def test_where_their_triggers_coincide_one_snapshot_is_written(tmp_path, monkeypatch, asynchronous, filename):
     """It holds the state, and no second is begun."""
-    commits, commit = [], DirectoryStore.commit
+    commits, commit = [], Snapshots.commit
     monkeypatch.setattr(
-        DirectoryStore,
+        Snapshots,
         "commit",
         lambda store, name, *rest, **more: (commits.append(name), commit(store, name, *rest, **more)),
     )
@@ -31,7 +31,7 @@ def test_where_their_triggers_coincide_one_snapshot_is_written(tmp_path, monkeyp
         (snapshot(filename, **settings), (3, "iteration")),
         witness,
     )
-    iterations = [DirectorySnapshot(tmp_path / name).read_manifest().iteration for name in commits]
+    iterations = [find_snapshot(tmp_path / name).read_manifest().iteration for name in commits]
     assert iterations == [2, 3, 4, 6]
     assert all(holds(tmp_path / name, witness.states[each]) for name, each in zip(commits, iterations, strict=True))
 

@@ -28,7 +28,7 @@ from chainring.serializers._checkpoint import (
 )
 from chainring.serializers._objects import has_state, is_module, serialize_method
 from chainring.serializers._restoring import without_collections
-from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Store, find_newest
+from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest
 from chainring.serializers.protocol import StateCollector, capture
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
@@ -485,7 +485,7 @@ class Series:
     def directory(self, name: str, iteration: int) -> str:
         return f"{name}_iter_{iteration}" if self._has_links else name
 
-    def begin(self, store: Store | None) -> None:
+    def begin(self, store: Snapshots | None) -> None:
         """Read the manifests once, and link a fixed name to its newest snapshot, if a kill or a person undid that."""
         self.wanted, self.begun_iteration = {}, None
         if store is None:
@@ -498,7 +498,7 @@ class Series:
 
     def publish(
         self,
-        store: Store,
+        store: Snapshots,
         checkpoint: Checkpoint,
         name: str,
         iteration: int,
@@ -523,17 +523,17 @@ class Series:
                 store.link(name, directory)
             self._remove_unwanted(store, directory)
 
-    def _remove_unwanted(self, store: Store, newest: str) -> None:
+    def _remove_unwanted(self, store: Snapshots, newest: str) -> None:
         known = self._read(store) if self._known is None else self._known  # called by hand before the run
         if not (known.keys() - self._kept(known) - {newest}):
             return
-        present = set(store.candidates())  # a person may have removed some, which are not counted
+        present = set(store.files.names())  # a person may have removed some, which are not counted
         for name in known.keys() - present:
             del known[name]
         for name in sorted(known.keys() - self._kept(known) - {newest}, key=lambda name: known[name].iteration):
             del known[name]
             if self._has_links and store.link_target(_link_of(name)) == name:
-                store.unlink(_link_of(name))
+                store.files.unlink(_link_of(name))
             store.remove(name)
 
     def _kept(self, known: Mapping[str, Manifest]) -> set[str]:
@@ -550,7 +550,7 @@ class Series:
             kept |= retention.keep(taken, in_turn)
         return kept
 
-    def listing(self, store: Store) -> list[tuple[str, Manifest | None]]:
+    def listing(self, store: Snapshots) -> list[tuple[str, Manifest | None]]:
         """Return the snapshots to continue from: first those without a readable manifest, then the newest, and so on."""
 
         def belongs(name: str, manifest: Manifest | None) -> bool:
@@ -560,7 +560,7 @@ class Series:
 
         return [(name, manifest) for name, manifest in store.listing() if belongs(name, manifest)]
 
-    def _read(self, store: Store) -> dict[str, Manifest]:
+    def _read(self, store: Snapshots) -> dict[str, Manifest]:
         return {name: manifest for name, manifest in self.listing(store) if manifest is not None}
 
 

@@ -16,11 +16,11 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from chainring._files import SCHEMES
-from chainring._remote.connection import PATIENCE, Connection, Patience, obstore
-from chainring._remote.errors import ChangedError, RemoteError
-from chainring._remote.reader import RangeReader
-from chainring._remote.unfinished import abort_unfinished
-from chainring._remote.upload import PART, Upload
+from chainring._places.connection import PATIENCE, Connection, Patience, obstore
+from chainring._places.errors import ChangedError, RemoteError
+from chainring._places.reader import RangeReader
+from chainring._places.unfinished import abort_unfinished
+from chainring._places.upload import PART, Upload
 
 __all__ = [
     "MISSING",

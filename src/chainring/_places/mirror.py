@@ -32,8 +32,8 @@ from typing import BinaryIO, NamedTuple
 
 from chainring._files import open_regular, try_lock
 from chainring._messages import OneTimeWarning, warn
-from chainring._remote.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, Tag
-from chainring._remote.lease import Lease, LeaseLostError
+from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, RemoteError, Tag
+from chainring._places.index import Index, LeaseLostError
 
 LOOK = 10.0  # seconds between looks for files that have changed
 PAUSE = 30.0  # seconds before a file is put again
@@ -88,7 +88,7 @@ class Mirror:
         >>> import tempfile
         >>> bucket = Bucket("memory:///runs/mirror")
         >>> with tempfile.TemporaryDirectory() as place:
-        ...     mirror = Mirror(bucket, Path(place, "run"), Lease(bucket, lambda: []))
+        ...     mirror = Mirror(bucket, Path(place, "run"), Index(bucket))
         ...     mirror.fetch()
         ...     _ = Path(place, "run", "log").write_text("[]")
         ...     mirror.close()
@@ -100,7 +100,7 @@ class Mirror:
         self,
         bucket: Bucket,
         folder: str | os.PathLike[str],
-        lease: Lease,
+        lease: Index,
         *,
         look: float | None = LOOK,
         pause: float = PAUSE,
@@ -445,7 +445,7 @@ class Mirror:
             try:
                 file.tag = self._bucket.put(key, content, expected)
             except (ChangedError, FileNotFoundError):
-                self._lease.renew()
+                self._lease.change()
                 file.tag = self._find(name)
             else:
                 file.is_put = True
@@ -454,7 +454,7 @@ class Mirror:
 
     def _put_large(self, name: str, file: _File, source: BinaryIO, size: int, hasher: hashlib.blake2b) -> int:
         """Put a file in parts, which no condition can be set on: the lease is renewed before, and asked for at the end."""
-        self._lease.renew()
+        self._lease.change()
         sent, key = 0, key_of(name)
         if file.tag == MISSING:
             self._find(name)
@@ -491,7 +491,7 @@ class Mirror:
                         gone.append(name)
             if not gone:
                 return
-            self._lease.renew()
+            self._lease.change()
             manifests = [name for name in gone if name.endswith(f"/{_MANIFEST}")]
             for batch in manifests, [name for name in gone if name not in manifests]:
                 self._bucket.delete(map(key_of, batch))

@@ -9,7 +9,7 @@ from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from chainring._remote.errors import RemoteError
+from chainring._places.errors import RemoteError
 
 _TRIES = 8  # of a request, with pauses between them
 

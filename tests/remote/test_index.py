@@ -16,8 +16,11 @@ import pytest
 from races import Racer, race
 from stepped import Stepper, TimedBucket, World, orders
 
-from chainring._remote.bucket import MISSING, Bucket, ChangedError, RemoteError
-from chainring._remote.lease import Fence, Lease, LeaseLostError, read_fence, seal
+from chainring._places import STAMP, digest_of
+from chainring._places.bucket import Bucket, RemoteError
+from chainring._places.index import Index, LeaseLostError, read_record, seal
+from chainring._places.remote import RemotePlace
+from chainring.serializers._store import Manifest, format_manifest
 from forked import Forked
 
 URLS = (f"memory:///lease-{number}" for number in itertools.count())
@@ -33,9 +36,9 @@ def bucket(world):
     return TimedBucket(next(URLS), world)
 
 
-def take(bucket, snapshots=list):
-    """A lease that nothing renews but the test."""
-    return Lease(bucket, snapshots, period=None, clock=bucket.world.clock)
+def take(bucket):
+    """An index that nothing replaces but the test."""
+    return Index(bucket, period=None, clock=bucket.world.clock)
 
 
 def rewrite(bucket, **values):
@@ -68,7 +71,7 @@ def test_a_lease_that_was_not_renewed_is_taken(world, bucket):
     world.seconds = 31
     later = take(bucket)
     later.check()
-    for look in earlier.check, earlier.renew, earlier.check:
+    for look in earlier.check, earlier.change, earlier.check:
         with pytest.raises(LeaseLostError, match=f"process {os.getpid()} on .* has taken its lease"):
             look()
     later.release()
@@ -83,7 +86,7 @@ def test_only_the_clock_of_the_store_says_when_a_lease_has_expired(world, bucket
     """A taker whose own clock is a year ahead is refused."""
     take(bucket)
     with pytest.raises(BlockingIOError):
-        Lease(bucket, list, period=None, clock=lambda: 3e7)
+        Index(bucket, period=None, clock=lambda: 3e7)
 
 
 def test_a_renewed_lease_lasts(world, bucket):
@@ -92,7 +95,7 @@ def test_a_renewed_lease_lasts(world, bucket):
     contents = set()
     for now in range(0, 200, 20):
         world.seconds = now
-        lease.renew()
+        lease.change()
         contents.add(bucket.get(".lease").content)
         with pytest.raises(BlockingIOError):
             take(bucket)
@@ -105,9 +108,9 @@ def test_a_released_lease_is_taken_at_once(bucket):
     first.release()
     second = take(bucket)
     first.release()
-    second.renew()
-    run, token = first.stamp.split("/")
-    assert (token, second.stamp) == ("1", f"{run}/2")
+    second.change()
+    assert (first.record.token, second.record.token) == (1, 2)
+    assert first.record.run == second.record.run
 
 
 def test_a_look_makes_no_request_while_the_lease_is_fresh(world, bucket):
@@ -131,7 +134,7 @@ def test_a_renewal_counts_from_its_beginning(world, bucket):
     slow = TimedBucket(bucket.url, world, pass_seconds)
     lease = take(slow)
     world.seconds = 100
-    lease.renew()
+    lease.change()
     world.seconds = 129
     world.requests.clear()
     lease.check()
@@ -168,34 +171,13 @@ def test_a_renewal_that_failed_is_no_loss(world, bucket, fault):
     lease = take(bucket)
     world.seconds, bucket.fault = 10, fault
     with pytest.raises(RemoteError):
-        lease.renew()
+        lease.change()
     world.seconds, bucket.fault = 20, None
-    lease.renew()
+    lease.change()
     lease.check()
     world.seconds = 49
     with pytest.raises(BlockingIOError):
         take(bucket)
-
-
-def test_a_snapshot_between_a_lost_answer_and_the_next_renewal_is_seen_by_whoever_takes_the_lease(world, bucket):
-    """A taker that looked at the lease after that renewal and at the snapshots before that one comes too late."""
-    lease, seen = take(bucket), []
-    world.seconds, bucket.fault = 10, "silent"
-    with pytest.raises(RemoteError):
-        lease.renew()
-    world.seconds, bucket.fault = 50, None
-
-    def snapshots():
-        looked = list(seen)
-        if not seen:
-            seen.append((lease.stamp, "0123456789abcdef"))  # is put now
-            lease.renew()
-        return looked
-
-    with pytest.raises(BlockingIOError):
-        take(bucket, snapshots)
-    world.seconds = 100
-    assert take(bucket, snapshots).fence.admits(*seen[0])
 
 
 def test_a_condition_that_is_said_not_to_hold_is_tried_again_if_it_does(bucket):
@@ -203,7 +185,7 @@ def test_a_condition_that_is_said_not_to_hold_is_tried_again_if_it_does(bucket):
     bucket.fault = "conflict"
     lease = take(bucket)
     bucket.fault = "conflict"
-    lease.renew()
+    lease.change()
     bucket.fault = "conflict"
     lease.release()
     take(bucket)
@@ -214,38 +196,49 @@ def test_a_lease_that_was_removed_or_overwritten_is_lost(bucket):
     lease = take(bucket)
     bucket.delete([".lease"])
     with pytest.raises(LeaseLostError, match="was removed"):
-        lease.renew()
+        lease.change()
     lease = take(bucket)
     bucket.put(".lease", b"{}")
     with pytest.raises(LeaseLostError, match="is not a lease"):
-        lease.renew()
+        lease.change()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff", b'{"format": 1, "pid": "1"}'])
 def test_an_object_that_is_not_a_lease_is_refused_with_a_remedy(bucket, content):
     """For writers and readers."""
     bucket.put(".lease", content)
-    for use in take, read_fence:
+    for use in take, read_record:
         with pytest.raises(RemoteError, match=r"lease is not a lease .* remove it"):
             use(bucket)
 
 
-def test_each_damaged_bit_of_a_lease_is_noticed():
-    """By writers and readers: another token or folder would make snapshots invalid, which the next run removes."""
-    bucket = Bucket("memory:///damaged-lease")
-    Lease(bucket, lambda: [("0123456789abcdef/1", "f" * 16)]).release()
+def test_damage_of_an_index_is_noticed():
+    """By writers and readers: another digest would make a snapshot invalid, which the next run removes."""
+    bucket = Bucket("memory:///damaged-index")
+    index = Index(bucket)
+    index.change(snapshots={"snapshot_iter_1": "f" * 16}, links={"best": "snapshot_iter_1"})
+    index.release()
     content = bucket.get(".lease").content
-    for bit in range(8 * len(content)):
+    for bit in range(0, 8 * len(content), 41):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         bucket.put(".lease", bytes(damaged))
-        for use in (read_fence, lambda bucket: Lease(bucket, list)):
+        for use in (read_record, Index):
             with pytest.raises(RemoteError, match=r"is not a lease|of a later Chainring"):
                 use(bucket)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("pid", "1"), ("token", True), ("seconds", 1.5), ("folders", 3), ("folders", [1]), ("is_held", 1)]
+    ("name", "value"),
+    [
+        ("pid", "1"),
+        ("token", True),
+        ("seconds", 1.5),
+        ("snapshots", 3),
+        ("snapshots", {"a": 1}),
+        ("links", {"a": None}),
+        ("is_held", 1),
+    ],
 )
 def test_a_lease_with_a_value_of_another_type_is_refused(bucket, name, value):
     """It may be a stranger's."""
@@ -323,7 +316,7 @@ def test_a_forked_process_neither_renews_nor_releases(world, bucket):
     if pid == 0:
         try:
             lease.release()
-            for look in lease.check, lease.renew:
+            for look in lease.check, lease.change:
                 with pytest.raises(LeaseLostError, match="none that it has forked"):
                     look()
             os._exit(0)
@@ -331,7 +324,7 @@ def test_a_forked_process_neither_renews_nor_releases(world, bucket):
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     bucket.fault = None
-    lease.renew()
+    lease.change()
 
 
 def test_a_thread_renews_the_lease_until_it_is_released(world, bucket):
@@ -344,7 +337,7 @@ def test_a_thread_renews_the_lease_until_it_is_released(world, bucket):
         assert len(seen) >= 3
 
     own = TimedBucket(bucket.url, world)
-    lease = Lease(own, list, period=0.001, clock=world.clock)
+    lease = Index(own, period=0.001, clock=world.clock)
     wait_for_renewals()
     own.fault = "away"
     count, end = len(world.requests), time.monotonic() + 30
@@ -360,7 +353,7 @@ def test_a_thread_renews_the_lease_until_it_is_released(world, bucket):
 
 def test_a_thread_notices_that_the_lease_is_lost(world, bucket):
     """Without a look being due."""
-    lease = Lease(bucket, list, period=0.001, clock=world.clock)
+    lease = Index(bucket, period=0.001, clock=world.clock)
     bucket.delete([".lease"])
     end = time.monotonic() + 30
     with suppress(LeaseLostError):
@@ -370,126 +363,104 @@ def test_a_thread_notices_that_the_lease_is_lost(world, bucket):
         lease.check()
 
 
-def test_a_snapshot_that_its_writer_puts_after_the_lease_was_taken_is_not_valid(world, bucket):
-    """For any reader and every later holder; those before are, and those without a stamp or from another run."""
-    first = take(bucket)
-    kept, late = (first.stamp, "a" * 16), (first.stamp, "b" * 16)
-    others = [(None, "c" * 16), ("0123456789abcdef/1", "d" * 16)]
-    assert read_fence(bucket).admits(*late)
+def put_manifest(place, name="snapshot"):
+    """Publishes a snapshot without files; returns its digest."""
+    manifest = format_manifest(Manifest(1, {}, {STAMP: place.stamp(name), "by": place.index.record.holder}))
+    place.publish(f"{name}/{'0' * 16}", name, manifest)
+    return digest_of(manifest)
+
+
+def place_of(bucket):
+    """The place of a run that takes the index."""
+    place = RemotePlace(bucket)
+    place.index = take(bucket)
+    return place
+
+
+def is_valid(place, manifest, name="snapshot"):
+    return place.admits(name, json.loads(manifest[:-9])["about"].get(STAMP), digest_of(manifest))
+
+
+def test_a_manifest_that_its_writer_puts_after_the_index_was_taken_is_not_valid(world, bucket):
+    """For any reader and every later holder; it fails there. Those before are, also under the next holders."""
+    first = place_of(bucket)
+    put_manifest(first, "kept")
     world.seconds = 31
-    second = take(bucket, lambda: [kept, *others])
-    own = second.stamp, "e" * 16
-    second.release()
-    third = take(bucket, lambda: [kept, late, *others, own])
-    for fence in second.fence, third.fence, read_fence(bucket):
-        assert [fence.admits(*each) for each in (kept, late, *others, own)] == [True, False, True, True, True]
-    assert json.loads(bucket.get(".lease").content)["folders"] == ["a" * 16, "e" * 16]
+    second = place_of(bucket)
+    late = format_manifest(Manifest(1, {}, {STAMP: first.stamp("snapshot")}))
+    bucket.put("snapshot/manifest.json", late)
+    with pytest.raises(LeaseLostError):
+        first.index.change(snapshots={"snapshot": digest_of(late)})
+    second.index.release()
+    for place in second, place_of(bucket), RemotePlace(bucket):
+        assert not is_valid(place, late)
+        assert is_valid(place, bucket.get("kept/manifest.json").content, "kept")
+    assert list(read_record(bucket).snapshots) == ["kept"]
 
 
-@pytest.mark.parametrize("fault", [None, "silent"])
+def test_a_manifest_that_was_copied_there_is_valid_by_itself(bucket):
+    """Of another run, of another name, and one that was written without an index."""
+    place = place_of(bucket)
+    for stamp in None, "0123456789abcdef/snapshot", place.stamp("other"):
+        manifest = format_manifest(Manifest(1, {}, {} if stamp is None else {STAMP: stamp}))
+        assert is_valid(place, manifest)
+        assert is_valid(RemotePlace(bucket), manifest)
+    assert is_valid(RemotePlace("memory:///nowhere"), format_manifest(Manifest(1, {}, {STAMP: "0123456789abcdef/snapshot"})))
+
+
+@pytest.mark.parametrize("fault", ["away", "silent"])
 def test_a_removed_snapshot_is_not_valid_again_when_its_writer_puts_it_once_more(world, bucket, fault):
-    """As one does that was stopped before it has received the answer, also if a renewal of the next has had none."""
-    first = take(bucket)
-    removed, kept = (first.stamp, "a" * 16), (first.stamp, "b" * 16)
+    """As one does that was stopped before it has received the answer, also if a change of the next has had none."""
+    removed = put_manifest(first := place_of(bucket))
+    kept = put_manifest(first, "kept")
+    manifest = bucket.get("snapshot/manifest.json").content
     world.seconds = 31
-    second = take(bucket, lambda: [removed, kept])
+    second = place_of(bucket)
     bucket.fault = fault
-    with suppress(RemoteError):
-        second.renew()
+    with pytest.raises(RemoteError):
+        second.index.change(links={"best": "kept"})
     bucket.fault = None
-    second.forget("a" * 16)
-    for fence in second.fence, read_fence(bucket):
-        assert (fence.admits(*removed), fence.admits(*kept)) == (False, True)
-    second.release()
-    third = take(bucket, lambda: [removed, kept])
-    assert (third.fence.admits(*removed), third.fence.admits(*kept)) == (False, True)
-
-
-def test_forgetting_a_snapshot_of_ones_own_makes_no_request(world, bucket):
-    """Nor one that the lease does not list: nobody else puts those."""
-    lease = take(bucket)
-    world.requests.clear()
-    lease.forget("a" * 16)
-    assert world.requests == []
-
-
-def test_a_lease_lists_no_more_than_the_snapshots_that_there_are():
-    """However many runs there were before."""
-    bucket = TimedBucket(next(URLS), World())
-    sizes, there = set(), []
-    for number in range(10, 40):
-        lease = take(bucket, lambda: there)  # noqa: B023 - called at once
-        there = [*there, (lease.stamp, f"{number:016x}")][-3:]
-        lease.release()
-        sizes.add(len(bucket.get(".lease").content))
-    assert max(sizes) - min(sizes) < 100
-
-
-def test_without_a_lease_every_snapshot_is_valid(bucket):
-    """Such as those of `serializers.save`."""
-    assert read_fence(bucket) == Fence()
-    assert read_fence(bucket).admits("0123456789abcdef/1", "a" * 16)
+    second.remove("snapshot", [])
+    bucket.put("snapshot/manifest.json", manifest)
+    for place in second, RemotePlace(bucket):
+        assert not is_valid(place, manifest)
+    assert digest_of(manifest) == removed
+    assert (read_record(bucket).snapshots, read_record(bucket).links) == ({"kept": kept}, {})
 
 
 class Writer:
-    """A run that takes the lease, looks which snapshots are valid, and saves one.
+    """A run that takes the index, and saves a snapshot.
 
     Attributes:
-        lease: once it has it.
-        saved: the folder of its snapshot, once it calls it saved.
-        seen: the folders of the snapshots that were valid when it had taken the lease.
+        place: once it has it.
+        saved: the digest of its snapshot, once it calls it saved.
+        seen: the digests of the snapshots that there were when it had taken the index.
     """
 
     def __init__(self, name, bucket, events):
         self.name, self.bucket, self.events = name, bucket, events
-        self.lease, self.saved, self.seen = None, None, None
-        self.there = {}
+        self.place, self.saved, self.seen = None, None, set()
         self.refusals = 0
-
-    def snapshots(self):
-        """Stamp and folder of each, and the state of its manifest, by key."""
-        found = {}
-        for entry in self.bucket.list():
-            if entry.key.endswith("/manifest.json"):
-                manifest = self.bucket.get(entry.key)
-                found[entry.key] = (*json.loads(manifest.content), manifest.tag)
-        return found
-
-    def valid(self, fence):
-        self.there = self.snapshots()
-        return {folder for stamp, folder, _ in self.there.values() if fence.admits(stamp, folder)}
 
     def take(self):
         try:
-            self.lease = take(self.bucket, lambda: [(stamp, folder) for stamp, folder, _ in self.snapshots().values()])
+            self.place = place_of(self.bucket)
         except BlockingIOError:
             self.refusals += 1
         else:
             self.events.append((self.name, "taken"))
-            self.seen = self.valid(self.lease.fence)
+            self.seen = set(self.place.index.record.snapshots.values())
 
     def save(self):
-        """Replaces what is not valid and in the way."""
-        key, folder = "snapshot/manifest.json", f"{self.name}-folder"
-        with suppress(LeaseLostError):
-            while key not in self.there or not self.lease.fence.admits(*self.there[key][:2]):
-                self.bucket.put(f"{folder}/weights", b"")
-                self.lease.check()
-                self.events.append((self.name, "looked"))
-                expected = self.there[key][2] if key in self.there else MISSING
-                try:
-                    self.bucket.put(key, json.dumps([self.lease.stamp, folder]).encode(), expected)
-                except ChangedError:
-                    self.there = self.snapshots()
-                    continue
-                self.lease.renew()
-                self.saved = folder
-                return
+        with suppress(LeaseLostError, FileExistsError):
+            self.place.index.check()
+            self.events.append((self.name, "looked"))
+            self.saved = put_manifest(self.place)
 
     def run(self, saves=True):
-        if self.lease is None:
+        if self.place is None:
             self.take()
-        if self.lease is not None and saves:
+        if self.place is not None and saves and not self.seen:
             self.save()
 
 
@@ -514,15 +485,17 @@ def try_order(choose, names, jumps, holder=None, saves=True):
 
 def check_end(writers, events):
     """What must be true in the end, in whatever order the requests came."""
-    valid = writers[0].valid(read_fence(writers[0].bucket))
-    holders = sorted((writer for writer in writers if writer.lease), key=lambda writer: writer.lease.stamp)
-    tokens = [writer.lease.stamp for writer in holders]
+    valid = set(read_record(writers[0].bucket).snapshots.values())
+    holders = sorted((writer for writer in writers if writer.place), key=lambda writer: writer.place.index.record.token)
+    tokens = [writer.place.index.record.token for writer in holders]
     assert len(set(tokens)) == len(tokens)
-    assert {writer.saved for writer in writers} - {None} <= valid, "what was called saved is valid"
+    saved = {writer.saved for writer in writers} - {None}
+    assert saved <= valid, "what was called saved is valid"
+    assert not saved or {digest_of(writers[0].bucket.get("snapshot/manifest.json").content)} == valid
     for earlier, later in itertools.pairwise(holders):
-        assert valid & {f"{earlier.name}-folder"} <= later.seen, "what a later holder has not seen is not valid"
+        assert earlier.saved is None or earlier.saved in later.seen, "what a later holder has not seen was not saved"
         taken = events.index((later.name, "taken"))
-        assert (earlier.name, "looked") not in events[taken:], "who has lost the lease does not go on"
+        assert (earlier.name, "looked") not in events[taken:], "who has lost the index does not go on"
 
 
 @pytest.mark.parametrize("jump", [29.5, 45])
@@ -535,7 +508,7 @@ def test_in_no_order_of_requests_is_a_snapshot_of_two_writers_in_doubt(jump):
 
     def run(choose):
         first, second = try_order(choose, "AB", [jump], holder=0)
-        outcomes.add((first.saved is not None, second.lease is not None, second.saved is not None))
+        outcomes.add((first.saved is not None, second.place is not None, second.saved is not None))
 
     orders(run)
     assert (True, False, False) in outcomes
@@ -573,9 +546,9 @@ def test_of_processes_that_start_at_once_one_goes_on(s3):
 
 STOPPED = """
 import sys
-from chainring._remote.bucket import MISSING, Bucket, ChangedError, RemoteError
-from chainring._remote.lease import Lease, LeaseLostError
-lease = Lease(Bucket(sys.argv[1]), list, seconds=2, period=0.1)
+from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError
+from chainring._places.index import Index, LeaseLostError
+lease = Index(Bucket(sys.argv[1]), seconds=2, period=0.1)
 print("taken", flush=True)
 for line in sys.stdin:
     try:
@@ -591,7 +564,7 @@ def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does
 
     def attempt():
         with suppress(BlockingIOError):
-            return Lease(Bucket(f"{s3}/run"), list, period=None)
+            return Index(Bucket(f"{s3}/run"), period=None)
 
     with Forked(["-c", STOPPED, f"{s3}/run"]) as process:
 
@@ -610,7 +583,7 @@ def test_a_process_that_was_stopped_sees_that_its_lease_was_taken_before_it_does
             assert time.monotonic() < began + 30
         process.send_signal(signal.SIGCONT)
         assert f"process {os.getpid()} on" in ask()
-    lease.renew()
+    lease.change()
 
 
 @pytest.mark.parametrize("fault", ["500", "503 after", "cut", "cut after", "cut response"])
@@ -619,12 +592,12 @@ def test_a_lease_survives_requests_that_fail_and_are_tried_again(s3, proxy, faul
     bucket = Bucket(f"{s3}/run")
     for _ in range(2):
         proxy.fail(fault, method="PUT")
-        lease = Lease(bucket, list, period=None)
+        lease = Index(bucket, period=None)
         proxy.fail(fault, method="PUT", times=2)
-        lease.renew()
+        lease.change()
         proxy.fail(fault)
-        lease.renew()
+        lease.change()
         with pytest.raises(BlockingIOError):
-            Lease(bucket, list, period=None)
+            Index(bucket, period=None)
         proxy.fail(fault, method="PUT")
         lease.release()

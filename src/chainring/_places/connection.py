@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from chainring._remote.errors import ChangedError, RemoteError, Trouble, is_missing, trouble_of
+from chainring._places.errors import ChangedError, RemoteError, Trouble, is_missing, trouble_of
 
 Result = TypeVar("Result")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from chainring._remote.connection import Connection, obstore
-from chainring._remote.errors import RemoteError
+from chainring._places.connection import Connection, obstore
+from chainring._places.errors import RemoteError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -1,0 +1,393 @@
+"""The index of a run in an object store: which snapshots and links there are, and which process may change them.
+
+It is one object, ``.lease``, which is replaced on the condition that it still is what was read. So every state of it has one
+successor, and of several that are put at once one succeeds. The process that holds it replaces it whenever it publishes,
+links, moves or removes a snapshot, and every few seconds. Whoever finds it missing, released, left by a process that has
+ended, or not replaced for its seconds by the clock of the store takes it, with all that it lists. A holder that has lost it,
+however long it was stopped, fails at its next replacement, and what it has put besides is not listed, and never valid.
+
+A manifest that carries the stamp of this run for its name is valid while the index has its digest. Any other, such as that
+of a snapshot that was copied there, is valid by itself. The same holds for the objects of links.
+
+Clocks only decide how soon another may take the index: when that of the store has gone on by more than the seconds since the
+last replacement. The holder asks its own, which also continues while a machine sleeps, and replaces the index before it does
+anything else when its last replacement began about as long ago.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+
+from chainring._files import parse_strict
+from chainring._messages import warn
+from chainring._places import STAMP
+from chainring._places.bucket import MISSING, Bucket, ChangedError, Found, RemoteError, Tag
+
+SECONDS = 30  # for which nobody else takes an index that was replaced
+PERIOD = 9.0  # seconds between replacements
+KEY = ".lease"
+
+_CLOCK = ".lease-clock"  # is written to see what time it is in the store
+_FORMAT = 1
+_MARGIN = 2  # seconds of difference between two clocks in `SECONDS`, and of a request on its way
+_RESOLUTION = 1  # seconds: stores say when an object was written in whole ones
+_TRIES = 20  # of a request to which the store says that another came between, although none has
+
+_held: set[str] = set()  # the holders in this process
+
+
+class LeaseLostError(OSError):
+    """Another run writes here now. This one must not continue writing; what it puts from now on is not valid."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of an index, besides its format, its checksum and a number that makes each one differ.
+
+    Attributes:
+        run: the stamps of its snapshots and links begin with it.
+        token: one more than that of the holder before.
+        snapshots: the digests of the manifests by name.
+        links: the snapshots to which links lead, by name.
+        is_held: False once it was released.
+        seconds: for which nobody else takes it.
+        holder: of which a process may have several, one after the other.
+        pid, host, machine, namespace, started: the process.
+    """
+
+    run: str
+    token: int
+    snapshots: dict[str, str]
+    links: dict[str, str]
+    is_held: bool
+    seconds: int
+    holder: str
+    pid: int
+    host: str
+    machine: str
+    namespace: str
+    started: int
+
+    @classmethod
+    def parse(cls, content: bytes, address: str) -> Record:
+        """Return what an object says.
+
+        Raises:
+            RemoteError: it is not an index, or that of a later version.
+        """
+        try:
+            document = parse_strict(content)
+            if document["format"] != _FORMAT:
+                raise RemoteError(f"{address} has format {document['format']!r} of a later Chainring; upgrade to write here")
+            if content != seal({key: value for key, value in document.items() if key != "crc"}):
+                raise ValueError("it is damaged")
+            values = {field.name: document[field.name] for field in fields(cls)}
+            for field in fields(cls):
+                if type(values[field.name]).__name__ != str(field.type).partition("[")[0]:
+                    raise ValueError(f"{field.name} is {values[field.name]!r}")
+            if not all(type(text) is str for text in (*values["snapshots"].values(), *values["links"].values())):
+                raise ValueError("a digest or a target is no text")
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(f"{address} is not a lease ({error}); if no run writes there, remove it") from None
+        return cls(**values)
+
+    def encode(self) -> bytes:
+        """Return a content that no other has, because the condition of the next one may be a sum of this one's bytes."""
+        return seal({"format": _FORMAT, **asdict(self), "nonce": secrets.token_hex(8)})
+
+    def stamp(self, name: str) -> str:
+        """Return what the manifest of a snapshot carries."""
+        return f"{self.run}/{name}"
+
+    def admits(self, name: str, stamp: str, digest: str) -> bool:
+        """Return whether a manifest is valid that carries a stamp."""
+        return stamp != self.stamp(name) or self.snapshots.get(name) == digest
+
+
+def seal(document: Mapping[str, object]) -> bytes:
+    """Return the text of an index, with its checksum: one that is damaged would make snapshots invalid."""
+    crc = zlib.crc32(json.dumps(document).encode())
+    return json.dumps({**document, "crc": f"{crc:08x}"}).encode()
+
+
+def stamp_of(manifest: bytes) -> str | None:
+    """Return the stamp that a manifest carries; ``None`` if it has none, or is damaged."""
+    try:
+        stamp = parse_strict(manifest.rpartition(b"\n")[0])["about"][STAMP]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return stamp if isinstance(stamp, str) else None
+
+
+def read_record(bucket: Bucket) -> Record | None:
+    """Return what the index under an address says, ``None`` if there is none.
+
+    Raises:
+        RemoteError: the store does not answer, or it is damaged.
+    """
+    found = _read(bucket)
+    return None if found is None else Record.parse(found.content, f"{bucket.url}/{KEY}")
+
+
+def _read(bucket: Bucket) -> Found | None:
+    try:
+        return bucket.get(KEY)
+    except FileNotFoundError:
+        return None
+
+
+def _seconds_since_boot() -> float:
+    """Return seconds of a clock that nobody sets, and that continues while the machine sleeps, where there is one."""
+    clock = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+    return time.monotonic() if clock is None else time.clock_gettime(clock)  # Windows has the former alone
+
+
+class Index:
+    """The index of a run while this process holds it, as one process does at a time.
+
+    A thread replaces it now and then. A process that this one forks has no part in it.
+
+    Args:
+        bucket: the objects of the run.
+        seconds: for which nobody else takes it after it was replaced.
+        period: seconds between replacements; ``None`` for no thread.
+        clock: returns seconds, also those for which the machine slept.
+
+    Attributes:
+        record: what it says.
+
+    Raises:
+        BlockingIOError: another run holds it; the error names its process and host, and how long to wait.
+        RemoteError: the store does not answer.
+
+    Example:
+        >>> bucket = Bucket("memory:///runs/index")
+        >>> index = Index(bucket)
+        >>> index.change(snapshots={"snapshot_iter_100": "60303ae22b998861"})
+        >>> read_record(bucket).snapshots
+        {'snapshot_iter_100': '60303ae22b998861'}
+        >>> index.release()
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        seconds: int = SECONDS,
+        period: float | None = PERIOD,
+        clock: Callable[[], float] = _seconds_since_boot,
+    ) -> None:
+        self._bucket, self._clock = bucket, clock
+        self._address = f"{bucket.url}/{KEY}"
+        self._lock = threading.Lock()  # of replacements
+        self._stop = threading.Event()
+        self._lost: str | None = None
+        self._loss_was_raised = self._was_released = False
+        self._replaced = 0.0
+        self.record, self._tag = self._take(seconds)
+        if period is not None:
+            threading.Thread(target=self._keep, args=(period,), name="chainring-index", daemon=True).start()
+
+    def _take(self, seconds: int) -> tuple[Record, Tag]:
+        """Put the first record of a new holder; return it, and the state of the object then."""
+        for _ in range(_TRIES):
+            found = _read(self._bucket)
+            run, token, snapshots, links = secrets.token_hex(8), 0, dict[str, str](), dict[str, str]()
+            if found is not None:
+                earlier = Record.parse(found.content, self._address)
+                self._refuse(earlier, found)
+                run, token, snapshots, links = earlier.run, earlier.token, earlier.snapshots, earlier.links
+            record = Record(
+                run=run, token=token + 1, snapshots=snapshots, links=links, is_held=True, seconds=seconds,
+                holder=secrets.token_hex(8), pid=os.getpid(), host=socket.gethostname(), machine=_machine(),
+                namespace=_namespace(), started=_started(os.getpid()),
+            )  # fmt: skip
+            self._replaced = self._clock()
+            _held.add(record.holder)
+            try:
+                return record, self._bucket.put(KEY, record.encode(), MISSING if found is None else found.tag)
+            except BaseException as error:
+                _held.discard(record.holder)
+                if not isinstance(error, (ChangedError, FileNotFoundError)):  # somebody else was faster
+                    raise
+        raise RemoteError(f"{self._address} is written again and again; try again later")
+
+    def _refuse(self, holder: Record, found: Found) -> None:
+        """Raise an error if an index may not be taken."""
+        if not holder.is_held or _has_ended(holder):
+            return
+        self._bucket.put(_CLOCK, secrets.token_bytes(8))
+        age = (self._bucket.head(_CLOCK).modified - found.modified).total_seconds()
+        left = math.ceil(holder.seconds + _RESOLUTION - age)
+        if left > 0:
+            raise BlockingIOError(
+                f"{self._bucket.url} is being written by another run: {_name(holder)}, which has a lease for another "
+                f"{left} s and may renew it. Wait for it to end, or so long if it was killed; or choose another out"
+            )
+
+    def check(self) -> None:
+        """See that this process holds the index. That takes a request only if the thread has not been able to replace it.
+
+        Raises:
+            LeaseLostError: another run has taken it; the error names it.
+            RemoteError: the store does not answer, and by its clock another may have taken it.
+        """
+        self._raise_if_lost()
+        if self._clock() - self._replaced > self.record.seconds - _MARGIN:
+            self.change()
+
+    def change(
+        self, *, snapshots: Mapping[str, str | None] | None = None, links: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Replace the index, with other snapshots and links, of which those with ``None`` are not there any more.
+
+        That it succeeds says that nobody else has held it since it was taken.
+
+        Raises:
+            LeaseLostError: another run has taken it; the error names it.
+            RemoteError: the store does not answer. The change may be there until the next one, which does not have it.
+        """
+        self._raise_if_lost()
+        with self._lock:
+            if self._lost is None and not self._was_released:
+                changed = replace(
+                    self.record,
+                    snapshots=_changed(self.record.snapshots, snapshots or {}),
+                    links=_changed(self.record.links, links or {}),
+                )
+                self._replace(changed)
+        self._raise_if_lost()
+
+    def release(self) -> None:
+        """Let others take the index at once; warn where that is not possible. Calling it again does nothing."""
+        if os.getpid() != self.record.pid:
+            return
+        self._stop.set()
+        with self._lock:
+            if self._was_released:
+                return
+            self._was_released = True
+            _held.discard(self.record.holder)
+            has_expired = self._clock() - self._replaced > self.record.seconds
+            try:
+                if self._lost is None and not has_expired:
+                    self._replace(replace(self.record, is_held=False))
+            except RemoteError as error:
+                warn(f"another run may have to wait {self.record.seconds} s: {error}")
+            if self._lost is not None and not self._loss_was_raised:
+                warn(self._lost)
+
+    def _keep(self, period: float) -> None:
+        """Replace the index until it is released or lost."""
+        while self._lost is None and not self._stop.wait(period):
+            with suppress(RemoteError), self._lock:  # the store is away: what is to be written next asks again
+                if self._lost is None and not self._was_released:
+                    self._replace(self.record)
+
+    def _replace(self, record: Record) -> None:
+        """Write the index if it is ours; note who has it, if it is not."""
+        for _ in range(_TRIES):
+            began = self._clock()
+            try:
+                self._tag = self._bucket.put(KEY, record.encode(), self._tag)
+            except (ChangedError, FileNotFoundError):
+                found = _read(self._bucket)
+            else:
+                self.record, self._replaced = record, began
+                return
+            try:
+                other = None if found is None else Record.parse(found.content, self._address)
+            except RemoteError as error:
+                reason = str(error)
+                break
+            if found is None or other is None:
+                reason = "its lease was removed"
+                break
+            if other.holder != record.holder:
+                reason = f"{_name(other)} has taken its lease"
+                break
+            self._tag = found.tag  # of an earlier request of ours, to which no answer came
+        else:
+            raise RemoteError(f"{self._address} cannot be replaced, although nobody else has written it")
+        _held.discard(record.holder)
+        self._lost = f"{self._bucket.url} is not this run's any more: {reason}. Stop one of both, or choose another out"
+
+    def _raise_if_lost(self) -> None:
+        if os.getpid() != self.record.pid:
+            raise LeaseLostError(f"process {self.record.pid} writes to {self._bucket.url}, and none that it has forked")
+        if self._lost is not None:
+            self._loss_was_raised = True
+            raise LeaseLostError(self._lost)
+
+
+def _changed(names: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in {**names, **changes}.items() if value is not None}
+
+
+def _name(holder: Record) -> str:
+    return f"process {holder.pid} on {holder.host}"
+
+
+def _has_ended(holder: Record) -> bool:
+    """Return whether a holder was a process of this machine, and is known to have ended."""
+    here = socket.gethostname(), _machine(), _namespace()
+    if (holder.host, holder.machine, holder.namespace) != here or holder.pid <= 0:
+        return False
+    if holder.pid == os.getpid() and holder.started == _started(holder.pid):
+        return holder.holder not in _held  # this process before it has replaced its program
+    if sys.platform == "win32":  # where there is no signal that does nothing
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass  # there is one, of another user
+    with suppress(OSError):
+        if _stat(holder.pid)[:1] == ["Z"] and len(os.listdir(f"/proc/{holder.pid}/task")) == 1:
+            return True  # with all its threads, and only its parent has not asked how
+    return holder.started > 0 and _started(holder.pid) not in (0, holder.started)
+
+
+def _machine() -> str:
+    """Return a name of this machine since it was started, or of its network card."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{uuid.getnode():012x}"
+
+
+def _namespace() -> str:
+    """Return the name of the namespace in which process ids are counted, such as that of a container; else an empty one."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the system says of a process from its state on, or nothing where it does not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _started(pid: int) -> int:
+    """Return when a process was started, in ticks since that of the machine; 0 where that is not known."""
+    stat = _stat(pid)
+    return int(stat[19]) if len(stat) > 19 else 0

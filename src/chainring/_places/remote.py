@@ -1,0 +1,323 @@
+"""The place of a run in an object store, where nothing can be renamed, and any request may be the last.
+
+A snapshot is its manifest at ``<name>/manifest.json``, which is put when all of its files are there, and which the index of
+the run lists then. The files lie in a folder whose name nobody can guess, ``<name>/<16 hexadecimal digits>/``, so whoever
+writes a snapshot of the same name, such as a process that was thought dead, never touches those of another. A link stands in
+the index too; a small object of its name tells it to whoever copies the run. To move a snapshot is to write its manifest
+elsewhere: its files stay where they are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from chainring._files import Sink, parse_strict
+from chainring._places import MANIFEST, Place, StoredFile, check_name, digest_of
+from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, Tag
+from chainring._places.index import Index, Record, read_record, stamp_of
+from chainring._places.mirror import Mirror, working_directory
+
+_LARGEST_LINK = 1000  # bytes
+_RECORD = "run.json"
+_DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
+_ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
+
+
+def find_out(url: str) -> tuple[str, str]:
+    """Return the directory on this machine for the files of a run, and the address as it is written.
+
+    Raises:
+        ImportError: obstore is not installed.
+        ValueError: it is not an address.
+    """
+    url = Bucket(os.fspath(url)).url
+    return str(working_directory(url)), url
+
+
+class RemotePlace(Place):
+    """The objects under an address.
+
+    Args:
+        address: the address, or its objects.
+
+    Attributes:
+        bucket: the objects.
+        index: that of the run that writes here; without one, anybody may.
+    """
+
+    is_local = False
+
+    def __init__(self, address: str | Bucket) -> None:
+        self.bucket = address if isinstance(address, Bucket) else Bucket(address)
+        self.url = self.bucket.url
+        self.index: Index | None = None
+        self._mirror: Mirror | None = None
+        # As they were when they were listed; None before. While this process holds the index, nobody else changes them.
+        self._states: dict[str, Tag | None] | None = None
+        self._record: Record | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def claim(self, folder: str | os.PathLike[str]) -> None:
+        """Take the place for this process, and copy the files beside the snapshots into a directory; see `Mirror`.
+
+        Raises:
+            BlockingIOError: another run writes there.
+            ValueError: the store does not know conditions.
+            OSError: the store does not answer, or refuses.
+        """
+        self.bucket.check_conditions()
+        self.index = Index(self.bucket)
+        try:
+            self._mirror = Mirror(self.bucket, folder, self.index)
+            self._mirror.fetch()
+        except BaseException:
+            self.index.release()
+            raise
+
+    def release(self) -> None:
+        """Put the last files into the store, and let other runs write there.
+
+        Raises:
+            OSError: they could not be put; the error says where they are.
+        """
+        assert self.index is not None
+        assert self._mirror is not None
+        try:
+            self._mirror.close()
+        finally:
+            self.index.release()
+
+    def path_of(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def names(self) -> list[str]:
+        return list(self.states())
+
+    def states(self) -> dict[str, Hashable | None]:
+        states: dict[str, Tag | None] = {}
+        for entry in self.bucket.list():
+            name, slash, rest = entry.key.partition("/")
+            if rest == MANIFEST and not name.startswith("."):
+                states[name] = entry.tag
+            elif slash and _DRAFT.fullmatch(entry.key):
+                states.setdefault(name, None)
+        self._states, self._record = states, None
+        return dict(states)
+
+    def state(self, name: str) -> Hashable | None:
+        states = self.states() if self.index is None or self._states is None else self._states
+        return states.get(name)
+
+    def exists(self, name: str) -> bool:
+        return any(entry.key == name or entry.key.startswith(f"{name}/") for entry in self.bucket.list(name))
+
+    def has(self, file: str) -> bool:
+        try:
+            self.bucket.head(file)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        prefix = f"{folder}/" if folder else ""
+        return {entry.key.removeprefix(prefix): entry.size for entry in self.bucket.list(prefix)}
+
+    def read(self, name: str) -> bytes:
+        return self.bucket.get(name).content
+
+    def open(self, name: str) -> StoredFile:
+        return ObjectFile(self.bucket, name)
+
+    def folder_beside(self, name: str, files: Iterable[str]) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="chainring-beside-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        above = name.rpartition("/")[0]
+        for file in (_RECORD, *files):
+            with suppress(FileNotFoundError):  # whoever needs it says so
+                content = self.read(f"{above}/{file}".lstrip("/"))
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_bytes(content)
+        return folder
+
+    def create(self, name: str) -> AbstractContextManager[Sink]:
+        return self.bucket.upload(name)
+
+    def draft(self, name: str) -> str:
+        if self._has_valid_manifest(name) or self.has(name):
+            raise FileExistsError(
+                f"{self.url}/{name} is there already; a snapshot is never written over: choose another name"
+            )
+        return f"{name}/{secrets.token_hex(8)}"
+
+    def stamp(self, name: str) -> str | None:
+        return None if self.index is None else self.index.record.stamp(name)
+
+    def admits(self, name: str, stamp: str | None, digest: str) -> bool:
+        if stamp is None:
+            return True
+        if self.index is not None:
+            return self.index.record.admits(name, stamp, digest)
+        if self._record is not None and self._record.admits(name, stamp, digest):
+            return True
+        self._record = read_record(self.bucket)  # after the manifest
+        return self._record is None or self._record.admits(name, stamp, digest)
+
+    def publish(self, draft: str, name: str, manifest: bytes) -> None:
+        key = f"{name}/{MANIFEST}"
+        if self.index is not None:
+            self.index.check()
+        try:  # from now on the draft is not discarded: the manifest may be there, although no answer comes
+            tag = self.bucket.put(key, manifest, MISSING)
+        except ChangedError:
+            other = self.bucket.get(key)
+            if self.index is not None:
+                self.index.change()  # after that look: it is not that of somebody who holds the index now
+            if self.admits(name, stamp_of(other.content), digest_of(other.content)):
+                self.discard(draft)
+                raise FileExistsError(f"{self.url}/{name} was written by somebody else meanwhile") from None
+            tag = self.bucket.put(key, manifest, other.tag)
+        if self.index is not None:
+            self.index.change(snapshots={name: digest_of(manifest)})
+        if self._states is not None:
+            self._states[name] = tag
+        if self._mirror is not None:
+            with suppress(RemoteError):  # they are tried again, and what the snapshot refers to is there
+                self._mirror.put()
+
+    def discard(self, draft: str) -> None:
+        with suppress(OSError):  # the next run removes it
+            self.bucket.delete(entry.key for entry in self.bucket.list(f"{draft}/"))
+
+    def remove(self, name: str, files: Iterable[str]) -> None:
+        self._remove_manifest(name)
+        self.bucket.delete(files)
+
+    def move(self, name: str, archive: str, manifest: bytes | None) -> None:
+        if self.index is not None:
+            self.index.check()
+        if manifest is not None:
+            self.bucket.put(f"{archive}/{name}/{MANIFEST}", manifest, MISSING)
+            self._remove_manifest(name)
+        elif (target := self.link_target(name)) is not None:
+            self.bucket.put(f"{archive}/{name}", _link_to(target), MISSING)
+            self.unlink(name)
+        elif self.has(name):
+            self.bucket.put(f"{archive}/{name}", self.read(name), MISSING)
+            self.bucket.delete([name])
+        # Else files without a manifest have the name, which the next run removes.
+
+    def _remove_manifest(self, name: str) -> None:
+        if self.index is not None:
+            self.index.change(snapshots={name: None})
+        self.bucket.delete([f"{name}/{MANIFEST}"])
+        if self._states is not None:
+            self._states.pop(name, None)
+
+    def link(self, name: str, target: str) -> None:
+        if self.link_target(name) is None and self.has(name):
+            raise FileExistsError(f"{self.url}/{name} is in the way of a link to {target!r}; choose another name")
+        run = None
+        if self.index is not None:
+            self.index.change(links={name: target})
+            run = self.index.record.run
+        self.bucket.put(name, _link_to(target, run))
+
+    def links(self) -> dict[str, str]:
+        record = self._current_record()
+        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= _LARGEST_LINK]
+        listed = {} if record is None else record.links
+        copied = {name: target for name in small if (target := self._copied_link(name, record)) is not None}
+        return dict(sorted({**copied, **listed}.items()))
+
+    def link_target(self, name: str) -> str | None:
+        record = self._current_record()
+        if record is not None and name in record.links:
+            return record.links[name]
+        return self._copied_link(name, record)
+
+    def _copied_link(self, name: str, record: Record | None) -> str | None:
+        """Return what a link leads to that another run or a person has put there."""
+        try:
+            if self.bucket.head(name).size > _LARGEST_LINK:
+                return None
+            content = parse_strict(self.read(name))
+            is_own = record is not None and content.get("run") == record.run
+            is_link = content["chainring"] == "link" and not is_own
+            return check_name(content["target"]) if is_link else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def unlink(self, name: str) -> None:
+        if self.index is not None:
+            self.index.change(links={name: None})
+        self.bucket.delete([name])
+
+    def persist(self, path: Path) -> None:
+        if self._mirror is not None:
+            self._mirror.persist(path)
+
+    @contextmanager
+    def probe(self) -> Iterator[str]:
+        name = f".probe-{secrets.token_hex(8)}"
+        self.bucket.put(name, b"")
+        try:
+            yield name
+        finally:
+            self.bucket.delete([name])
+
+    def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
+        keys = [entry.key for entry in self.bucket.list()]
+        named = {key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")}
+        drafts = {match["draft"]: match["name"] for key in keys if (match := _DRAFT.fullmatch(key))}
+        there = {name for name in named if "/" not in name}
+        valid = dict(folders_of(there))
+        in_use = set(valid.values())
+        # Of a snapshot whose manifest cannot be read nobody knows which are its files.
+        unknown = {name for name, folder in valid.items() if folder is None}
+        if drafts.keys() - in_use:
+            archived = folders_of(filter(_ARCHIVED.fullmatch, named))
+            in_use.update(archived.values())
+            unknown |= {name.rpartition("/")[2] for name, folder in archived.items() if folder is None}
+        unfinished = {draft for draft, name in drafts.items() if draft not in in_use and name not in unknown}
+        files = [key for key in keys if (match := _DRAFT.fullmatch(key)) and match["draft"] in unfinished]
+        self.bucket.delete([*(f"{name}/{MANIFEST}" for name in there - valid.keys()), *files])
+        return sorted(unfinished)
+
+    def _current_record(self) -> Record | None:
+        return read_record(self.bucket) if self.index is None else self.index.record
+
+    def _has_valid_manifest(self, name: str) -> bool:
+        """Return whether a snapshot, or a damaged one, has that name."""
+        try:
+            manifest = self.read(f"{name}/{MANIFEST}")
+        except FileNotFoundError:
+            return False
+        return self.admits(name, stamp_of(manifest), digest_of(manifest))
+
+
+class ObjectFile(StoredFile):
+    """An object that is read in ranges, and ahead."""
+
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._reader = bucket.open(key)
+        weakref.finalize(self, self._reader.close)
+        self.path, self.size = f"{bucket.url}/{key}", self._reader.size
+
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        view[:] = self._reader.read(start, len(view), until)
+
+
+def _link_to(target: str, run: str | None = None) -> bytes:
+    return json.dumps({"chainring": "link", "target": target} | ({} if run is None else {"run": run})).encode()
