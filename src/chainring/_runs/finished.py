@@ -35,7 +35,7 @@ from chainring.serializers._store import (
     open_store,
     split,
 )
-from chainring.training._ledger import MAGIC, Ledger
+from chainring.training._ledger import MAGIC, Ledger, LedgerError
 from chainring.training._run_directory import RECORD, parse_record
 
 LOG = "log.jsonl"
@@ -373,3 +373,35 @@ def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file.path} is not the state of a snapshot")
     return values
+
+
+def recorder_of(run: FinishedRun) -> Ledger | None:
+    """Return what a run has recorded, ``None`` if it is nothing that can be read; a damaged file is warned about."""
+    try:
+        return run.recorder
+    except LedgerError as error:
+        warn(f"what is recorded is skipped: {error}")
+        return None
+
+
+def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
+    """Return the start of a run that computed an iteration, of those in its record; empty where there is none."""
+    starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
+    before = [start for start in starts if start["iteration"] < iteration]
+    return before[-1] if before else starts[0] if starts else {}
+
+
+def first_iteration(record: Mapping[str, Any]) -> int:
+    """Return the iteration with which a run began: not 0, if that was the state of another one."""
+    return max(int(start_in_force(record, 0).get("iteration", 0)), 0)
+
+
+def starts_between(record: Mapping[str, Any], begin: int, iteration: int) -> list[Mapping[str, Any]]:
+    """Return the starts of a run that computed the iterations after ``begin`` up to another one, in their order."""
+    found: list[Mapping[str, Any]] = []
+    while iteration > begin and (start := start_in_force(record, iteration)):
+        found.insert(0, start)
+        if start["iteration"] >= iteration:
+            break
+        iteration = start["iteration"]
+    return found

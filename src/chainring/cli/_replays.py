@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import is_url
-from chainring._runs.finished import FinishedRun
+from chainring._runs.finished import FinishedRun, start_in_force, starts_between
 from chainring.cli._common import ended_by_sigterm, printable
 from chainring.testing._replay_process import replay_script
-from chainring.testing._replaying import NoReplay, start_in_force, starts_between
+from chainring.testing._replaying import NoReplay
 from chainring.training._run_directory import read_record
 
 _MOST_SHOWN = 8
@@ -61,7 +61,11 @@ class RecordedRun:
         self._record = read_record(self.directory)
 
     def replay(self, iteration: int, *, latest: int, **settings: Any) -> dict[str, Any]:
-        """Replay with the arguments with which the run computed an iteration; see `replay_script`."""
+        """Replay with the arguments with which the run computed an iteration; see `replay_script`.
+
+        What is returned has besides: ``same``, whether it is the recorded run, ``None`` if nothing of it is recorded; how it
+        differs, if it does; and ``notes``, sentences about it.
+        """
         arguments = self._given or [str(each) for each in start_in_force(self._record, iteration).get("argv", ())][1:]
         threads = self._record.get("threads")
         settings["threads"] = threads if isinstance(threads, int) else None
@@ -72,12 +76,15 @@ class RecordedRun:
                 found = replay_script(self.directory, self._script, arguments, latest=latest, **settings)
         except NoReplay as error:  # about what was copied
             raise NoReplay(str(error).replace(str(self.directory), self.place)) from error
+        comparison = found["comparison"]
+        found["difference"] = comparison and comparison["difference"]
+        found["same"] = None if comparison is None else found["difference"] is None
         found["notes"] = self._notes(found, iteration)
         return found
 
     def _notes(self, found: Mapping[str, Any], iteration: int) -> list[str]:
         notes, begin = [], found["origin"]["iteration"]
-        if not found["is_exact"]:
+        if not found["origin"]["is_exact"]:
             notes.append(
                 f"The run was one of {found['origin']['ranks']} ranks: one process computes the same examples with other "
                 "last bits"
@@ -87,12 +94,6 @@ class RecordedRun:
             places = ", ".join(str(start["iteration"]) for start in starts[1:])
             notes.append(f"The run was started again in between, at iteration {places}, with other settings or arguments")
         return notes
-
-
-def same(found: Mapping[str, Any]) -> bool | None:
-    """Return whether a replay is the recorded run; ``None`` if nothing of it is recorded."""
-    comparison = found["comparison"]
-    return None if comparison is None else comparison["difference"] is None
 
 
 def describe_origin(found: Mapping[str, Any]) -> str:
@@ -106,8 +107,8 @@ def describe_comparison(found: Mapping[str, Any]) -> str:
     comparison = found["comparison"]
     if comparison is None:
         return "nothing of it is recorded to compare it with (extensions.Recorder does that)"
-    if comparison["difference"] is not None:
-        return str(comparison["difference"])
+    if found["difference"] is not None:
+        return str(found["difference"])
     count = comparison["count"]
     rest = f", which ends with iteration {comparison['last']}" if comparison["last"] < found["iteration"] else ""
     return f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"

@@ -15,7 +15,6 @@ from chainring.cli._replays import (
     describe_origin,
     indices_of,
     iteration_number,
-    same,
 )
 from chainring.testing._replaying import NoReplay
 
@@ -50,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
     if iteration == 0:
         raise ValueError("the first iteration is 1; 0 is the state before it, which had no batch")
     found = RecordedRun(options).replay(iteration, latest=iteration - 1, until=iteration, needs_same_bits=False)
-    batches, is_same = found["batches"], same(found)
+    batches, is_same = found["batches"], found["same"]
     indices = indices_of(batches)
     if options.json:
         print_json({
             "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
             "from": found["origin"]["snapshot"], "same": is_same,
-            "difference": found["comparison"] and found["comparison"]["difference"], "notes": found["notes"],
+            "difference": found["difference"], "notes": found["notes"],
         })  # fmt: skip
     elif indices is not None:
         print(*indices)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chainring._files import to_json
+from chainring._runs.conditions import Condition, Evidence, collect
 from chainring.cli._common import add_command, print_json, printable
 from chainring.cli._replays import (
     RecordedRun,
@@ -19,10 +20,8 @@ from chainring.cli._replays import (
     describe_origin,
     indices_of,
     iteration_number,
-    same,
     shorten,
 )
-from chainring.testing._conditions import Condition, Evidence, collect
 from chainring.testing._replaying import NoReplay
 
 _HELP = """
@@ -65,7 +64,7 @@ def add_to(commands: Any) -> None:
 def _condition(text: str) -> Condition:
     try:
         return Condition.parse(text)
-    except NoReplay as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -97,7 +96,7 @@ def _search(
     first = evidence.first_unknown(condition)
     if evidence.holds(first, condition):
         found = _replay(recorded, condition, first - 1, first)
-        if found["found"] is None and same(found) is not False:
+        if found["found"] is None and found["same"] is not False:
             raise NoReplay(
                 f"the run has {condition.key} = {evidence.values[first]!r} in iteration {first}, and the replay has not: it "
                 "differs from the run; `chainring verify-resume` finds why"
@@ -121,33 +120,23 @@ def _replay(
 def _answer(
     options: argparse.Namespace, recorded: RecordedRun, evidence: Evidence, found: dict[str, Any] | None, last: int
 ) -> dict[str, Any]:
-    sight = found["found"] if found is not None else None
-    is_same = same(found) if found is not None else None
-    not_finite = found["not_finite"] if found is not None else None
-    return {
-        "run": options.run_directory,
-        "bad": str(options.bad),
-        "found": sight is not None and is_same is not False,
-        "iteration": sight and sight["iteration"],
-        "value": sight and sight["value"],
-        "indices": sight and indices_of(sight["batches"]),
-        "batches": sight and sight["batches"],
-        "not_finite": not_finite
-        and {
-            "iteration": not_finite[0],
-            "parameters": not_finite[1],
-            "is_first": found is not None and not_finite[0] > found["origin"]["iteration"],
-        },
-        "looked_at": [evidence.begin + 1, found["iteration"] if found else last],
-        "known_to": last,
-        "assumed": max(found["origin"]["iteration"] - evidence.first_unknown(options.bad) + 1, 0) if found else 0,
-        "replays": recorded.replays,
-        "from": found and found["origin"]["snapshot"],
-        "same": is_same,
-        "difference": found and found["comparison"] and found["comparison"]["difference"],
-        "error": found and found["error"],
-        "notes": found["notes"] if found else [],
-    }
+    answer: dict[str, Any] = {
+        "run": options.run_directory, "bad": str(options.bad), "found": False, "iteration": None, "value": None,
+        "indices": None, "batches": None, "not_finite": None, "looked_at": [evidence.begin + 1, last], "known_to": last,
+        "assumed": 0, "replays": recorded.replays, "from": None, "same": None, "difference": None, "error": None, "notes": [],
+    }  # fmt: skip
+    if found is None:
+        return answer
+    begin = found["origin"]["iteration"]
+    answer |= {name: found[name] for name in ("same", "difference", "error", "notes")}
+    answer |= {"looked_at": [evidence.begin + 1, found["iteration"]], "from": found["origin"]["snapshot"]}
+    answer["assumed"] = max(begin - evidence.first_unknown(options.bad) + 1, 0)
+    if (sight := found["found"]) is not None:
+        answer |= {"found": found["same"] is not False, **sight, "indices": indices_of(sight["batches"])}
+    if found["not_finite"] is not None:
+        iteration, names = found["not_finite"]
+        answer["not_finite"] = {"iteration": iteration, "parameters": names, "is_first": iteration > begin}
+    return answer
 
 
 def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition: Condition) -> list[str]:

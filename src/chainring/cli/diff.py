@@ -14,7 +14,7 @@ from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun
 from chainring._runs.traces import CAUSES, Difference
 from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._replays import RecordedRun, same
+from chainring.cli._replays import RecordedRun
 from chainring.serializers._store import CorruptError
 from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart, first_tensor
 
@@ -266,6 +266,6 @@ def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
 
 def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Steps:
     found = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
-    notes = [*found["notes"], *([found["comparison"]["difference"]] if same(found) is False else [])]
+    notes = [*found["notes"], *filter(None, [found["difference"]])]
     replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]
     return {int(iteration): step for iteration, step in found["captured"].items()}

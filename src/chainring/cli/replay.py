@@ -17,7 +17,6 @@ from chainring.cli._replays import (
     describe_origin,
     iteration_number,
     refuse_inside,
-    same,
 )
 
 _HELP = """
@@ -57,13 +56,13 @@ def run(options: argparse.Namespace) -> int:
         refuse_inside(recorded.directory, options.save)
     save = None if options.save is None else os.path.abspath(options.save)
     found = recorded.replay(options.to, latest=options.to, until=options.to, save=save)
-    is_same, count = same(found), options.to - found["origin"]["iteration"]
+    is_same, count = found["same"], options.to - found["origin"]["iteration"]
     if is_same is False and save is not None:
         shutil.rmtree(save)
     if options.json:
         print_json(to_json({
             "run": options.run_directory, "iteration": options.to, "from": found["origin"]["snapshot"], "replayed": count,
-            "same": is_same, "difference": found["comparison"] and found["comparison"]["difference"],
+            "same": is_same, "difference": found["difference"],
             "differs_at": found["comparison"] and found["comparison"]["iteration"], "observation": found["observation"],
             "digest": found["digest"], "saved": options.save if is_same is not False else None, "notes": found["notes"],
         }))  # fmt: skip

@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from chainring import serializers
 from chainring._files import from_json, to_json
+from chainring._runs.conditions import Condition
 from chainring._runs.finished import FinishedRun
 from chainring.reporting.summary import is_scalar
-from chainring.testing._conditions import Condition
 from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
 from chainring.testing._replaying import NoReplay, Replay, Watch, compare_with_record
@@ -45,7 +45,7 @@ class ReplayTask(ProcessTask):
         latest: the iteration of the latest snapshot with which it may begin.
         until: the iteration with which it ends.
         goes_on: True to continue as far as the run may have come, see `Replay`.
-        condition: key, operator and number of the condition that ends it.
+        condition: the condition that ends it; where the task was read, its attributes.
         save: where the state is saved at the end.
         needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
         threads: of torch.
@@ -56,7 +56,7 @@ class ReplayTask(ProcessTask):
     latest: int
     until: int
     goes_on: bool = False
-    condition: tuple[str, str, float] | None = None
+    condition: Any = None
     save: str | None = None
     needs_same_bits: bool = True
     threads: int | None = None
@@ -85,8 +85,8 @@ def _skip_loading_from(run_directory: str) -> None:
 
 
 def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
-    condition = None if task.condition is None else Condition(*task.condition)
-    watch = Watch() if condition is None else Watch(condition.key, condition.holds)
+    condition = task.condition and Condition(**task.condition)
+    watch = Watch(condition.key, condition.holds) if condition else Watch()
     facts: dict[str, Any] = {"error": None}
     capture = None if task.capture is None else Capture(trainer, *task.capture[:2], in_detail=task.capture[2])
     try:
@@ -95,8 +95,9 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
             watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=_position_writer(task, capture),
             needs_same_bits=task.needs_same_bits,
         )  # fmt: skip
-        facts["origin"] = {**asdict(replaying.origin), "snapshot": _name(replaying.origin.snapshot)}
-        task.path("origin").write_text(str(replaying.origin.iteration))
+        origin = replaying.origin
+        facts["origin"] = {**asdict(origin), "snapshot": origin.snapshot and origin.snapshot.name}
+        task.path("origin").write_text(str(origin.iteration))
         replaying.run(run_trainer)
     except NoReplay as error:
         task.exit_with_reason(str(error))
@@ -105,13 +106,11 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
             raise
         facts["error"] = f"{type(error).__name__}: {error}"
     reached = watch.found.iteration if watch.found else trainer.updater.iteration
-    origin = replaying.origin
     comparison = compare_with_record(FinishedRun(task.source), trainer, origin, reached)
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,
         "captured": capture and capture.steps,
-        "is_exact": origin.is_exact,
         "may_go_back": replaying.may_go_back,
         "found": watch.found and asdict(watch.found),
         "not_finite": watch.not_finite,
@@ -120,10 +119,6 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
     }
     task.path("result").write_text(json.dumps(to_json(facts)))
     task.path("done").touch()
-
-
-def _name(snapshot: Path | None) -> str | None:
-    return None if snapshot is None else snapshot.name
 
 
 def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None:
@@ -154,20 +149,11 @@ def _position_writer(task: ReplayTask, capture: Capture | None) -> Callable[[int
 
 
 def replay_script(
-    run_directory: Path,
-    script: str,
-    arguments: Sequence[str],
-    *,
-    latest: int,
-    until: int,
-    goes_on: bool = False,
-    condition: Condition | None = None,
-    save: str | None = None,
-    needs_same_bits: bool = True,
-    threads: int | None = None,
-    capture: tuple[int, int, bool] | None = None,
+    run_directory: Path, script: str, arguments: Sequence[str], *, latest: int, until: int, **settings: Any
 ) -> dict[str, Any]:
     """Replay a run with the script that trained it, in a process of its own, with a progress bar; return what was found.
+
+    The ``settings`` are those of a `ReplayTask`.
 
     Raises:
         FileNotFoundError: there is no such script.
@@ -178,9 +164,7 @@ def replay_script(
     try:
         task = ReplayTask(
             "replay", directory, os.path.join(directory, "out"), secrets.token_hex(16), source=str(run_directory),
-            latest=latest, until=until, goes_on=goes_on, save=save, needs_same_bits=needs_same_bits, threads=threads,
-            capture=capture,
-            condition=None if condition is None else (condition.key, condition.operator, condition.number),
+            latest=latest, until=until, **settings,
         )  # fmt: skip
         with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None) as bar:
             code = run(start, task, functools.partial(_show, task, bar))

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,11 @@ from chainring._distributed.sharding import to_local
 from chainring._messages import warn
 from chainring._naming import parameter_names
 from chainring._runs.comparison import first_recorded_difference
-from chainring._runs.finished import FinishedRun, saved_trainers
+from chainring._runs.finished import FinishedRun, recorder_of, saved_trainers
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._checkpoint import load
 from chainring.serializers._store import CorruptError, open_store
 from chainring.testing._batches import BatchIndices
-from chainring.training._ledger import Ledger, LedgerError
 from chainring.training._observer import Observer
 from chainring.training._run_directory import read_record
 from chainring.training.extensions import FailOnNonNumber, LogReport
@@ -354,15 +353,6 @@ class RecordedComparison:
         )
 
 
-def recorder_of(run: FinishedRun) -> Ledger | None:
-    """Return what a run has recorded, ``None`` if it is nothing that can be read; a damaged file is warned about."""
-    try:
-        return run.recorder
-    except LedgerError as error:
-        warn(f"what is recorded is skipped: {error}")
-        return None
-
-
 def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> RecordedComparison | None:
     """Compare the iterations of a replay, ``None`` if the run or the replay has recorded none of them.
 
@@ -377,29 +367,3 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
         return RecordedComparison(count, last) if count or until == origin.iteration else None
     what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
     return RecordedComparison(count, last, first.iteration, what)
-
-
-# --- the starts of the run ---
-
-
-def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
-    """Return the start of a run that computed an iteration, of those in its record; empty where there is none."""
-    starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
-    before = [start for start in starts if start["iteration"] < iteration]
-    return before[-1] if before else starts[0] if starts else {}
-
-
-def first_iteration(record: Mapping[str, Any]) -> int:
-    """Return the iteration with which a run began: not 0, if that was the state of another one."""
-    return max(int(start_in_force(record, 0).get("iteration", 0)), 0)
-
-
-def starts_between(record: Mapping[str, Any], begin: int, iteration: int) -> list[Mapping[str, Any]]:
-    """Return the starts of a run that computed the iterations after ``begin`` up to another one, in their order."""
-    found: list[Mapping[str, Any]] = []
-    while iteration > begin and (start := start_in_force(record, iteration)):
-        found.insert(0, start)
-        if start["iteration"] >= iteration:
-            break
-        iteration = start["iteration"]
-    return found

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 from safetensors import safe_open
 
-from chainring._runs.finished import FinishedRun, read_values, saved_trainers
+from chainring._runs.finished import FinishedRun, first_iteration, read_values, recorder_of, saved_trainers
 from chainring._runs.rows import Rows, read_rows
 from chainring.serializers._checkpoint import opened_state
 from chainring.serializers._restoring import read_stored
 from chainring.serializers._store import SavedSnapshot
-from chainring.testing._replaying import NoReplay, first_iteration, recorder_of
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 
@@ -38,7 +37,7 @@ class Condition:
         """Return the condition that a text is.
 
         Raises:
-            NoReplay: it is not one.
+            ValueError: it is not one.
         """
         match = _CONDITION.fullmatch(text)
         try:
@@ -46,7 +45,7 @@ class Condition:
         except ValueError:
             number = math.nan
         if match is None or math.isnan(number):
-            raise NoReplay(
+            raise ValueError(
                 f'a condition is KEY <, <=, >, >= or == NUMBER, such as "main/loss > 10", got {text!r}; a value that is not '
                 "finite satisfies every one"
             )
