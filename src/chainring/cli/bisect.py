@@ -122,8 +122,9 @@ def _answer(
 ) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "run": options.run_directory, "bad": str(options.bad), "found": False, "iteration": None, "value": None,
-        "indices": None, "batches": None, "not_finite": None, "looked_at": [evidence.begin + 1, last], "known_to": last,
-        "assumed": 0, "replays": recorded.replays, "from": None, "same": None, "difference": None, "error": None, "notes": [],
+        "indices": None, "batches": None, "not_finite": None, "looked_at": [evidence.begin + 1, last],
+        "known_to": last, "assumed": 0, "replays": recorded.replays, "from": None, "same": None, "difference": None,
+        "error": None, "notes": [],
     }  # fmt: skip
     if found is None:
         return answer

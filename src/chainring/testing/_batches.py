@@ -25,17 +25,19 @@ class BatchIndices:
 
     def __init__(self, updater: Any) -> None:
         self._updater = updater
-        self._loaders: dict[int, _LoaderPasses] = {}
-        for each in self._iterators().values():
-            if _is_noted(each):
-                self._loaders[id(each)] = _LoaderPasses(each)
-        self._before: dict[str, tuple[Any, Any, Any]] = {}
         self._accumulate = int(getattr(updater, "accumulate", 1) or 1)
+        self._passes = {
+            id(iterator): _LoaderPasses(iterator) for iterator in self._iterators().values() if _has_plain_sampler(iterator)
+        }
+        self._marks: dict[str, tuple[Any, Any, Any]] = {}  # iterator, where its last batch ended, epoch and position
 
     def mark(self) -> None:
         """Note where the iterators stand, before an update."""
-        self._before = {name: (each, _place(each), _progress(each)) for name, each in self._iterators().items()}
-        for passes in self._loaders.values():
+        self._marks = {}
+        for name, iterator in self._iterators().items():
+            batch_end = iterator.batch_place() if hasattr(iterator, "batch_place") else None
+            self._marks[name] = (iterator, batch_end, _position(iterator))
+        for passes in self._passes.values():
             passes.begin()
 
     def _iterators(self) -> dict[str, Any]:
@@ -44,18 +46,26 @@ class BatchIndices:
     def taken(self, *, is_undone: bool = False) -> dict[str, Any]:
         """Return what was taken since the mark, by the name of the iterator.
 
-        It is the list of the indices; or a mapping of ``"from"`` and ``"to"``, places in the data as (epoch, position),
+        It is the list of the indices; or a mapping of ``"from"`` and ``"to"``, positions in the data as (epoch, position),
         where the indices are not known; or ``None`` where nothing is known. With ``is_undone`` the update has failed, and
         the iterators stand again where they stood before it.
         """
-        found = {}
-        for name, (each, place, progress) in self._before.items():
-            if id(each) in self._loaders:
-                indices = self._loaders[id(each)].between(progress, _progress(each))
+        taken: dict[str, Any] = {}
+        for name, (iterator, batch_end, before) in self._marks.items():
+            after = _position(iterator)
+            if id(iterator) in self._passes:
+                indices = self._passes[id(iterator)].between(before, after)
+            elif is_undone:
+                indices = _following_indices(iterator, self._accumulate)
             else:
-                indices = _following(each, self._accumulate) if is_undone else _indices(each, place)
-            found[name] = indices or _between(each, progress)
-        return found
+                indices = _indices_since(iterator, batch_end)
+            if indices:
+                taken[name] = indices
+            elif before is None or after is None:
+                taken[name] = None
+            else:
+                taken[name] = [] if before == after else {"from": list(before), "to": list(after)}
+        return taken
 
 
 class _LoaderPasses:
@@ -84,8 +94,8 @@ class _LoaderPasses:
             self._first_epoch = self._iterator.epoch
 
     def between(self, before: tuple[int, int], after: tuple[int, int]) -> list[int] | None:
-        """Return the indices between two places; ``None`` where it is not certain which pass they were drawn for."""
-        size, found = self._iterator.progress[2], list[int]()
+        """Return the indices between two positions; ``None`` where it is not certain which pass they were drawn for."""
+        size, indices = self._iterator.progress[2], list[int]()
         epoch, position = before
         last = after[0] if after[1] else after[0] - 1
         if self._first_epoch is None or size is None or len(self._passes) != last - self._first_epoch + 1:
@@ -95,13 +105,13 @@ class _LoaderPasses:
             for batch in self._passes[epoch - self._first_epoch][position:end]:
                 if not all(isinstance(index, Integral) for index in batch):
                     return None
-                found += map(int, batch)
+                indices += map(int, batch)
             epoch, position = epoch + 1, 0
-        return found
+        return indices
 
 
-def _is_noted(iterator: Any) -> bool:
-    """Return whether the sampler of batches of a loader tells the indices, and an epoch is one pass."""
+def _has_plain_sampler(iterator: Any) -> bool:
+    """Return whether a loader's sampler of batches tells the indices, and an epoch is one pass."""
     if not isinstance(iterator, LoaderIterator) or type(iterator.loader) is not DataLoader:
         return False
     sampler = iterator.loader.batch_sampler
@@ -109,35 +119,23 @@ def _is_noted(iterator: Any) -> bool:
     return is_plain and iterator.epoch_length is None and not iterator.per_rank
 
 
-def _place(iterator: Any) -> Any:
-    return iterator.batch_place() if hasattr(iterator, "batch_place") else None
-
-
-def _progress(iterator: Any) -> Any:
-    """Return the epoch and the position of an iterator, ``None`` if it does not tell them."""
+def _position(iterator: Any) -> Any:
+    """Return the epoch of an iterator and the position in it, ``None`` if it does not tell them."""
     progress = getattr(iterator, "progress", None)
     return progress[:2] if isinstance(progress, tuple) and len(progress) == 3 else None
 
 
-def _indices(iterator: Any, place: Any) -> list[int] | None:
-    """Return the indices since a place, ``None`` if they are not known."""
+def _indices_since(iterator: Any, batch_end: Any) -> list[int] | None:
     source = iterator if isinstance(iterator, IndexedIterator) else getattr(iterator, "iterator", None)
-    if place is None or not isinstance(source, IndexedIterator):
+    if batch_end is None or not isinstance(source, IndexedIterator):
         return None
-    found = source.indices_since(place, iterator.batch_place())
-    return None if found is None else [int(index) for index in found]
+    indices = source.indices_since(batch_end, iterator.batch_place())
+    return None if indices is None else [int(index) for index in indices]
 
 
-def _following(iterator: Any, count: int) -> list[int] | None:
+def _following_indices(iterator: Any, count: int) -> list[int] | None:
     """Return the indices of the next batches."""
     if not isinstance(iterator, IndexedIterator):
         return None
     batches = islice(copy.copy(iterator).iterate_segments(), count)
     return [index for batch in batches for _, indices in batch for index in indices.tolist()]
-
-
-def _between(iterator: Any, before: Any) -> Any:
-    after = _progress(iterator)
-    if before is None or after is None:
-        return None
-    return [] if before == after else {"from": list(before), "to": list(after)}

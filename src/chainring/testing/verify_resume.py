@@ -238,7 +238,7 @@ class _Verification:
         verdict = self._verdict
         try:
             lines = self._judge()
-        except _Hung as hung:
+        except HungError as hung:
             verdict.name = "inconclusive"
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
@@ -316,7 +316,7 @@ class _Verification:
             then = f", then killed {following}" if following else ""
             code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
             if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
-                return self._not_resumable(resumed, code), kill, resumed
+                return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed")), kill, resumed
             found = compare_resumed(first, killed, resumed, repetition)
             self._verdict.unsaved |= forgotten(killed, resumed)
             self._has_searched = True
@@ -325,23 +325,16 @@ class _Verification:
                 break
         return found, kill, resumed
 
-    def _not_resumable(self, resumed: Task, code: int) -> Findings:
-        return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed"))
-
     def _launch(self, task: Task, text: str) -> int:
         self._say(text)
         task = replace(task, deadline=time.monotonic() + self._timeout)
         try:
             return run(self._start, task)
         except HungError:
-            raise _Hung(f"{text} had not ended after {self._timeout:g} seconds; {where_it_hung(task)}") from None
+            raise HungError(f"{text} had not ended after {self._timeout:g} seconds; {where_it_hung(task)}") from None
 
     def _out(self, run: str) -> str:
         return str(Path(self._directory) / f"out of the {run} run")
-
-
-class _Hung(Exception):  # noqa: N818 - a verdict
-    """A process did not end in time."""
 
 
 def _is_saved(task: Task) -> bool:
