@@ -1,4 +1,4 @@
-"""What `replay`, `batch` and `bisect` share: the run, the script and its arguments, and the words for what was found."""
+"""What `replay`, `batch` and `bisect` share: the run, the script and its arguments, and the words for a replay."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ class RecordedRun:
         self.run.copy_nearest(latest)
         try:
             with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
-                found = replay_script(self.directory, self._script, arguments, latest=latest, **settings)
+                replayed = replay_script(self.directory, self._script, arguments, latest=latest, **settings)
         except NoReplay as error:  # about what was copied
             raise NoReplay(str(error).replace(str(self.directory), self.place)) from error
-        comparison = found["comparison"]
-        found["difference"] = comparison and comparison["difference"]
-        found["same"] = None if comparison is None else found["difference"] is None
-        found["notes"] = self._notes(found, iteration)
-        return found
+        comparison = replayed["comparison"]
+        replayed["difference"] = comparison and comparison["difference"]
+        replayed["same"] = None if comparison is None else replayed["difference"] is None
+        replayed["notes"] = self._notes(replayed, iteration)
+        return replayed
 
-    def _notes(self, found: Mapping[str, Any], iteration: int) -> list[str]:
-        notes, begin = [], found["origin"]["iteration"]
-        if not found["origin"]["is_exact"]:
+    def _notes(self, replayed: Mapping[str, Any], iteration: int) -> list[str]:
+        notes, begin = [], replayed["origin"]["iteration"]
+        if not replayed["origin"]["is_exact"]:
             notes.append(
-                f"The run was one of {found['origin']['ranks']} ranks: one process computes the same examples with other "
+                f"The run was one of {replayed['origin']['ranks']} ranks: one process computes the same examples with other "
                 "last bits"
             )
         starts = starts_between(self._record, begin, iteration)
@@ -96,42 +96,42 @@ class RecordedRun:
         return notes
 
 
-def describe_origin(found: Mapping[str, Any]) -> str:
+def describe_origin(replayed: Mapping[str, Any]) -> str:
     """Return where a replay began, in words."""
-    name = found["origin"]["snapshot"]
+    name = replayed["origin"]["snapshot"]
     return "the beginning" if name is None else printable(name)
 
 
-def describe_comparison(found: Mapping[str, Any]) -> str:
+def describe_comparison(replayed: Mapping[str, Any]) -> str:
     """Return in words how a replay was compared with the recorder."""
-    comparison = found["comparison"]
+    comparison = replayed["comparison"]
     if comparison is None:
         return "nothing of it is recorded to compare it with (extensions.Recorder does that)"
-    if found["difference"] is not None:
-        return str(found["difference"])
+    if replayed["difference"] is not None:
+        return str(replayed["difference"])
     count = comparison["count"]
-    rest = f", which ends with iteration {comparison['last']}" if comparison["last"] < found["iteration"] else ""
+    rest = f", which ends with iteration {comparison['last']}" if comparison["last"] < replayed["iteration"] else ""
     return f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"
 
 
 def indices_of(batches: Mapping[str, Any]) -> list[int] | None:
     """Return the indices of the main iterator, or of the only one; ``None`` if they are not known."""
     names = [name for name in batches if name == "main"] or list(batches)
-    found = batches[names[0]] if names else None
-    return found if isinstance(found, list) else None
+    taken = batches[names[0]] if names else None
+    return taken if isinstance(taken, list) else None
 
 
 def batch_lines(batches: Mapping[str, Any]) -> list[str]:
     """Return a line for each iterator from which examples were taken."""
-    return [f"{printable(name)}: {_describe_batch(found)}" for name, found in batches.items() if found != []]
+    return [f"{printable(name)}: {_describe_batch(taken)}" for name, taken in batches.items() if taken != []]
 
 
-def _describe_batch(found: Any) -> str:
-    if isinstance(found, list):
-        return " ".join(map(str, found))
-    if found is None:
+def _describe_batch(taken: Any) -> str:
+    if isinstance(taken, list):
+        return " ".join(map(str, taken))
+    if taken is None:
         return "not known"
-    begin, end = found["from"], found["to"]
+    begin, end = taken["from"], taken["to"]
     return f"from position {begin[1]} of epoch {begin[0]} to {end[1]} of {end[0]}; its loader does not tell the indices"
 
 

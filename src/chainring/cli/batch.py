@@ -48,21 +48,21 @@ def run(options: argparse.Namespace) -> int:
     iteration = options.iteration
     if iteration == 0:
         raise ValueError("the first iteration is 1; 0 is the state before it, which had no batch")
-    found = RecordedRun(options).replay(iteration, latest=iteration - 1, until=iteration, needs_same_bits=False)
-    batches, is_same = found["batches"], found["same"]
+    replayed = RecordedRun(options).replay(iteration, latest=iteration - 1, until=iteration, needs_same_bits=False)
+    batches, is_same = replayed["batches"], replayed["same"]
     indices = indices_of(batches)
     if options.json:
         print_json({
             "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
-            "from": found["origin"]["snapshot"], "same": is_same,
-            "difference": found["difference"], "notes": found["notes"],
+            "from": replayed["origin"]["snapshot"], "same": is_same,
+            "difference": replayed["difference"], "notes": replayed["notes"],
         })  # fmt: skip
     elif indices is not None:
         print(*indices)
         if len([each for each in batches.values() if each != []]) > 1:
             print(*batch_lines(batches), sep="\n")
-        print(f"iteration {iteration}, replayed from {describe_origin(found)}: {describe_comparison(found)}")
-        print(*found["notes"], sep="\n", end="\n" * bool(found["notes"]))
+        print(f"iteration {iteration}, replayed from {describe_origin(replayed)}: {describe_comparison(replayed)}")
+        print(*replayed["notes"], sep="\n", end="\n" * bool(replayed["notes"]))
     if is_same is False:
         return 1
     if indices is None:

@@ -73,19 +73,19 @@ def run(options: argparse.Namespace) -> int:
     recorded, condition = RecordedRun(options), options.bad
     evidence = collect(recorded.run, condition.key, looks_into_snapshots=options.monotone)
     last = evidence.last if options.to is None else options.to
-    found = None
+    replayed = None
     goes_on = options.to is None
     if last == 0 and not goes_on:
         raise ValueError("--to is the last iteration to look at, and the first is 1; 0 is the state before it")
     if evidence.first_unknown(condition) <= last or goes_on:
         _note_unlogged(condition.key, evidence)
-        found = _search(recorded, condition, evidence, options, last)
-        _require_key(condition, found, evidence)
-    answer = _answer(options, recorded, evidence, found, last)
+        replayed = _search(recorded, condition, evidence, options, last)
+        _require_key(condition, replayed, evidence)
+    answer = _answer(options, recorded, evidence, replayed, last)
     if options.json:
         print_json(to_json(answer))
     else:
-        print(*_lines(answer, found, condition), sep="\n")
+        print(*_lines(answer, replayed, condition), sep="\n")
     return 0 if answer["found"] else 1
 
 
@@ -95,18 +95,18 @@ def _search(
     """Replay the iterations of which it is not known whether the condition holds, until it does."""
     first = evidence.first_unknown(condition)
     if evidence.holds(first, condition):
-        found = _replay(recorded, condition, first - 1, first)
-        if found["found"] is None and found["same"] is not False:
+        replayed = _replay(recorded, condition, first - 1, first)
+        if replayed["match"] is None and replayed["same"] is not False:
             raise NoReplay(
                 f"the run has {condition.key} = {evidence.values[first]!r} in iteration {first}, and the replay has not: it "
                 "differs from the run; `chainring verify-resume` finds why"
             )
-        return found
+        return replayed
     if options.monotone:
         begin, end = evidence.bounds(condition)
-        found = _replay(recorded, condition, begin, min(end, last), goes_on=options.to is None and end >= last)
-        if found["found"] is not None or end >= last:
-            return found
+        replayed = _replay(recorded, condition, begin, min(end, last), goes_on=options.to is None and end >= last)
+        if replayed["match"] is not None or end >= last:
+            return replayed
     return _replay(recorded, condition, first - 1, last, goes_on=options.to is None)
 
 
@@ -118,7 +118,7 @@ def _replay(
 
 
 def _answer(
-    options: argparse.Namespace, recorded: RecordedRun, evidence: Evidence, found: dict[str, Any] | None, last: int
+    options: argparse.Namespace, recorded: RecordedRun, evidence: Evidence, replayed: dict[str, Any] | None, last: int
 ) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "run": options.run_directory, "bad": str(options.bad), "found": False, "iteration": None, "value": None,
@@ -126,25 +126,25 @@ def _answer(
         "known_to": last, "assumed": 0, "replays": recorded.replays, "from": None, "same": None, "difference": None,
         "error": None, "notes": [],
     }  # fmt: skip
-    if found is None:
+    if replayed is None:
         return answer
-    begin = found["origin"]["iteration"]
-    answer |= {name: found[name] for name in ("same", "difference", "error", "notes")}
-    answer |= {"looked_at": [evidence.begin + 1, found["iteration"]], "from": found["origin"]["snapshot"]}
+    begin = replayed["origin"]["iteration"]
+    answer |= {name: replayed[name] for name in ("same", "difference", "error", "notes")}
+    answer |= {"looked_at": [evidence.begin + 1, replayed["iteration"]], "from": replayed["origin"]["snapshot"]}
     answer["assumed"] = max(begin - evidence.first_unknown(options.bad) + 1, 0)
-    if (sight := found["found"]) is not None:
-        answer |= {"found": found["same"] is not False, **sight, "indices": indices_of(sight["batches"])}
-    if found["not_finite"] is not None:
-        iteration, names = found["not_finite"]
+    if (matched := replayed["match"]) is not None:
+        answer |= {"found": replayed["same"] is not False, **matched, "indices": indices_of(matched["batches"])}
+    if replayed["not_finite"] is not None:
+        iteration, names = replayed["not_finite"]
         answer["not_finite"] = {"iteration": iteration, "parameters": names, "is_first": iteration > begin}
     return answer
 
 
-def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition: Condition) -> list[str]:
+def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condition: Condition) -> list[str]:
     if answer["same"] is False:
         lines = [f"{printable(answer['difference'])}"]
     elif answer["iteration"] is None and answer["assumed"]:
-        first, end = found["origin"]["iteration"] + 1 if found else 1, answer["looked_at"][1]
+        first, end = replayed["origin"]["iteration"] + 1 if replayed else 1, answer["looked_at"][1]
         lines = [f"not found: {printable(condition)} does not hold in iterations {first} to {end}"]
     elif answer["iteration"] is None:
         first, end = answer["looked_at"]
@@ -154,25 +154,25 @@ def _lines(answer: Mapping[str, Any], found: Mapping[str, Any] | None, condition
             f"iteration {answer['iteration']} is the first with {printable(condition)}: it is {answer['value']!r}",
             *batch_lines(answer["batches"]),
         ]
-    if found is None:
+    if replayed is None:
         return [*lines, "All of them are recorded, and nothing was replayed"]
     lines.append(_parameters(answer["not_finite"]))
-    if answer["not_finite"] is not None and found["may_go_back"]:
+    if answer["not_finite"] is not None and replayed["may_go_back"]:
         lines.append("FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run")
     if answer["assumed"]:
-        lines.append(_unknown(answer["assumed"], found))
+        lines.append(_unknown(answer["assumed"], replayed))
     if answer["looked_at"][1] > answer["known_to"]:
         lines.append(f"The run is known to have come to iteration {answer['known_to']}, and may have come further")
     if answer["error"]:
         lines.append(f"The replay ended with {printable(answer['error'])}")
     if answer["same"] is not False:
-        lines.append(f"Replayed from {describe_origin(found)}: {describe_comparison(found)}")
+        lines.append(f"Replayed from {describe_origin(replayed)}: {describe_comparison(replayed)}")
     return [*lines, *answer["notes"]]
 
 
-def _unknown(count: int, found: Mapping[str, Any]) -> str:
+def _unknown(count: int, replayed: Mapping[str, Any]) -> str:
     """Return that iterations before the replay are not known, and why."""
-    origin = found["origin"]
+    origin = replayed["origin"]
     before = f"in the {count} iteration{'s' * (count != 1)} before {origin['iteration'] + 1}"
     if origin["snapshot"] is None:  # and not the beginning either
         return f"It was not looked for {before}: the script loads a state itself; give the arguments with which it began"
@@ -196,13 +196,13 @@ def _note_unlogged(key: str, evidence: Evidence) -> None:
         print(f"chainring: {printable(text)}", file=sys.stderr)
 
 
-def _require_key(condition: Condition, found: Mapping[str, Any], evidence: Evidence) -> None:
+def _require_key(condition: Condition, replayed: Mapping[str, Any], evidence: Evidence) -> None:
     """Refuse a key that nothing has reported.
 
     Raises:
         NoReplay: there is no such key.
     """
-    if condition.key in found["seen"] or evidence.values or evidence.means:
+    if condition.key in replayed["seen"] or evidence.values or evidence.means:
         return
-    near = difflib.get_close_matches(condition.key, found["seen"], 1) or found["seen"][:5]
+    near = difflib.get_close_matches(condition.key, replayed["seen"], 1) or replayed["seen"][:5]
     raise NoReplay(f"nothing has reported {condition.key!r}; reported: {', '.join(near) or 'nothing'}")

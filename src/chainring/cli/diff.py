@@ -265,7 +265,7 @@ def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
 
 
 def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Steps:
-    found = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
-    notes = [*found["notes"], *filter(None, [found["difference"]])]
+    replay = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
+    notes = [*replay["notes"], *filter(None, [replay["difference"]])]
     replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]
-    return {int(iteration): step for iteration, step in found["captured"].items()}
+    return {int(iteration): step for iteration, step in replay["captured"].items()}

@@ -55,23 +55,25 @@ def run(options: argparse.Namespace) -> int:
     if options.save is not None:
         refuse_inside(recorded.directory, options.save)
     save = None if options.save is None else os.path.abspath(options.save)
-    found = recorded.replay(options.to, latest=options.to, until=options.to, save=save)
-    is_same, count = found["same"], options.to - found["origin"]["iteration"]
+    replayed = recorded.replay(options.to, latest=options.to, until=options.to, save=save)
+    is_same, count = replayed["same"], options.to - replayed["origin"]["iteration"]
     if is_same is False and save is not None:
         shutil.rmtree(save)
     if options.json:
+        comparison = replayed["comparison"]
         print_json(to_json({
-            "run": options.run_directory, "iteration": options.to, "from": found["origin"]["snapshot"], "replayed": count,
-            "same": is_same, "difference": found["difference"],
-            "differs_at": found["comparison"] and found["comparison"]["iteration"], "observation": found["observation"],
-            "digest": found["digest"], "saved": options.save if is_same is not False else None, "notes": found["notes"],
+            "run": options.run_directory, "iteration": options.to, "from": replayed["origin"]["snapshot"],
+            "replayed": count, "same": is_same, "difference": replayed["difference"],
+            "differs_at": comparison and comparison["iteration"], "observation": replayed["observation"],
+            "digest": replayed["digest"], "saved": options.save if is_same is not False else None,
+            "notes": replayed["notes"],
         }))  # fmt: skip
     else:
-        print(f"iteration {options.to}, replayed from {describe_origin(found)}: {describe_comparison(found)}")
-        print(*found["notes"], sep="\n", end="\n" * bool(found["notes"]))
-        for key, value in found["observation"].items():
+        print(f"iteration {options.to}, replayed from {describe_origin(replayed)}: {describe_comparison(replayed)}")
+        print(*replayed["notes"], sep="\n", end="\n" * bool(replayed["notes"]))
+        for key, value in replayed["observation"].items():
             print(f"  {printable(key)}: {value!r}")
-        print(f"  state: {found['digest']}")
+        print(f"  state: {replayed['digest']}")
         if is_same is not False and options.save is not None:
             print(f"saved in {printable(options.save)}")
     return 1 if is_same is False else 0

@@ -105,14 +105,14 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
         if condition is None:
             raise
         facts["error"] = f"{type(error).__name__}: {error}"
-    reached = watch.found.iteration if watch.found else trainer.updater.iteration
+    reached = watch.match.iteration if watch.match else trainer.updater.iteration
     comparison = compare_with_record(FinishedRun(task.source), trainer, origin, reached)
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,
         "captured": capture and capture.steps,
         "may_go_back": replaying.may_go_back,
-        "found": watch.found and asdict(watch.found),
+        "match": watch.match and asdict(watch.match),
         "not_finite": watch.not_finite,
         "seen": sorted(watch.seen),
         "comparison": comparison and {**asdict(comparison), "difference": comparison.difference},
@@ -151,7 +151,7 @@ def _position_writer(task: ReplayTask, capture: Capture | None) -> Callable[[int
 def replay_script(
     run_directory: Path, script: str, arguments: Sequence[str], *, latest: int, until: int, **settings: Any
 ) -> dict[str, Any]:
-    """Replay a run with the script that trained it, in a process of its own, with a progress bar; return what was found.
+    """Replay a run with the script that trained it, in a process of its own, with a progress bar; return its facts.
 
     The ``settings`` are those of a `ReplayTask`.
 
@@ -172,8 +172,8 @@ def replay_script(
                 bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))
         if not task.path("result").exists():
             raise NoReplay(failure_of(task, code, "the script failed in the replay"))
-        found: dict[str, Any] = from_json(task.read("result"))
-        return found
+        facts: dict[str, Any] = from_json(task.read("result"))
+        return facts
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -70,8 +70,8 @@ def origins(run: Path, latest: int | None = None) -> Iterator[Origin]:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What was there when a watched iteration was found.
+class Match:
+    """The iteration that was looked for, and what was there.
 
     Attributes:
         iteration: the iteration.
@@ -86,25 +86,25 @@ class Sight:
 
 @dataclass
 class Watch:
-    """Looks at each iteration of a replay, until one is found.
+    """Looks at each iteration of a replay, until one matches.
 
     Attributes:
         key: of the value that is looked at; ``None`` to look at the last iteration alone.
         holds: whether this is the iteration, given the value.
-        found: the iteration, when it has come.
+        match: the iteration, when it has come.
         not_finite: the first iteration after which parameters were not finite, and their names.
         seen: the keys that were reported.
     """
 
     key: str | None = None
     holds: Callable[[float], bool] = bool
-    found: Sight | None = None
+    match: Match | None = None
     not_finite: tuple[int, list[str]] | None = None
     seen: set[str] = field(default_factory=set)
 
     def look(self, trainer: Trainer, iteration: int, batches: BatchIndices, *, is_undone: bool = False) -> None:
         """Look at an iteration, as far as it has come; its update may have failed, and is undone then."""
-        if self.found is not None or self.key is None:
+        if self.match is not None or self.key is None:
             return
         self.seen.update(trainer.observation)
         value: Any = trainer.observation.get(self.key)
@@ -113,7 +113,7 @@ class Watch:
             return
         number = float(value)
         if self.holds(number):
-            self.found = Sight(iteration, number, batches.taken(is_undone=is_undone))
+            self.match = Match(iteration, number, batches.taken(is_undone=is_undone))
 
     def forget_after(self, iteration: int) -> None:
         """Forget what was after an iteration to which the run has gone back."""
@@ -210,11 +210,11 @@ class Replay(Observer):
         try:
             run_trainer(trainer)
         except BaseException:
-            if self._watch.found is None:
+            if self._watch.match is None:
                 raise
         finally:
             stop_watching()
-        is_over = self._is_over or self._watch.found is not None
+        is_over = self._is_over or self._watch.match is not None
         if not is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
             raise NoReplay(
                 f"the trainer ends after iteration {trainer.updater.iteration}, before {self._until}; give the arguments "
@@ -235,7 +235,7 @@ class Replay(Observer):
             self._watch.look(trainer, iteration, self.batches)
         self._reached = iteration
         self._on_iteration(iteration)
-        if self._watch.found is not None:
+        if self._watch.match is not None:
             return True
         if iteration == self._until and not self._goes_on:
             for entry in trainer.entries:  # as before a snapshot, where a check of its numbers may send the run back

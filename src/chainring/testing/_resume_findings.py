@@ -83,28 +83,30 @@ def compare_repeated(first: Task, second: Task) -> Repetition:
     """Compare two uninterrupted runs; a generator from which neither has drawn does not count."""
     trace, again = read_trace(first), read_trace(second)
     facts = first.read("facts")
-    found = Repetition((max(trace), max(again)))
-    found.idle = _undrawn(trace) & _undrawn(again)
+    repetition = Repetition((max(trace), max(again)))
+    repetition.idle = _undrawn(trace) & _undrawn(again)
     reported = {path.removeprefix("observation/") for iteration in trace.values() for path in iteration["observation"]}
-    found.speeds = {key for key in reported if key.split("/")[0] in facts["speeds"]}
-    for differing in differences(trace, again, _KINDS, found.idle | {f"observation/{key}" for key in found.speeds}):
-        if any(each.what != "observation" for each in differing):
-            found.first = sorted(differing, key=lambda each: each.what == "observation")
+    repetition.speeds = {key for key in reported if key.split("/")[0] in facts["speeds"]}
+    for differing in differences(
+        trace, again, _KINDS, repetition.idle | {f"observation/{key}" for key in repetition.speeds}
+    ):
+        if any(difference.what != "observation" for difference in differing):
+            repetition.first = sorted(differing, key=lambda difference: difference.what == "observation")
             break
-        found.keys |= {each.name.removeprefix("observation/") for each in differing}
-    found.generators = differing_generators(first, second)
+        repetition.keys |= {difference.name.removeprefix("observation/") for difference in differing}
+    repetition.generators = differing_generators(first, second)
     start, start_again = (json.loads(task.lines("memory")[0]) for task in (first, second))
-    found.own_generators = {
+    repetition.own_generators = {
         path: text for path, text in start.items() if " in state " in text and start_again.get(path) != text
     }
-    if not found.differs:
+    if not repetition.differs:
         for log in facts["logs"]:
             for row, row_again in zip(_rows(first, log), _rows(second, log), strict=False):
                 differing_keys = {key for key in row if describe_difference(row[key], row_again.get(key)) is not None}
-                found.keys |= differing_keys - {_TIME, *found.speeds}
-        values, values_again = (_final_values(task, facts["logs"], found) for task in (first, second))
-        found.paths = {each.name for each in _differing_values(values, values_again, max(trace))}
-    return found
+                repetition.keys |= differing_keys - {_TIME, *repetition.speeds}
+        values, values_again = (_final_values(task, facts["logs"], repetition) for task in (first, second))
+        repetition.paths = {difference.name for difference in _differing_values(values, values_again, max(trace))}
+    return repetition
 
 
 def differing_generators(first: Task, second: Task) -> list[str]:
@@ -116,23 +118,23 @@ def differing_generators(first: Task, second: Task) -> list[str]:
 def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repetition) -> Findings:
     """Compare what a resumed run did, until it was killed again or to the end, with the uninterrupted one."""
     trace = read_trace(resumed)
-    found = Findings(warnings=[text for text in _warnings_of(resumed) if text not in _warnings_of(whole)])
+    findings = Findings(warnings=[text for text in _warnings_of(resumed) if text not in _warnings_of(whole)])
     left_out = repetition.idle | {f"observation/{key}" for key in repetition.left_out_keys}
     loaded = dict(list(trace.items())[:1])
     at_loading = next(differences(read_trace(killed), loaded, _SAVED, left_out), [])
     uninterrupted = read_trace(whole)
     later = {iteration: kinds for iteration, kinds in trace.items() if iteration not in loaded}
     after_kill = next(differences(uninterrupted, later, _KINDS, left_out), [])
-    found.is_at_loading, found.first = bool(at_loading), at_loading or after_kill
+    findings.is_at_loading, findings.first = bool(at_loading), at_loading or after_kill
     if resumed.kill_at is None:
-        found.iterations = (max(uninterrupted), max(trace, default=-1))
+        findings.iterations = (max(uninterrupted), max(trace, default=-1))
         logs = whole.read("facts")["logs"]
         values, values_resumed = (_final_values(task, logs, repetition) for task in (whole, resumed))
-        found.last = list(_differing_values(values, values_resumed, found.iterations[1]))
-        found.count = len(values)
-        if at_loading and not after_kill and not found.last:
-            found.first = []  # a value that was not restored but created again has changed nothing
-    return found
+        findings.last = list(_differing_values(values, values_resumed, findings.iterations[1]))
+        findings.count = len(values)
+        if at_loading and not after_kill and not findings.last:
+            findings.first = []  # a value that was not restored but created again has changed nothing
+    return findings
 
 
 def forgotten(killed: Task, resumed: Task) -> dict[str, str]:

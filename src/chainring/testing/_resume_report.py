@@ -60,56 +60,56 @@ _MADE = {
 }
 
 
-def format_exact(found: Findings, kills: list[str], repetition: Repetition) -> list[str]:
+def format_exact(findings: Findings, kills: list[str], repetition: Repetition) -> list[str]:
     """Return the lines for a run that is the uninterrupted one."""
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
     return [
-        f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {found.count} values are the "
-        f"same after iteration {found.iterations[0]}, and those of each iteration on the way.",
+        f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {findings.count} values are the "
+        f"same after iteration {findings.iterations[0]}, and those of each iteration on the way.",
         *(f"  killed {kill}" for kill in kills),
         *_left_out_lines(repetition),
     ]
 
 
-def format_difference(found: Findings, kill: str, repetition: Repetition, facts: tuple[Any, Any]) -> list[str]:
+def format_difference(findings: Findings, kill: str, repetition: Repetition, facts: tuple[Any, Any]) -> list[str]:
     """Return the lines for a run that is another after a kill."""
-    if found.failure:
-        return [f"differs: killed {kill}, the run does not continue.", *found.failure.splitlines()]
+    if findings.failure:
+        return [f"differs: killed {kill}, the run does not continue.", *findings.failure.splitlines()]
     lines = [
         f"differs: killed {kill}, the resumed run differs from the uninterrupted one.",
         "Where two values are given, they are: uninterrupted -> resumed",
-        *_first_lines(found),
+        *_first_lines(findings),
     ]
-    if found.last:
-        first = {item.name for item in found.first}
-        ordered = sorted(found.last, key=lambda item: item.name not in first)
-        lines.append(f"At the end {len(ordered)} of {found.count} values differ:")
+    if findings.last:
+        first = {item.name for item in findings.first}
+        ordered = sorted(findings.last, key=lambda item: item.name not in first)
+        lines.append(f"At the end {len(ordered)} of {findings.count} values differ:")
         lines += shortened([f"  {item.name}: {item.text}" for item in ordered])
-    lines += ["Why it might:", *(f"- {cause}" for cause in _causes(found, facts))]
-    if found.warnings:
-        lines += ["The resumed run was warned:", *(f"  {text}" for text in found.warnings[:_MAX_LINES])]
+    lines += ["Why it might:", *(f"- {cause}" for cause in _causes(findings, facts))]
+    if findings.warnings:
+        lines += ["The resumed run was warned:", *(f"  {text}" for text in findings.warnings[:_MAX_LINES])]
     return lines + _left_out_lines(repetition)
 
 
-def format_repetition(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
+def format_repetition(repetition: Repetition, facts: Mapping[str, Any]) -> list[str]:
     """Return the lines for a program of which two uninterrupted runs differ."""
     lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
-    if found.first:
-        lines.append(f"They differ first {_when(found.first[0])}, in the {_text(found.first[0])}")
-        lines += _others(found.first)
+    if repetition.first:
+        lines.append(f"They differ first {_when(repetition.first[0])}, in the {_text(repetition.first[0])}")
+        lines += _others(repetition.first)
     else:
-        lines.append(f"One ended after iteration {found.iterations[0]}, the other after {found.iterations[1]}")
-    if found.generators or found.own_generators:
-        names = [f"the global one of {name}" for name in found.generators] + list(found.own_generators)
+        lines.append(f"One ended after iteration {repetition.iterations[0]}, the other after {repetition.iterations[1]}")
+    if repetition.generators or repetition.own_generators:
+        names = [f"the global one of {name}" for name in repetition.generators] + list(repetition.own_generators)
         lines.append(f"Random generators that begin otherwise each time: {', '.join(names[:_MAX_LINES])}")
     lines.append("Add:")
-    lines += [f"  {line}" for line in _lines_to_add(found, facts)]
+    lines += [f"  {line}" for line in _lines_to_add(repetition, facts)]
     return lines
 
 
-def format_unseeded(found: Findings, generators: list[str]) -> list[str]:
+def format_unseeded(findings: Findings, generators: list[str]) -> list[str]:
     """Return the lines for a program whose resume is exact only where it draws the same again before its run."""
-    where = f" {_when(found.first[0])}, in the {_text(found.first[0])}" if found.first else " at the end"
+    where = f" {_when(findings.first[0])}, in the {_text(findings.first[0])}" if findings.first else " at the end"
     seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
     line = "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
     return [
@@ -121,11 +121,11 @@ def format_unseeded(found: Findings, generators: list[str]) -> list[str]:
     ]
 
 
-def format_forgotten(found: Mapping[str, str]) -> list[str]:
+def format_forgotten(unsaved: Mapping[str, str]) -> list[str]:
     """Return the lines for what the run has changed and no state holds."""
-    if not found:
+    if not unsaved:
         return ["No unsaved state was found: all attributes that it changes are part of its state."]
-    lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in found.items()]
+    lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in unsaved.items()]
     return ["Not part of any state, in the killed run when it was saved -> in the resumed run:", *shortened(lines)]
 
 
@@ -143,18 +143,18 @@ def _left_out_lines(repetition: Repetition) -> list[str]:
     return [f"Not compared, because two starts of the program differ in: {', '.join(left_out[:_MAX_LINES])}{more}"]
 
 
-def _first_lines(found: Findings) -> Iterator[str]:
-    if found.iterations[0] != found.iterations[1]:
-        yield f"One ended after iteration {found.iterations[0]}, the resumed one after {found.iterations[1]}"
-    if not found.first:
+def _first_lines(findings: Findings) -> Iterator[str]:
+    if findings.iterations[0] != findings.iterations[1]:
+        yield f"One ended after iteration {findings.iterations[0]}, the resumed one after {findings.iterations[1]}"
+    if not findings.first:
         return
-    iteration = found.first[0].iteration
-    if found.is_at_loading:
+    iteration = findings.first[0].iteration
+    if findings.is_at_loading:
         where = f"Right after the snapshot of iteration {iteration} was loaded, it differs from the saved state in"
     else:
         where = f"It differs first in iteration {iteration}, in"
-    yield f"{where} the {_text(found.first[0])}"
-    yield from _others(found.first)
+    yield f"{where} the {_text(findings.first[0])}"
+    yield from _others(findings.first)
 
 
 def _text(difference: Difference) -> str:
@@ -172,15 +172,15 @@ def _others(differences: list[Difference]) -> Iterator[str]:
         yield f"  then also, in the same iteration: {counts}"
 
 
-def _causes(found: Findings, facts: tuple[Any, Any]) -> list[str]:
+def _causes(findings: Findings, facts: tuple[Any, Any]) -> list[str]:
     """Return what may have caused the first difference, the likeliest first."""
-    if found.is_at_loading and found.first:
+    if findings.is_at_loading and findings.first:
         causes = [_NOT_RESTORED]
-    elif found.first:
-        causes = list(_CAUSES.get(found.first[0].what, [_UNSAVED]))
+    elif findings.first:
+        causes = list(_CAUSES.get(findings.first[0].what, [_UNSAVED]))
     else:
-        causes = [_ONLY_REPORTED] if found.last else []
-    if found.iterations[0] != found.iterations[1]:
+        causes = [_ONLY_REPORTED] if findings.last else []
+    if findings.iterations[0] != findings.iterations[1]:
         causes.insert(0, "a stop trigger that counts, and does not save its count, ends the run at another iteration")
     whole, resumed = facts
     if resumed and whole["threads"] != resumed["threads"]:
@@ -195,18 +195,22 @@ def _clocks(facts: Mapping[str, Any]) -> list[str]:
     return [f"triggers that follow the clock fire at other iterations each time: those of {clocks}"] if clocks else []
 
 
-def _lines_to_add(found: Repetition, facts: Mapping[str, Any]) -> list[str]:
+def _lines_to_add(repetition: Repetition, facts: Mapping[str, Any]) -> list[str]:
     """Return the lines that make two runs of a program the same, the likeliest first."""
     lines = []
-    if found.generators:
-        seeds = "; ".join(map(_SEEDS.__getitem__, filter(_SEEDS.__contains__, found.generators)))
+    if repetition.generators:
+        seeds = "; ".join(map(_SEEDS.__getitem__, filter(_SEEDS.__contains__, repetition.generators)))
         lines.append(f"{seeds or 'chainring.deterministic(0)'}, in place of what seeds it by the clock or not at all")
-    for path, text in found.own_generators.items():
+    for path, text in repetition.own_generators.items():
         made = next((made for name, made in _MADE.items() if f"a {name} in" in text), "a seed")
         lines.append(f"{made}, where {path} is made")
     if lines:
         return lines + _clocks(facts)
-    if found.first and found.first[0].iteration > 0 and found.first[0].what in ("buffers", "parameters", "optimizer"):
+    if (
+        repetition.first
+        and repetition.first[0].iteration > 0
+        and repetition.first[0].what in ("buffers", "parameters", "optimizer")
+    ):
         lines.append("torch.set_num_threads(1), since sums over other numbers of threads round otherwise")
     return [
         "chainring.deterministic(0) as the first line, which also asks for deterministic kernels",

@@ -78,9 +78,9 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
             if not isinstance(trainer, Trainer):
                 raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
             replaying = _replay(trainer, run, directory, int(iteration))
-        found = compare_with_record(earlier, trainer, replaying.origin, int(iteration))
-        if found is not None and found.difference is not None:
-            raise ReplayDiffers(found.difference)
+        comparison = compare_with_record(earlier, trainer, replaying.origin, int(iteration))
+        if comparison is not None and comparison.difference is not None:
+            raise ReplayDiffers(comparison.difference)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

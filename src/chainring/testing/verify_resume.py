@@ -261,19 +261,19 @@ class _Verification:
             verdict.name = "inconclusive"
             self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
             return _resume_report.format_repetition(repetition, facts)
-        found, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
-        if not found.differs:
-            return _resume_report.format_exact(found, list(map(str, verdict.kills)), repetition)
+        findings, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
+        if not findings.differs:
+            return _resume_report.format_exact(findings, list(map(str, verdict.kills)), repetition)
         if generators := differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
             again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds)
             if not again.differs:
                 verdict.name = "inconclusive"
-                return _resume_report.format_unseeded(found, generators)
-            found, kill, resumed = again, kill_again, resumed_again
+                return _resume_report.format_unseeded(findings, generators)
+            findings, kill, resumed = again, kill_again, resumed_again
         verdict.name = "differs"
         resumed_facts = resumed.read("facts") if resumed.is_done else None
-        return _resume_report.format_difference(found, str(kill), repetition, (facts, resumed_facts))
+        return _resume_report.format_difference(findings, str(kill), repetition, (facts, resumed_facts))
 
     def _plan(self, events: dict[int, list[str]]) -> tuple[list[Kill], list[str]]:
         begin, length = min(events), max(events) - min(events)
@@ -317,13 +317,13 @@ class _Verification:
             code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
             if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
                 return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed")), kill, resumed
-            found = compare_resumed(first, killed, resumed, repetition)
+            findings = compare_resumed(first, killed, resumed, repetition)
             self._verdict.unsaved |= forgotten(killed, resumed)
             self._has_searched = True
             killed = resumed
-            if found.differs:
+            if findings.differs:
                 break
-        return found, kill, resumed
+        return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
         self._say(text)
