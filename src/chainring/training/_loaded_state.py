@@ -9,8 +9,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chainring import _random
+from chainring._distributed.communicator import Communicator
 from chainring._messages import warn
-from chainring.serializers._changes import ChangedSetting, recording_changes
+from chainring.serializers._changes import ChangedSetting, announce_change, recording_changes
 from chainring.serializers.protocol import AbstractSerializer, Deserializer, conclude_reading, visit_if_stateful
 from chainring.training.triggers import IntervalTrigger
 from chainring.training.triggers.base import describe_setting, serialize_extension_trigger
@@ -134,6 +136,27 @@ def visit_identities(serializer: AbstractSerializer, identities: list[Identity])
         for name, (extension_class, trigger_class) in classes.items()
         for base_name, texts, trigger_texts, trigger in [others[name]]
     ]
+
+
+def visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded: Any) -> Any:
+    """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
+
+    They are put back immediately before the first update, because a script may draw between load and run. Until then, the
+    ``loaded`` ones are saved.
+    """
+    if isinstance(serializer, Deserializer):
+        ranks = {path.partition("/")[0] for path in serializer.paths()}
+        if comm.is_main and len(ranks) != comm.size:
+            consequence = "examples and their order are the same, and the last bits are not"
+            announce_change("number of ranks", len(ranks), comm.size, consequence)
+        return serializer(str(comm.rank), None) if str(comm.rank) in ranks else None
+    generators = loaded or _random.get_rng_state()
+    if serializer.comm.size == 1:
+        serializer(str(comm.rank), generators)
+    else:
+        for rank, state in enumerate(serializer.comm.gather_object(generators)):
+            serializer(str(rank), state)
+    return generators
 
 
 def _match(

@@ -23,7 +23,7 @@ from chainring.serializers.protocol import (
     DictionarySerializer,
     visit_if_stateful,
 )
-from chainring.training._run import optional_method, prepare
+from chainring.training._run import prepare
 from chainring.training.triggers.base import describe, keys_of, never
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, 
     else:
         text = "at " + (", ".join(map(str, fires[:_MAX_SHOWN])) or "none of them")
         text += f", ... ({len(fires)} times)" if len(fires) > _MAX_SHOWN else ""
-    is_skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
+    is_skipped = trainer.is_resumed and entry.optional("skip_on_resume")
     text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
     text += "; observes each" if entry.observe is not None else ""
     return entry.name, str(entry.priority), describe(entry.trigger), text
@@ -158,8 +158,8 @@ def rehearse(trainer: Trainer) -> None:
         prepare(trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
-            optional_method(entry, "initialize")(trainer)
-            stack.callback(optional_method(entry, "finalize"))
+            entry.optional("initialize")(trainer)
+            stack.callback(entry.optional("finalize"))
         trainer.extension_name = None
         try:
             seen.append(attributes_of(trainer))

@@ -84,7 +84,7 @@ class Run:
             raise reason
         info(f"{reason}; the run goes back to iteration {state[0]}")
         for entry in trainer.entries:
-            optional_method(entry, "finalize")()
+            entry.optional("finalize")()
         self._rollback = str(reason)
         self._start(trainer, lambda: _load_sound(trainer, trainer.entries, state))
 
@@ -112,7 +112,7 @@ class Run:
             logger.error("training stops %s: %s: %s", position, type(failure).__name__, failure)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
-            failure = _try_call(f"finalize of {entry.name!r}", failure, optional_method(entry, "finalize"))
+            failure = _try_call(f"finalize of {entry.name!r}", failure, entry.optional("finalize"))
         trainer.extension_name = None
         failure = _try_call("finalize of the updater", failure, getattr(trainer.updater, "finalize", lambda: None))
         if self._remote is not None:
@@ -149,7 +149,7 @@ class Run:
             self.initialize_trigger(entry.trigger, trainer)
         for entry in trainer.entries:
             trainer.extension_name = entry.name
-            optional_method(entry, "initialize")(trainer)
+            entry.optional("initialize")(trainer)
             if entry not in self._initialized:
                 self._initialized.append(entry)
         trainer.extension_name = None
@@ -161,7 +161,7 @@ class Run:
         _check_names(trainer.entries)
         loaded = self.loaded_state
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
-        names = {name for entry in trainer.entries for name in getattr(entry.extension, "writes", ())} | {RECORD}
+        names = {name for entry in trainer.entries for name in entry.optional("writes")} | {RECORD}
         known = names.union(earlier.get("files", ()))
         if not loaded.exists:
             directory.archive_earlier_run(known)
@@ -197,17 +197,11 @@ def prepare(trainer: Trainer) -> None:
         updater.start()
 
 
-def optional_method(entry: Entry, name: str) -> Callable[..., Any]:
-    """Return a method of an extension, which need not define it."""
-    method = getattr(entry.extension, name, None)
-    return method if callable(method) else lambda *_: None
-
-
 def _load_newest(trainer: Trainer, loaded: LoadedState) -> None:
     """Load the newest state that an extension with ``autoload`` has saved, unless the script or a replay has loaded one."""
     if trainer.is_replaying:
         return
-    entries = [entry for entry in trainer.entries if getattr(entry.extension, "autoload", False)]
+    entries = [entry for entry in trainer.entries if entry.optional("autoload")]
     if (not trainer.is_resumed or loaded.gives_way) and (state := _newest_state(trainer, entries)) is not None:
         _load_sound(trainer, entries, state)
 
@@ -231,7 +225,7 @@ def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable
     states, name = [], trainer.extension_name
     for entry in entries:
         trainer.extension_name = entry.name
-        states.append(optional_method(entry, "newest")(trainer))
+        states.append(entry.optional("newest")(trainer))
     trainer.extension_name = name
     return max(filter(None, states), key=lambda state: state[0], default=None)
 
@@ -240,8 +234,8 @@ def _check_names(entries: list[Entry]) -> None:
     """Refuse two snapshots of different targets under one name."""
     targets: dict[str, Any] = {}
     for entry in entries:
-        for name in getattr(entry.extension, "writes", ()) if entry.is_snapshot else ():
-            target = getattr(entry.extension, "target", None)
+        for name in entry.optional("writes") if entry.is_snapshot else ():
+            target = entry.optional("target")
             if targets.setdefault(name, target) is not target:
                 raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
 
@@ -254,7 +248,7 @@ def _call_before_training(trainer: Trainer) -> None:
         trainer.reporter.media_watchers = ()
     with trainer.reporter.scope(trainer.observation):
         for entry in trainer.entries:
-            skipped = trainer.is_resumed and getattr(entry.extension, "skip_on_resume", False)
+            skipped = trainer.is_resumed and entry.optional("skip_on_resume")
             if entry.invoke_before_training and entry.observe_start is None and not skipped:
                 if entry.observe is not None:
                     entry.observe(trainer)

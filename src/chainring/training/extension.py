@@ -71,10 +71,11 @@ class Extension(Stateful):
         invoke_before_training: True to call it also once just before the loop.
         skip_on_resume: True to skip the call before training in a resumed run.
         is_snapshot: True if it saves the state of the run. Such extensions are called last, after all triggers of the
-            iteration have been checked.
-        has_fixed_name: for snapshots, True if each replaces the previous one under the same name, such as the best so
-            far.
-        autoload: for snapshots, True to start a run from the newest one, and to take one when the run ends.
+            iteration have been checked; what follows here is asked of them alone.
+        autoload: True to start a run from the newest one, and to take one when the run ends.
+        has_fixed_name: True if each replaces the previous one under the same name, such as the best so far.
+        target: the object that is saved instead of the trainer.
+        saved_iteration: the iteration of the newest one of the trainer that this run has completely written.
     """
 
     trigger: TriggerLike = (1, "iteration")
@@ -84,6 +85,8 @@ class Extension(Stateful):
     is_snapshot: bool = False
     autoload: bool = False
     has_fixed_name: bool = False
+    target: Any = None
+    saved_iteration: int | None = None
 
     @property
     def writes(self) -> Sequence[str]:
@@ -127,6 +130,9 @@ class Extension(Stateful):
         """
         return None
 
+    def wait(self) -> None:
+        """Wait until what was taken is on the disk."""
+
     def before_snapshot(self, trainer: Trainer) -> None:
         """Prepare for snapshots at the end of an iteration, before the first is taken; an error prevents all of them."""
 
@@ -152,6 +158,9 @@ class Extension(Stateful):
 
     def finalize(self) -> None:
         """Release resources; called once when a run ends, with or without an error."""
+
+
+_DEFAULTS = Extension()
 
 
 def make_extension(
@@ -258,10 +267,16 @@ class Entry:
         self.observe_start = self._defined("observe_start")
         self.before_snapshot = self._defined("before_snapshot")
 
+    def optional(self, name: str) -> Any:
+        """Return an attribute or a method of the extension, or that of `Extension`, because a user's need not have it."""
+        default = getattr(_DEFAULTS, name)
+        value = getattr(self.extension, name, default)
+        return value if callable(value) or not callable(default) else default
+
     def identify(self, trainer: Trainer) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the texts that identify the extension, the most significant first, and those that identify its trigger."""
         texts = []
-        for identified, default in ((self.extension, getattr(self.extension, "writes", ())), (self.trigger, ())):
+        for identified, default in ((self.extension, self.optional("writes")), (self.trigger, ())):
             identity: Any = getattr(identified, "identity", None)
             if callable(identity) and not find_call_error(identity, trainer):  # else it is something else of the user's
                 default = identity(trainer)
@@ -270,10 +285,9 @@ class Entry:
 
     def on_error(self, trainer: Trainer, exception: BaseException) -> None:
         """Call the extension's ``on_error``, if it has one, with the traceback if it demands three arguments."""
-        on_error = getattr(self.extension, "on_error", None)
-        if callable(on_error):
-            arguments = (trainer, exception, exception.__traceback__)
-            on_error(*arguments[: 3 if find_call_error(on_error, trainer, exception) else 2])
+        on_error = self.optional("on_error")
+        arguments = (trainer, exception, exception.__traceback__)
+        on_error(*arguments[: 3 if find_call_error(on_error, trainer, exception) else 2])
 
     def _defined(self, name: str) -> Callable[[Trainer], Any] | None:
         """Return an optional method, unless it is the one of `Extension`, which does nothing."""

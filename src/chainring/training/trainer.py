@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
-from chainring import _hints, _random
+from chainring import _hints
 from chainring._distributed.communicator import Communicator, as_communicator
 from chainring._hints import hinting
 from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._changes import announce_change, recording_changes, telling_changes
+from chainring.serializers._changes import recording_changes, telling_changes
 from chainring.serializers._store import open_store
 from chainring.serializers.protocol import (
     AbstractSerializer,
@@ -26,9 +26,9 @@ from chainring.serializers.protocol import (
     visit_setting,
 )
 from chainring.training import _preview
-from chainring.training._loaded_state import identify, visit_identities
+from chainring.training._loaded_state import identify, visit_generators, visit_identities
 from chainring.training._observer import Observer, surround
-from chainring.training._run import Run, optional_method
+from chainring.training._run import Run
 from chainring.training._run_directory import resolve_out
 from chainring.training._signals import Interruption
 from chainring.training.extension import Entry, RollBack
@@ -248,7 +248,7 @@ class Trainer(Stateful):
             TypeError: ``name`` is neither a name nor a class.
         """
         if isinstance(name, type):
-            return self._only_extension_of(name)
+            return _only_of_class(name, self._entries)
         if not isinstance(name, str):
             raise TypeError(f"an extension is known by its name or its class, such as LogReport; got {name!r}")
         if name not in self._entries:
@@ -256,20 +256,6 @@ class Trainer(Stateful):
             meant = f": did you mean {near[0]!r}?" if near else ";"
             raise KeyError(f"no extension {name!r}{meant} registered: {list(self._entries)}")
         return self._entries[name].extension
-
-    def _only_extension_of(self, cls: type[Any]) -> Any:
-        named = {name: entry.extension for name, entry in self._entries.items() if isinstance(entry.extension, cls)}
-        named = {name: extension for name, extension in named.items() if type(extension) is cls} or named
-        if not named:
-            registered = (f"{name} ({type(entry.extension).__name__})" for name, entry in self._entries.items())
-            raise KeyError(f"no extension of class {cls.__name__}; registered: {', '.join(registered) or 'none'}")
-        first, *others = named.values()
-        if any(other is not first for other in others):
-            raise ValueError(
-                f"get_extension({cls.__name__}) returns the only extension of that class, and there are {len(named)}: "
-                f"{', '.join(named)}; give the name of one of them"
-            )
-        return first
 
     def run(self) -> None:
         """Train until the stop trigger fires or the data run out.
@@ -300,7 +286,7 @@ class Trainer(Stateful):
                             run.roll_back(self, reason)
                     self.interruption.settle()
                     is_interrupted = self.interruption.signum is not None and not self.interruption.is_nested
-                    self._take_final_snapshots(is_interrupted)
+                    _take_final_snapshots(self, is_interrupted)
             except BaseException as error:
                 failure = run.explain(self, error)
             failure = run.close(self, failure)
@@ -311,10 +297,10 @@ class Trainer(Stateful):
         """Train until the run ends, or an extension sends it back to a snapshot."""
         # hot path: "no extension", "an idle extension more"
         first = self.updater.iteration
-        ends = surround(self._observers, "ends", self, call=self._ends)
+        ends = surround(self._observers, "ends", self, call=partial(_ends, self))
         update = surround(self._observers, "around_update", self, call=self.updater.update)
-        steps = [self._step(entry) for entry in self.entries if not entry.is_snapshot]
-        snapshots = [self._step(entry) for entry in self.entries if entry.is_snapshot]
+        steps = [_step_of(entry, self) for entry in self.entries if not entry.is_snapshot]
+        snapshots = [_step_of(entry, self) for entry in self.entries if entry.is_snapshot]
         while not ends():
             previous = self.reported
             self.reported = self.reporter.reported = Reported()
@@ -323,7 +309,11 @@ class Trainer(Stateful):
             except StopIteration as error:
                 raise_unless_end(self.updater, error)
                 self.reported = previous
-                self._warn_of_early_end()
+                if self.stop_trigger is not get_stop_trigger(None):
+                    warn(
+                        f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
+                        f"{self.stop_trigger} fired; an iterator with repeat=True starts a new epoch instead"
+                    )
                 return
             for entry, observe, fires, call in steps:
                 if observe is not None:
@@ -333,79 +323,16 @@ class Trainer(Stateful):
                     call()
                     self.extension_name = None
             due = []
-            for entry, observe, fires, _ in snapshots:  # all of them are asked before the first is taken
+            for step in snapshots:  # all of them are asked before the first is taken
+                _, observe, fires, _ = step
                 if observe is not None:
                     observe()
                 if fires is None or fires(self):
-                    due.append(entry)
+                    due.append(step)
             if due:
-                self._take_snapshots(due)
+                _take_snapshots(self, due)
         if self.is_resumed and self.updater.iteration == first and not self.interruption.ends_run:
             info(_describe_finished(self))
-
-    def _step(self, entry: Entry) -> _Step:
-        observe: Callable[[], Any] | None = entry.observe and partial(entry.observe, self)
-        call: Callable[[], Any] = partial(entry.call, self)
-        if self._observers:
-            observe = observe and surround(self._observers, "around_observe", self, entry, call=observe)
-            call = surround(self._observers, "around_call", self, entry, call=call)
-        return entry, observe, entry.fires, call
-
-    def _ends(self) -> bool:
-        """Return True if a signal or the stop trigger ends the run before the next iteration."""
-        interruption = self.interruption
-        if interruption.is_shared:
-            interruption.compare()
-        if interruption.ends_run and not interruption.is_nested:
-            return True
-        if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
-            interruption.is_acknowledged = True
-            self._take_final_snapshots(is_interrupted=True)
-            self.is_final_snapshot = False
-        return self.stop_trigger(self)
-
-    def _take_snapshots(self, due: list[Entry]) -> None:
-        for entry in self.entries:
-            if entry.before_snapshot is not None and not entry.is_snapshot:
-                entry.before_snapshot(self)
-        for entry in due:
-            entry.is_due = True
-        try:
-            for entry in sorted(due, key=_resume_order):
-                *_, call = self._step(entry)
-                self.extension_name = entry.name
-                call()
-                self.extension_name = None
-                entry.is_due = False
-        finally:
-            for entry in due:
-                entry.is_due = False
-
-    def _take_final_snapshots(self, is_interrupted: bool) -> None:
-        """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
-        self.is_final_snapshot = True
-        interruption, snapshots = self.interruption, [entry for entry in self.entries if entry.is_snapshot]
-        due = [entry for entry in snapshots if is_interrupted or getattr(entry.extension, "autoload", False)]
-        if self.is_replaying:  # it has ended where it was to
-            due = []
-        try:
-            if due:
-                self._take_snapshots(due)
-            for entry in due if is_interrupted else ():  # what is told is on the disk
-                optional_method(entry, "wait")()
-        finally:
-            if is_interrupted:
-                ends = "comes in" if interruption.is_nested else "ends the run after"
-                words = _describe_saved(snapshots, self.updater.iteration)
-                rest = "; this run is inside another one, and continues to its end" if interruption.is_nested else ""
-                info(f"{interruption.name} {ends} iteration {self.updater.iteration}: {words}{rest}", follows_signal=True)
-
-    def _warn_of_early_end(self) -> None:
-        if self.stop_trigger is not get_stop_trigger(None):
-            warn(
-                f"the training iterator ended after {self.updater.iteration} iterations, before the stop trigger "
-                f"{self.stop_trigger} fired; an iterator with repeat=True starts a new epoch instead",
-            )
 
     def watch(self, observer: Observer) -> Callable[[], None]:
         """Let an observer look on from the beginning of the loop, and return a function that ends this.
@@ -470,10 +397,10 @@ class Trainer(Stateful):
             identities = visit_identities(serializer, [] if is_loading else [identify(entry, self) for entry in entries])
             serialize_inner_trigger(serializer, "stop_trigger", self.stop_trigger)
             visit_setting(serializer, "stop_trigger_setting", describe_setting(self.stop_trigger), "stop trigger")
-            generators = self._visit_generators(serializer["generators"])
+            generators = visit_generators(serializer["generators"], self.comm, run.loaded_state.generators)
             observation = serializer["observation"]
             if isinstance(serializer, Deserializer):
-                self.observation = {key: observation(key, None) for key in serializer["observation"].paths()}
+                self.reported = Reported({key: observation(key, None) for key in serializer["observation"].paths()})
                 run.earlier_time = elapsed_time
                 with contextlib.suppress(AttributeError):  # of an updater that computes it
                     self.updater.weight = weight
@@ -486,26 +413,85 @@ class Trainer(Stateful):
                 visit_if_stateful(serializer["extensions"], entry.name, entry.extension)
                 serialize_extension_trigger(serializer, entry.name, entry.trigger)
 
-    def _visit_generators(self, serializer: AbstractSerializer) -> Any:
-        """Save the random generators of all ranks, or return those of this rank; ``None`` if fewer ranks have saved.
 
-        They are put back immediately before the first update, because a script may draw between load and run.
-        """
-        comm = self.comm
-        if isinstance(serializer, Deserializer):
-            ranks = {path.partition("/")[0] for path in serializer.paths()}
-            if comm.is_main and len(ranks) != comm.size:
-                consequence = "examples and their order are the same, and the last bits are not"
-                announce_change("number of ranks", len(ranks), comm.size, consequence)
-            saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
-            return saved.get(str(comm.rank))
-        generators = self._run.loaded_state.generators or _random.get_rng_state()
-        if serializer.comm.size == 1:
-            serializer(str(comm.rank), generators)
-        else:
-            for rank, state in enumerate(serializer.comm.gather_object(generators)):
-                serializer(str(rank), state)
-        return generators
+def _only_of_class(cls: type[Any], entries: Mapping[str, Entry]) -> Any:
+    named = {name: entry.extension for name, entry in entries.items() if isinstance(entry.extension, cls)}
+    named = {name: extension for name, extension in named.items() if type(extension) is cls} or named
+    if not named:
+        registered = (f"{name} ({type(entry.extension).__name__})" for name, entry in entries.items())
+        raise KeyError(f"no extension of class {cls.__name__}; registered: {', '.join(registered) or 'none'}")
+    first, *others = named.values()
+    if any(other is not first for other in others):
+        raise ValueError(
+            f"get_extension({cls.__name__}) returns the only extension of that class, and there are {len(named)}: "
+            f"{', '.join(named)}; give the name of one of them"
+        )
+    return first
+
+
+def _ends(trainer: Trainer) -> bool:
+    """Return True if a signal or the stop trigger ends the run before the next iteration."""
+    interruption = trainer.interruption
+    if interruption.is_shared:
+        interruption.compare()
+    if interruption.ends_run and not interruption.is_nested:
+        return True
+    if interruption.ends_run and not interruption.is_acknowledged:  # inside another run, which will end
+        interruption.is_acknowledged = True
+        _take_final_snapshots(trainer, is_interrupted=True)
+        trainer.is_final_snapshot = False
+    return trainer.stop_trigger(trainer)
+
+
+def _step_of(entry: Entry, trainer: Trainer) -> _Step:
+    observe: Callable[[], Any] | None = entry.observe and partial(entry.observe, trainer)
+    call: Callable[[], Any] = partial(entry.call, trainer)
+    if observers := trainer._observers:
+        observe = observe and surround(observers, "around_observe", trainer, entry, call=observe)
+        call = surround(observers, "around_call", trainer, entry, call=call)
+    return entry, observe, entry.fires, call
+
+
+def _take_snapshots(trainer: Trainer, due: list[_Step]) -> None:
+    for entry in trainer.entries:
+        if entry.before_snapshot is not None and not entry.is_snapshot:
+            entry.before_snapshot(trainer)
+    for entry, *_ in due:
+        entry.is_due = True
+    try:
+        for entry, _, _, call in sorted(due, key=_resume_order):
+            trainer.extension_name = entry.name
+            call()
+            trainer.extension_name = None
+            entry.is_due = False
+    finally:
+        for entry, *_ in due:
+            entry.is_due = False
+
+
+def _resume_order(step: _Step) -> tuple[bool, bool]:
+    """Sort snapshots with ``autoload`` last: a run resumed from one does not take the others of that iteration again."""
+    entry, *_ = step
+    return bool(entry.optional("autoload")), not entry.optional("has_fixed_name")
+
+
+def _take_final_snapshots(trainer: Trainer, is_interrupted: bool) -> None:
+    """Take all snapshots if a signal has come, and tell what they have saved; else those with ``autoload``."""
+    trainer.is_final_snapshot = True
+    interruption, iteration = trainer.interruption, trainer.updater.iteration
+    snapshots = [entry for entry in trainer.entries if entry.is_snapshot]
+    due = [entry for entry in snapshots if is_interrupted or entry.optional("autoload")]
+    try:
+        if due:
+            _take_snapshots(trainer, [_step_of(entry, trainer) for entry in due])
+        for entry in due if is_interrupted else ():  # what is told is on the disk
+            entry.optional("wait")()
+    finally:
+        if is_interrupted:
+            ends = "comes in" if interruption.is_nested else "ends the run after"
+            rest = "; this run is inside another one, and continues to its end" if interruption.is_nested else ""
+            saved = _describe_saved(snapshots, iteration)
+            info(f"{interruption.name} {ends} iteration {iteration}: {saved}{rest}", follows_signal=True)
 
 
 def _describe_finished(trainer: Trainer) -> str:
@@ -521,17 +507,11 @@ def _describe_finished(trainer: Trainer) -> str:
     return f'{place}{seconds}: the stop trigger is ({trigger.length:g}, "{trigger.unit}"); {further}'
 
 
-def _resume_order(entry: Entry) -> tuple[bool, bool]:
-    """Sort snapshots with ``autoload`` last: a run resumed from one does not take the others of that iteration again."""
-    is_fixed = getattr(entry.extension, "has_fixed_name", False)
-    return bool(getattr(entry.extension, "autoload", False)), not is_fixed
-
-
 def _describe_saved(snapshots: list[Entry], iteration: int) -> str:
     """Return in words whether the state of the trainer in this iteration is on the disk."""
     if not snapshots:
         return "nothing is saved, because no snapshot extension is registered"
-    saved = [getattr(entry.extension, "saved_iteration", None) for entry in snapshots]
+    saved = [entry.optional("saved_iteration") for entry in snapshots]
     if iteration in saved:
         return "its state is saved"
     earlier = max((number for number in saved if number is not None), default=None)
