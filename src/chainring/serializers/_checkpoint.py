@@ -9,7 +9,7 @@ import errno
 import os
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from torch import Tensor
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
 from chainring._distributed.gathering import Load, holders_of, write_on_one_rank
-from chainring._distributed.sharding import Shard, assign_writers, is_partition, is_sharded, region_of, shard_like
+from chainring._distributed.sharding import assign_writers, is_sharded, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
-from chainring._places import MANIFEST, StoredFile, open_place
+from chainring._places import MANIFEST, open_place
 from chainring.serializers import _safetensors, _values
 from chainring.serializers._absence import explain_absence
 from chainring.serializers._models import buffer_layouts, restore_layouts
@@ -34,7 +34,6 @@ from chainring.serializers._objects import entry_names, is_module, load_entries,
 from chainring.serializers._parts import StoredTensors
 from chainring.serializers._restoring import read_stored, without_collections
 from chainring.serializers._store import (
-    CorruptError,
     Place,
     SavedSnapshot,
     Snapshots,
@@ -424,17 +423,9 @@ def _rank_file(rank: int, size: int) -> str:
 
 
 def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
-    """Return the flat state in a snapshot, verified.
-
-    Raises:
-        CorruptError: it is not what was written.
-    """
-    snapshot = source if isinstance(source, SavedSnapshot) else find_snapshot(source)
-    manifest = snapshot.verify()
-    tensors = read_all(snapshot.open(name, manifest) for name in manifest.files if name.endswith(".safetensors"))
-    if STATE not in manifest.files:
-        raise CorruptError(f"{snapshot} has no {STATE}")
-    return _values.decode(snapshot.open(STATE, manifest).read_all(), tensors)
+    """Return the flat state in a snapshot, verified and with all of its tensors; raise as `opened_state` does."""
+    with opened_state(source if isinstance(source, SavedSnapshot) else find_snapshot(source)) as state:
+        return read_stored(state)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -476,41 +467,6 @@ def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None
     recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
     if recorded:
         restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(state.get(prefix + path)))
-
-
-def read_all(files: Iterable[StoredFile]) -> dict[str, Tensor]:
-    """Return the tensors of the files of a snapshot, each whole.
-
-    Raises:
-        CorruptError: shards of a tensor are missing, too many, or do not fit together.
-        ValueError: a file is damaged.
-    """
-    tensors: dict[str, Tensor] = {}
-    shards: dict[str, list[Shard]] = {}
-    for file in files:
-        stored = _safetensors.read_header(file)[1]
-        for name, tensor in _safetensors.read_tensors(file, stored).items():
-            offsets = stored[name].offsets
-            if offsets is not None:
-                shards.setdefault(name.partition("\0")[0], []).append(Shard(tensor, *offsets))
-            elif name in tensors:
-                raise CorruptError(f"{file.path} has {name!r}, which another file of the snapshot has too")
-            else:
-                tensors[name] = tensor
-    if both := shards.keys() & tensors.keys():
-        raise CorruptError(f"{min(both)!r} is saved whole and in shards")
-    return tensors | {name: _join(name, of_name) for name, of_name in shards.items()}
-
-
-def _join(name: str, shards: list[Shard]) -> Tensor:
-    shape, dtype = tuple(shards[0].shape), shards[0].tensor.dtype
-    fit = all(tuple(shard.shape) == shape and shard.tensor.dtype == dtype for shard in shards)
-    if not fit or not is_partition(shape, list(map(region_of, shards))):  # first: the shape alone could ask for any memory
-        raise CorruptError(f"the shards of {name!r} do not make one tensor of shape {list(shape)}; use another snapshot")
-    full = torch.empty(shape, dtype=dtype)
-    for shard in shards:
-        full[tuple(slice(start, start + size) for start, size in zip(*region_of(shard), strict=True))] = shard.tensor
-    return full
 
 
 def is_saved_as_file(obj: Any) -> bool:
