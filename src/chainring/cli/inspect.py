@@ -123,7 +123,7 @@ def _tensors_of(file: StoredFile) -> list[dict[str, Any]]:
     try:
         return [
             {"name": name, "dtype": entry["dtype"], "shape": entry["shape"], "bytes": end - start}
-            for name, entry in sorted(read_entries(file).items())
+            for name, entry in sorted(read_entries(file)[1].items())
             for start, end in [entry["data_offsets"]]
         ]
     except (ValueError, OSError) as error:

@@ -94,30 +94,14 @@ class Stored(NamedTuple):
     same_as: str | None  # the tensor that is stored in its place
 
 
-def read_entries(file: StoredFile) -> dict[str, dict[str, Any]]:
-    """Return what the header of a file says of each tensor: ``dtype``, ``shape`` and ``data_offsets``.
-
-    Raises:
-        ValueError: the file is damaged, or not a safetensors file.
-        OSError: it cannot be read.
-    """
-    return _read_entries(file)[1]
-
-
-def read_header(file: StoredFile) -> tuple[int, dict[str, Stored]]:
-    """Return the CRC-32 of the header of a file, which may come from anywhere, and what it says of each tensor.
+def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
+    """Return the header of a file, which may come from anywhere, and what it says of each tensor, in the order of the file.
 
     Raises:
         ValueError: the file is damaged, or not a safetensors file; or it holds a dtype that this version does not write.
         OSError: it cannot be read.
     """
-    text, stored = _read_stored(file)
-    return zlib.crc32(text), stored
-
-
-def _read_stored(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
-    """Return the header of a file as text, and what it says of each tensor, in the order of the file."""
-    text, header, texts = _read_entries(file)
+    text, header, texts = read_entries(file)
     try:
         metadata = _parse_metadata(texts)
         order = {name: part for part, name in enumerate(header, 1)}
@@ -138,35 +122,47 @@ def _read_stored(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
     return text, dict(sorted(stored.items(), key=lambda item: (item[1].part, item[1].same_as is not None, item[0])))
 
 
-def read_tensors(file: StoredFile, stored: Mapping[str, Stored]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by its header, in memory of their own on the CPU. Tied ones are one tensor again."""
-    found = {
-        name: to_tensor(_read(file, entry), entry.dtype, entry.shape, entry.strides)
-        for name, entry in stored.items()
-        if entry.same_as is None
-    }
-    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
-
-
-def read(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file on the disk, see `read_tensors`.
+def read(source: StoredFile | str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, in memory of their own on the CPU; what is one tensor in the file is one again.
 
     Raises:
-        ValueError: the file is damaged, or not a safetensors file.
+        ValueError: the file is damaged, has another checksum than it says, or is not a safetensors file.
         OSError: it cannot be read.
     """
-    file = LocalFile(Path(os.path.realpath(path)))  # a person may have made a link to it
-    return read_tensors(file, read_header(file)[1])
+    if isinstance(source, (str, os.PathLike)):
+        source = LocalFile(Path(os.path.realpath(source)))  # a person may have made a link to it
+    text, stored = read_header(source)
+    expected, crc = _recorded_checksum(source, text)
+    found: dict[str, torch.Tensor] = {}
+    for name, entry in stored.items():
+        if entry.same_as is None:
+            content = source.read(entry.place[0], entry.place[1] - entry.place[0])
+            crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
+            found[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
+    _compare(source, expected, crc)
+    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
 
 
 def _refusal(file: StoredFile, error: Exception) -> ValueError:
     return ValueError(f"{file.path} is damaged or not a tensor file: {error}. Use another snapshot")
 
 
-def _read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the header as text, its entries in the order of the file, and its metadata."""
+def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the header of a file, its entries by the names of tensors in the order of the file, and its metadata.
+
+    An entry has ``dtype``, ``shape`` and ``data_offsets``.
+
+    Raises:
+        ValueError: the file is damaged, or not a safetensors file.
+        OSError: it cannot be read.
+    """
     try:
-        text = _read_header(file)
+        if file.size < 8:
+            raise ValueError("it is too short")
+        size = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
+        if size > min(_MAX_HEADER, file.size - 8):
+            raise ValueError(f"its header is longer than {'the file' if size > file.size - 8 else _MAX_HEADER}")
+        text = bytes(file.read(0, 8 + size).numpy())
         header = parse_strict(text[8:])
         texts = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
@@ -176,16 +172,6 @@ def _read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], d
     except (ValueError, KeyError, TypeError) as error:
         raise _refusal(file, error) from error
     return text, header, texts
-
-
-def _read_header(file: StoredFile) -> bytes:
-    """Return the length of the header and the header."""
-    if file.size < 8:
-        raise ValueError("it is too short")
-    size = int.from_bytes(bytes(file.read(0, 8).numpy()), "little")
-    if size > min(_MAX_HEADER, file.size - 8):
-        raise ValueError(f"its header is longer than {'the file' if size > file.size - 8 else _MAX_HEADER}")
-    return bytes(file.read(0, 8 + size).numpy())
 
 
 def _parse_metadata(texts: Mapping[str, str]) -> Metadata:
@@ -220,12 +206,6 @@ def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     if dtype is None:
         raise ValueError(f"it holds {entry['dtype']!r:.40}, which this version does not write")
     return dtype
-
-
-def _read(file: StoredFile, entry: Stored) -> torch.Tensor:
-    """Return the bytes of a tensor."""
-    start, end = entry.place
-    return file.read(start, end - start)
 
 
 def to_tensor(
@@ -415,24 +395,10 @@ def verify_file(file: StoredFile) -> tuple[int, bool]:
         ValueError: the file is not what was written, or not a safetensors file.
         OSError: it cannot be read.
     """
-    text, stored = _read_stored(file)
+    text, stored = read_header(file)
     expected, crc = _recorded_checksum(file, text)
     _compare(file, expected, file.checksum(len(text), crc))
     return len(stored), expected is not None
-
-
-def read_verified(file: StoredFile) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, see `read_tensors`, which is read once; raise as `verify_file` does."""
-    text, stored = _read_stored(file)
-    expected, crc = _recorded_checksum(file, text)
-    found: dict[str, torch.Tensor] = {}
-    for name, entry in stored.items():
-        if entry.same_as is None:
-            content = _read(file, entry)
-            crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
-            found[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
-    _compare(file, expected, crc)
-    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
 
 
 def _recorded_checksum(file: StoredFile, header: bytes) -> tuple[bytes | None, int]:
