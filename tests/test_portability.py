@@ -73,7 +73,7 @@ def run(program, *arguments):
 def test_every_module_is_imported_where_modules_of_posix_are_missing():
     """As on Windows; no module is left out."""
     names = json.loads(run(HIDE + IMPORT_ALL)[-1])
-    assert {"chainring._files", "chainring._places.mirror", "chainring.training.extensions.throughput"} <= {*names}
+    assert {"chainring._files", "chainring._places.mirror", "chainring.training.extensions.performance"} <= {*names}
 
 
 def test_a_run_is_locked_saved_and_resumed_where_functions_of_posix_are_missing(tmp_path):

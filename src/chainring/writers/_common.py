@@ -13,6 +13,7 @@ from typing import Any
 
 from chainring import _random
 from chainring._files import parse_strict, read_regular, replace_file
+from chainring._media import Image, Text
 from chainring._messages import warn
 
 _LARGEST_DESCRIPTION = 1 << 16  # bytes
@@ -48,6 +49,16 @@ def safe_name(key: str) -> str:
     """Return a key as a part of a file name; different keys have different names."""
     name = re.sub(r"[^\w-]", "_", key, flags=re.ASCII)[:60]
     return name if name == key else f"{name}-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
+
+
+def text_of(media: Text) -> str:
+    """Return a text that can be encoded: a lone surrogate becomes an escape."""
+    return media.text.encode("utf-8", "backslashreplace").decode()
+
+
+def pixels_of(media: Image) -> Any:
+    """Return the pixels as services take them, those of a grey image in two dimensions."""
+    return media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0]
 
 
 def save_service_run(path: Path, description: Mapping[str, Any]) -> None:

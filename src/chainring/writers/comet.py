@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._media import Image, Media, Text, media_to_json
-from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run
+from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 
 _FILE = "comet_run.json"
@@ -68,7 +68,7 @@ class CometWriter(Writer):
         self._archives = Path(self._config.get("offline_directory") or run.out / "comet")
         earlier = load_service_run(run.out / _FILE).get("archives", [])
         key = str(self._start.get("experiment_key") or os.environ.get("COMET_EXPERIMENT_KEY") or uuid.uuid4().hex)
-        self._earlier = [str(each) for each in earlier if each != key]
+        self._earlier = [str(earlier_key) for earlier_key in earlier if earlier_key != key]
         # Before Comet has it, because an archive is begun at once, also by a process that is killed then.
         save_service_run(run.out / _FILE, {"key": key, "archives": [*self._earlier, key]})
         self._open(key)
@@ -79,11 +79,11 @@ class CometWriter(Writer):
     def _open(self, key: str | None = None) -> None:
         settings = {"experiment_key": key, **self._start}
         if "experiment_config" not in settings:
-            place = {}
+            folder = {}
             if settings.get("online") is False and self._archives is not None:
                 self._archives.mkdir(parents=True, exist_ok=True)
-                place = {"offline_directory": str(self._archives)}
-            settings["experiment_config"] = self._comet.ExperimentConfig(**{**_ROWS_ONLY, **place, **self._config})
+                folder = {"offline_directory": str(self._archives)}
+            settings["experiment_config"] = self._comet.ExperimentConfig(**{**_ROWS_ONLY, **folder, **self._config})
         self._experiment = self._comet.start(**{"mode": "create", **settings})
 
     def write(self, record: Record) -> None:
@@ -97,8 +97,7 @@ class CometWriter(Writer):
         if isinstance(media, Image):
             self._experiment.log_image(io.BytesIO(media.png()), name=key, step=step)
         elif isinstance(media, Text):
-            text = media.text.encode("utf-8", "backslashreplace").decode()
-            self._experiment.log_text(text, step=step, metadata={"key": key})
+            self._experiment.log_text(text_of(media), step=step, metadata={"key": key})
         else:
             name = f"media/{step:08d}/{safe_name(key)}.json"
             self._experiment.log_asset_data(json.dumps(media_to_json(media)), name=name, step=step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from chainring._media import Histogram, Image, Text, media_to_json
 from chainring._messages import info
-from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run
+from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 
 _FILE = "mlflow_run.json"
@@ -70,8 +70,8 @@ class MlflowWriter(Writer):
         save_service_run(run.out / _FILE, description)
         known = {} if run_id is None else {run_id: self._client.get_run(run_id)}
         experiment_id = known[run_id].info.experiment_id if known else self._experiment_id()
-        own = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{tag}'")
-        earlier = {**{each.info.run_id: each for each in own}, **known}
+        tagged = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{tag}'")
+        earlier = {*known, *(started.info.run_id for started in tagged)}
         sent = None if run_id is None else self._sent(run_id, run.iteration)
         if sent is None:
             self._run_id = self._create(experiment_id, tag, known.get(run_id))
@@ -81,8 +81,8 @@ class MlflowWriter(Writer):
         self._send_params(run.config)
         self._send_rows([record for record in run.records if sent is None or record.iteration not in sent])
         save_service_run(run.out / _FILE, {**description, "run_id": self._run_id})
-        for other in earlier.keys() - {self._run_id}:
-            self._client.delete_run(other)
+        for replaced in earlier - {self._run_id}:
+            self._client.delete_run(replaced)
 
     def _sent(self, run_id: str, iteration: int) -> set[int] | None:
         """Return the steps of the rows that the run has, if it has no others and none in part; otherwise ``None``."""
@@ -125,7 +125,7 @@ class MlflowWriter(Writer):
                 (Path(scratch) / f"{name}.png").write_bytes(media.png())
                 self._client.log_artifact(self._run_id, str(Path(scratch) / f"{name}.png"), folder)
         elif isinstance(media, Text):
-            self._client.log_text(self._run_id, media.text.encode("utf-8", "backslashreplace").decode(), f"{path}.txt")
+            self._client.log_text(self._run_id, text_of(media), f"{path}.txt")
         else:
             self._client.log_dict(self._run_id, media_to_json(media), f"{path}.json")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chainring._media import Image, Media, Text
-from chainring.writers._common import import_optional, load_service_run, save_service_run
+from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 
 _FILE = "trackio_run.json"
@@ -73,14 +73,14 @@ class TrackioWriter(Writer):
             runs = [run for run in self._trackio.Api().runs(self._init["project"]) if run.name == name]
         except ValueError:  # there is no such project
             return None
-        own = [run for run in runs if run.id == saved.get("run_id")]
-        if not own:
+        earlier = next((run for run in runs if run.id == saved.get("run_id")), None)
+        if earlier is None:
             return None
         storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-        steps = [row["step"] for row in storage.get_logs(self._init["project"], name, run_id=own[0].id)]
+        steps = [row["step"] for row in storage.get_logs(self._init["project"], name, run_id=earlier.id)]
         if len(runs) == 1 and len(set(steps)) == len(steps) and max(steps, default=0) <= iteration:
             return set(steps)
-        own[0].delete()
+        earlier.delete()
         return None
 
     def write(self, record: Record) -> None:
@@ -92,9 +92,9 @@ class TrackioWriter(Writer):
     def _convert(self, media: Media) -> Any:
         """Return an image, a text or a histogram as Trackio's own; a text as it is, in a block of Markdown."""
         if isinstance(media, Image):
-            return self._trackio.Image(media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0])
+            return self._trackio.Image(pixels_of(media))
         if isinstance(media, Text):
-            text = media.text.encode("utf-8", "backslashreplace").decode()
+            text = text_of(media)
             fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", text)), 3)
             return self._trackio.Markdown(f"{fence}\n{text}\n{fence}")
         return self._trackio.Histogram(np_histogram=(list(media.counts), list(media.edges)))

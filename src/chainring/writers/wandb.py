@@ -13,7 +13,7 @@ from typing import Any
 from chainring._files import set_aside
 from chainring._media import Image, Media, Text
 from chainring._messages import warn
-from chainring.writers._common import import_optional, load_service_run, save_service_run
+from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 
 _FILE = "wandb_run.json"
@@ -91,7 +91,7 @@ class WandbWriter(Writer):
     def _convert(self, media: Media) -> Any:
         """Return an image, a text or a histogram as W&B's own; the numbers of an empty histogram are none."""
         if isinstance(media, Image):
-            return self._wandb.Image(media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0])
+            return self._wandb.Image(pixels_of(media))
         if isinstance(media, Text):
             return self._wandb.Html(f"<pre>{html.escape(media.text)}</pre>")
         return self._wandb.Histogram(np_histogram=(list(media.counts), list(media.edges))) if media.counts else None

@@ -12,6 +12,7 @@ from chainring.training.extensions.lr_scheduler import LRScheduler
 from chainring.training.extensions.micro_average import MicroAverage
 from chainring.training.extensions.observe import observe_lr, observe_value
 from chainring.training.extensions.parameter_statistics import ParameterStatistics
+from chainring.training.extensions.performance import SystemMetrics, Throughput
 from chainring.training.extensions.plot_report import PlotReport
 from chainring.training.extensions.print_report import PrintReport
 from chainring.training.extensions.profiler import Profiler
@@ -27,8 +28,6 @@ from chainring.training.extensions.shifts import (
     WarmupShift,
 )
 from chainring.training.extensions.snapshot import snapshot, snapshot_object
-from chainring.training.extensions.system_metrics import SystemMetrics
-from chainring.training.extensions.throughput import Throughput
 
 __all__ = [
     "BestValue",

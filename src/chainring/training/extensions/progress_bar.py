@@ -95,9 +95,8 @@ class ProgressBar(Extension):
     def _make_bar(self) -> Any:
         """Return a bar of tqdm's in a terminal or a notebook; elsewhere lines, with the same text."""
         out = sys.stdout if self._out is None else self._out
-        in_notebook = _display.is_notebook(out)
-        widgets = _notebook_bar_class() if in_notebook else None
-        bar = "{bar}" if widgets else f"{{bar:{self._bar_length}}}"
+        make = _bar_class(out)
+        bar = f"{{bar:{self._bar_length}}}" if make in (_Bar, None) else "{bar}"
         with_total = "{percentage:3.0f}%|" + bar + "| {desc} [{elapsed}<{remaining}, {rate_fmt}]"
         settings: dict[str, Any] = {
             "total": self._total,
@@ -106,11 +105,9 @@ class ProgressBar(Extension):
             "unit": self._unit,
             "bar_format": "{desc} [{elapsed}, {rate_fmt}]" if self._total is None else with_total,
         }
-        if widgets:
-            return widgets(desc=self._text(), **settings)
-        if not in_notebook and not _display.is_terminal(out):
+        if make is None:
             return _Lines(out, self._text(), **settings)
-        return _Bar(file=out, desc=self._text(), leave=False, **settings)
+        return make(desc=self._text(), **({"file": out, "leave": False} if make is _Bar else {}), **settings)
 
     def _shown_progress(self) -> float:
         """Return the progress as the bar shows it: a last batch that crosses the end of the data fills it, and no more."""
@@ -162,15 +159,13 @@ def _check_length(length: Any) -> None:
 @contextmanager
 def bar_of_batches(iterator: Any, name: str, out: Any) -> Generator[Iterable[Any]]:
     """Give the batches of an iterator; if ``out`` is a terminal or a notebook, it has a bar while they are worked on."""
-    in_notebook = _display.is_notebook(out)
-    if not in_notebook and not _display.is_terminal(out):
+    if (make := _bar_class(out)) is None:
         yield iterator
         return
     start = getattr(iterator, "epoch_detail", None)
-    widgets = _notebook_bar_class() if in_notebook else None
     form = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]" if start is not None else "{desc} [{elapsed}]"
     settings: dict[str, Any] = {"total": None if start is None else 1.0, "desc": name, "bar_format": form, "leave": False}
-    bar = widgets(**settings) if widgets else _Bar(file=out, **settings)
+    bar = make(**settings, **({"file": out} if make is _Bar else {}))
 
     def batches() -> Iterator[Any]:
         for number, batch in enumerate(iterator, 1):
@@ -205,19 +200,21 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         """Return the line with the bar in its full length, or shorter in a narrow terminal."""
         fields: dict[str, Any] = {**self.format_dict, "ncols": None}
         line = self.format_meter(**fields)
-        columns = (
-            (_display.terminal_width(self.fp) or shutil.get_terminal_size().columns) - 1 - len(_ECHO)
-        )  # a full line may wrap
+        width = _display.terminal_width(self.fp) or shutil.get_terminal_size().columns
+        columns = width - 1 - len(_ECHO)  # a full line may wrap
         if len(line) <= columns:
             return line
         fields.update(ncols=columns, bar_format=re.sub(r"{bar:\d+}", "{bar}", fields["bar_format"]))
         return self.format_meter(**fields)
 
 
-def _notebook_bar_class() -> Any:
-    """Return the class of tqdm's bar for notebooks; ``None`` without ipywidgets, which draws it."""
-    if importlib.util.find_spec("ipywidgets") is None:
+def _bar_class(out: Any) -> Any:
+    """Return the class of a bar on a stream: a widget in a notebook with ipywidgets, ``None`` for plain lines."""
+    in_notebook = _display.is_notebook(out)
+    if not in_notebook and not _display.is_terminal(out):
         return None
+    if not in_notebook or importlib.util.find_spec("ipywidgets") is None:
+        return _Bar
     from tqdm.notebook import tqdm_notebook
 
     class NotebookBar(tqdm_notebook):  # type: ignore[type-arg]
