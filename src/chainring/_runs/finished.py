@@ -240,11 +240,14 @@ class FinishedRun:
 
     def is_speed(self, key: str) -> bool:
         """Return whether a value is a time, a speed, or a use of memory, which no two runs share."""
+        return key == "elapsed_time" or key.split("/")[0] in self._names_of_speeds
+
+    @cached_property
+    def _names_of_speeds(self) -> set[str]:
         plan = self.record.get("plan")
         entries = plan.get("extensions") if isinstance(plan, dict) else None
         entries = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        names = {str(entry.get("name")) for entry in entries if str(entry.get("class")) in _SPEEDS} or set(_SPEEDS.values())
-        return key == "elapsed_time" or key.split("/")[0] in names
+        return {str(entry.get("name")) for entry in entries if str(entry.get("class")) in _SPEEDS} or set(_SPEEDS.values())
 
     @property
     def last(self) -> int:
@@ -252,12 +255,6 @@ class FinishedRun:
         rows = [rows[-1].iteration for rows in self.logs.values() if rows]
         recorded = [] if self.recorder is None else list(map(int, self.recorder.iterations[-1:]))
         return max([0, *rows, *recorded, *self.snapshots])
-
-    @property
-    def ranks(self) -> int | None:
-        """The number of ranks that trained it, ``None`` if it is not known."""
-        ranks = self.record.get("ranks")
-        return ranks if isinstance(ranks, int) else None
 
     # --- snapshots ---
 

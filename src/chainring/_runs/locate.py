@@ -42,15 +42,11 @@ def locate(place: Place) -> FinishedRun | SavedSnapshot | StoredFile:
     raise explain_absence(given)
 
 
-def locate_snapshots(place: Place) -> list[SavedSnapshot]:
-    """Return a snapshot, or those of a run, the newest first; see `locate`.
-
-    Raises:
-        FileNotFoundError: it is a file.
-    """
+def locate_saved(place: Place) -> StoredFile | list[SavedSnapshot]:
+    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; see `locate`."""
     located = locate(place)
     if isinstance(located, StoredFile):
-        raise FileNotFoundError(f"{os.fspath(place)} is {describe_file(located)}")
+        return located
     return located.saved() if isinstance(located, FinishedRun) else [located]
 
 

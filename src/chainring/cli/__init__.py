@@ -94,8 +94,6 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
-    for each in commands.choices.values():
-        each.set_defaults(parser=each)
     return parser
 
 
@@ -110,7 +108,7 @@ def _find_unknown_command(given: str) -> str | None:
 def _describe_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """Return words for arguments that a command does not take, with the nearest that it does."""
     known = [name for action in parser._actions for name in action.option_strings]
-    shown = " ".join(f"{each!r}{_nearest(each.partition('=')[0], known)}" for each in unknown)
+    shown = " ".join(f"{argument!r}{_nearest(argument.partition('=')[0], known)}" for argument in unknown)
     return f"`{parser.prog}` does not take {shown} `{parser.prog} --help` lists what it takes"
 
 

@@ -27,14 +27,21 @@ def help_formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None], purpose: str, text: str
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int | None],
+    purpose: str,
+    text: str,
+    *,
+    prints_json: bool = True,
 ) -> argparse.ArgumentParser:
     """Add the parser of a command, whose help shows the first paragraph of the text above the arguments."""
     description, _, epilog = text.strip().partition("\n\n")
     texts = {"help": purpose, "description": description, "epilog": epilog}
     parser: argparse.ArgumentParser = commands.add_parser(name, **texts, formatter_class=help_formatter, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead; errors stay text on stderr")
-    parser.set_defaults(run=run)
+    if prints_json:
+        parser.add_argument("--json", action="store_true", help="print one JSON object instead; errors stay text on stderr")
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

@@ -6,9 +6,8 @@ import argparse
 import importlib
 from typing import Any
 
-from chainring.cli._common import help_formatter
+from chainring.cli._common import add_command
 
-_SHELLS = ("bash", "zsh", "fish")
 _HELP = """
 Print a script that completes the commands, options and paths of chainring in
 a shell. It is made by shtab: pip install "chainring[completion]".
@@ -25,11 +24,9 @@ exit status:
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    description, _, epilog = _HELP.strip().partition("\n\n")
-    texts = {"help": "the completion of these commands in a shell", "description": description, "epilog": epilog}
-    parser = commands.add_parser("completion", **texts, formatter_class=help_formatter, allow_abbrev=False)
-    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help="bash, zsh or fish")
-    parser.set_defaults(run=run)
+    purpose = "the completion of these commands in a shell"
+    parser = add_command(commands, "completion", run, purpose, _HELP, prints_json=False)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
 def run(options: argparse.Namespace) -> None:

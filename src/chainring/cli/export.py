@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
-from chainring._runs.locate import is_file, locate_snapshots
+from chainring._runs.locate import describe_file, is_file, locate_saved
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
 from chainring.serializers._restoring import find_aliases, read_stored
-from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
+from chainring.serializers._store import SavedSnapshot, StoredFile, find_snapshot, open_file
 
 _MODEL = "updater/model:"
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face
@@ -58,62 +58,67 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    saved, place = locate_snapshots(options.directory)[0], options.place
-    _check_place(place, options.format)
-    model, found = _read_model(saved, options.model)
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    left_out = sorted(name for name, value in found.items() if value is None)
-    if not is_url(place):
-        Path(place).parent.mkdir(parents=True, exist_ok=True)
-    _WRITERS[options.format](place, tensors)
+    located, target = locate_saved(options.directory), options.place
+    if isinstance(located, StoredFile):
+        raise FileNotFoundError(f"{options.directory} is {describe_file(located)}")
+    saved = located[0]
+    _check_target(target, options.format)
+    model, entries = _read_model(saved, options.model)
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    left_out = sorted(name for name, value in entries.items() if value is None)
+    if not is_url(target):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+    _WRITERS[options.format](target, tensors)
     if options.json:
-        files = sorted(Path(place).iterdir()) if os.path.isdir(place) else [place]
-        facts = {"file": place, "format": options.format, "bytes": sum(open_file(file).size for file in files)}
+        files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
+        facts = {"file": target, "format": options.format, "bytes": sum(open_file(file).size for file in files)}
         facts |= {"directory": saved.path, "model": model}
         print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
         return
     if left_out:
         taken = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         print(printable(taken))
-    print(printable(f"{place}: {len(tensors)} tensors of {saved}"))
+    print(printable(f"{target}: {len(tensors)} tensors of {saved}"))
 
 
-def _check_place(place: str, form: str) -> None:
-    """Refuse a place where something is, or where the format cannot be written."""
-    if not is_url(place):
-        is_there = os.path.lexists(place)
+def _check_target(target: str, form: str) -> None:
+    """Refuse a target where something is, or where the format cannot be written."""
+    if not is_url(target):
+        is_there = os.path.lexists(target)
     elif form in _DIRECTORIES:
-        raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {place}")
+        raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {target}")
     else:
-        is_there = is_file(place) or find_snapshot(place).exists()
+        is_there = is_file(target) or find_snapshot(target).exists()
     if is_there:
-        raise FileExistsError(f"{place} exists and is not overwritten; give another name")
+        raise FileExistsError(f"{target} exists and is not overwritten; give another name")
 
 
 def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
     """Return the name of a model in a snapshot, by default of the only or the main one, and its entries."""
-    own = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
-    beside = set(map(str, own)) if isinstance(own, list) else set()
+    module_state = saved.read_manifest().about.get("own state of modules")  # beside parameters and buffers
+    left_out = set(map(str, module_state)) if isinstance(module_state, list) else set()
     with opened_state(saved) as whole:
-        state = {key: value for key, value in whole.items() if key not in beside}
+        state = {key: value for key, value in whole.items() if key not in left_out}
         names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
         if name is None and len(names) > 1 and "main" not in names:
             raise ValueError(f"{saved} has several models; name one by --model: {', '.join(names)}")
         prefix = f"{_MODEL}{name}/" if name else model_prefix(state, saved)
-        found = {key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)}
-        found = read_stored(found) if prefix else {}
-    if not any(isinstance(value, Tensor) for value in found.values()):
+        entries = {
+            key.removeprefix(prefix).replace("/", "."): value for key, value in state.items() if key.startswith(prefix)
+        }
+        entries = read_stored(entries) if prefix else {}
+    if not any(isinstance(value, Tensor) for value in entries.values()):
         has = f"it has {', '.join(names)}" if names else "`chainring inspect` lists what it has"
         raise ValueError(f"{saved} has no model {name or 'of an updater'}; {has}")
-    return prefix.removeprefix(_MODEL).rstrip("/"), found
+    return prefix.removeprefix(_MODEL).rstrip("/"), entries
 
 
-def _write_torch(place: str, tensors: Mapping[str, Tensor]) -> None:
-    with replacing(place) as file:
+def _write_torch(target: str, tensors: Mapping[str, Tensor]) -> None:
+    with replacing(target) as file:
         torch.save(dict(tensors), file)
 
 
-def _write_hf(place: str, tensors: Mapping[str, Tensor]) -> None:
+def _write_hf(target: str, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors of at most 5 GB and their index; a tied tensor once, under its first name, as it is read there."""
     first = find_aliases(tensors)
     files: list[dict[str, Tensor]] = [{}]
@@ -136,28 +141,28 @@ def _write_hf(place: str, tensors: Mapping[str, Tensor]) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    _write_directory(place, write)
+    _write_directory(target, write)
 
 
-def _write_dcp(place: str, tensors: Mapping[str, Tensor]) -> None:
+def _write_dcp(target: str, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)|TypedStorage is")  # as is meant
-        _write_directory(place, lambda directory: save(dict(tensors), checkpoint_id=directory))
+        _write_directory(target, lambda directory: save(dict(tensors), checkpoint_id=directory))
 
 
 def _write_directory(target: str, write: Callable[[Path], Any]) -> None:
     """Make a directory that is complete as soon as it has its name, and flush it to the disk."""
-    place = Path(target)
-    temporary = temporary_path(place.parent)
+    directory = Path(target)
+    temporary = temporary_path(directory.parent)
     temporary.mkdir()
     try:
         write(temporary)
         for path in (*temporary.iterdir(), temporary):
             flush(path)
-        os.rename(temporary, place)
-        flush(place.parent)
+        os.rename(temporary, directory)
+        flush(directory.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

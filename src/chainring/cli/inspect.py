@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chainring._places import StoredFile
-from chainring._runs.finished import FinishedRun
-from chainring._runs.locate import describe_file, is_model, locate
+from chainring._runs.locate import describe_file, is_model, locate_saved
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._absence import list_names
 from chainring.serializers._safetensors import read_entries
@@ -46,18 +45,18 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
-    found = locate(options.path)
-    if isinstance(found, StoredFile):
-        if not is_model(found):
-            raise FileNotFoundError(f"{found.path} is {describe_file(found)}")
-        tensors = _tensors_of(found)
+    located = locate_saved(options.path)
+    if isinstance(located, StoredFile):
+        if not is_model(located):
+            raise FileNotFoundError(f"{located.path} is {describe_file(located)}")
+        tensors = _tensors_of(located)
         if options.json:
-            print_json({"file": found.path, "bytes": found.size, "tensors": tensors})
+            print_json({"file": located.path, "bytes": located.size, "tensors": tensors})
         else:
-            print(f"{printable(found.path)}: the file of a model")
-            _print_table(tensors, found.size)
+            print(f"{printable(located.path)}: the file of a model")
+            _print_table(tensors, located.size)
         return
-    saved, *others = found.saved() if isinstance(found, FinishedRun) else [found]
+    saved, *others = located
     about = _describe(saved)
     if options.json:
         print_json(about)
@@ -96,10 +95,8 @@ def _table_width() -> int:
 
 def _shortened(name: str, width: int) -> str:
     """Return a name without its middle: its beginning names the owner, its end the tensor."""
-    if len(name) <= width:
-        return name
-    kept = width - 3
-    return f"{name[: kept // 2]}...{name[len(name) - (kept - kept // 2) :]}"
+    half = (width - 3) // 2
+    return name if len(name) <= width else f"{name[:half]}...{name[len(name) - (width - 3 - half) :]}"
 
 
 def _describe(saved: SavedSnapshot) -> dict[str, Any]:

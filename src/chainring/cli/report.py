@@ -118,19 +118,18 @@ def _partings(places: Sequence[str]) -> list[Parting]:
     """Return where each run parts from the first, by what was recorded and logged; of many runs nothing is compared."""
     if len(places) > _MOST_COMPARED:
         return []
-    names = names_of(places)
-    return [_parting(places, index, f"{names[0]} and {names[index]}") for index in range(1, len(places))]
+    first, *others = names_of(places)
+    return [_parting(places, index, f"{first} and {name}") for index, name in enumerate(others, 1)]
 
 
 def _parting(places: Sequence[str], index: int, pair: str) -> Parting:
     try:
-        one, other = FinishedRun.open(places[0]), FinishedRun.open(places[index])
-        found = compare_runs(one, other, with_snapshots=False)
+        comparison = compare_runs(FinishedRun.open(places[0]), FinishedRun.open(places[index]), with_snapshots=False)
     except (OSError, ValueError, RecursionError) as error:
         return Parting(index, None, f"Where {pair} part is not known: {error}")
-    first = found.first
+    first, until = comparison.first, comparison.same_until
     if first is None:
-        text = f"the same up to iteration {found.same_until}" if found.is_same else "not comparable: nothing is in both"
+        text = f"the same up to iteration {until}" if comparison.is_same else "not comparable: nothing is in both"
         return Parting(index, None, f"{pair} are {text}")
     what = f"{first.what} {first.name}".rstrip()
     if first.is_exact:

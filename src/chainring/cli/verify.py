@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 from chainring._places import StoredFile
-from chainring._runs.finished import FinishedRun
-from chainring._runs.locate import describe_file, describe_foreign_file, locate
+from chainring._runs.locate import describe_file, describe_foreign_file, locate_saved
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers import _safetensors
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
@@ -38,11 +37,8 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
-    found = locate(options.path)
-    if isinstance(found, StoredFile):
-        results = [_verify_file(found)]
-    else:
-        results = [_verify_snapshot(saved) for saved in (found.saved() if isinstance(found, FinishedRun) else [found])]
+    located = locate_saved(options.path)
+    results = [_verify_file(located)] if isinstance(located, StoredFile) else list(map(_verify_snapshot, located))
     if options.json:
         sound = all(error is None for _, error in results)
         print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})
@@ -61,13 +57,12 @@ _Result = tuple[dict[str, Any], CorruptError | None]
 
 
 def _verify_snapshot(saved: SavedSnapshot) -> _Result:
-    facts: dict[str, Any] = {"path": saved.path}
     try:
         manifest = saved.verify()
     except CorruptError as error:
-        return {**facts, "sound": None if isinstance(error, NewerFormat) else False}, error
-    size = sum(size for size, _ in manifest.files.values())
-    return {**facts, "sound": True, "iteration": manifest.iteration, "files": len(manifest.files), "bytes": size}, None
+        return {"path": saved.path, "sound": None if isinstance(error, NewerFormat) else False}, error
+    facts = {"path": saved.path, "sound": True, "iteration": manifest.iteration, "files": len(manifest.files)}
+    return {**facts, "bytes": sum(size for size, _ in manifest.files.values())}, None
 
 
 def _verify_file(file: StoredFile) -> _Result:
