@@ -115,7 +115,7 @@ class FinishedRun:
     @property
     def name(self) -> str:
         """The last part of its path or its address."""
-        return self.store.place.rpartition("/")[2] or self.place
+        return Path(self.store.place).name or self.place
 
     @property
     def is_empty(self) -> bool:

@@ -10,7 +10,7 @@ import re
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Columns:
     def __init__(self) -> None:
         self._count = 0
         self._keys: dict[str, None] = {}
-        self._parts: dict[str, list[Column]] = {}
+        self._columns: dict[str, list[Column]] = {}  # by key, one for each time that rows were added
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows; those with the same keys, mostly all, are turned into arrays together."""
@@ -103,19 +103,16 @@ class Columns:
             chosen = [rows[index] for index in indices]
             for key in keys:
                 self._keys.setdefault(key)
-                if (part := _numbers(at, [row[key] for row in chosen])) is not None:
-                    self._parts.setdefault(key, []).append(part)
+                if (column := _numbers(at, [row[key] for row in chosen])) is not None:
+                    self._columns.setdefault(key, []).append(column)
         self._count += len(rows)
 
     def log(self, name: str, rows: list[dict[str, Any]], unreadable: int = 0) -> Log:
         """Return the rows so far as a log, with the last of them as they were written."""
-        for key, parts in self._parts.items():
-            if len(parts) > 1:
-                self._parts[key] = [_joined(parts)]
-        columns = {key: parts[0] for key, parts in self._parts.items()}
+        self._columns = {key: [_joined(columns)] for key, columns in self._columns.items()}
         counters = [key for key in COUNTERS if key in self._keys]
         keys = [*counters, *(key for key in self._keys if key not in COUNTERS)]
-        return Log(name, self._count, keys, columns, rows, unreadable)
+        return Log(name, self._count, keys, {key: column for key, (column,) in self._columns.items()}, rows, unreadable)
 
 
 def _numbers(at: NDArray[np.int64], values: list[Any]) -> Column | None:
@@ -137,11 +134,13 @@ def _float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _joined(parts: Iterable[Column]) -> Column:
-    """Return parts as one, in the order of the rows."""
-    rows = np.concatenate([part.rows for part in parts])
+def _joined(columns: Sequence[Column]) -> Column:
+    """Return columns as one, in the order of the rows."""
+    if len(columns) == 1:
+        return columns[0]
+    rows = np.concatenate([column.rows for column in columns])
     order = np.argsort(rows, kind="stable")
-    return Column(rows[order], np.concatenate([part.values for part in parts])[order])
+    return Column(rows[order], np.concatenate([column.values for column in columns])[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,41 +164,54 @@ class Series:
     count: int
 
 
+@dataclass(slots=True)
+class _Sample:
+    """What is kept of many images, texts or histograms of one key: some that are evenly spaced, and the newest."""
+
+    kept: list[Shown] = field(default_factory=list)
+    count: int = 0
+    stride: int = 1
+    newest: list[Shown] = field(default_factory=list)  # if it is not kept anyway
+
+    def add(self, shown: Shown) -> None:
+        is_kept = self.count % self.stride == 0
+        (self.kept if is_kept else self.newest).append(shown)
+        self.newest = [] if is_kept else self.newest[-1:]
+        if len(self.kept) > 2 * MAX_SHOWN:  # of an odd number the last stays too
+            self.kept, self.stride = self.kept[::2], 2 * self.stride
+        self.count += 1
+
+    def spread(self) -> list[Shown]:
+        return _spread([*self.kept, *self.newest], MAX_SHOWN)
+
+
 def read_media(path: Path, number_of_rows: int, max_size: int = MAX_SIZE) -> list[Series]:
     """Read what belongs to the rows of a log; a line that is damaged, or of a row that is not there, is left out.
 
     Of many rows some are shown, evenly spaced, and so are those that there is room for.
     """
-    series: dict[str, list[Shown]] = {}
-    newest: dict[str, Shown] = {}
-    counts: dict[str, int] = {}
-    strides: dict[str, int] = {}  # of which rows are kept
+    samples: dict[str, _Sample] = {}
     with open(path, "rb") as file:
         for line in file:
-            row, content = _parse(line)
-            if type(row.get("row")) is not int or not 0 <= row["row"] < number_of_rows:
+            try:
+                row: Any = json.loads(line) if line.endswith(b"\n") else None  # else it was cut, or is being written
+                number, content = row["row"], row["media"]
+            except (ValueError, RecursionError, LookupError, TypeError):
+                continue
+            if type(number) is not int or not 0 <= number < number_of_rows or not isinstance(content, dict):
                 continue
             for key, item in content.items():
                 shown = _shown(row.get("iteration"), item) if isinstance(item, dict) else None
-                if shown is not None and (key in series or len(series) < _MAX_KEYS):
-                    kept, count = series.setdefault(key, []), counts.get(key, 0)
-                    if count % (stride := strides.setdefault(key, 1)) == 0:
-                        kept.append(shown)
-                    if len(kept) > 2 * MAX_SHOWN:
-                        kept[:], strides[key] = kept[::2], 2 * stride
-                    newest[key], counts[key] = shown, count + 1
-    for key, kept in series.items():
-        kept += [] if kept[-1] is newest[key] else [newest[key]]
-    return _fitting([Series(key, _spread(kept, MAX_SHOWN), counts[key]) for key, kept in series.items()], max_size)
-
-
-def _parse(line: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    try:
-        row = json.loads(line) if line.endswith(b"\n") else None  # else it is being written, or was cut by a kill
-    except (ValueError, RecursionError):
-        row = None
-    content = row.get("media") if isinstance(row, dict) else None
-    return (row, content) if isinstance(row, dict) and isinstance(content, dict) else ({}, {})
+                if shown is not None and (key in samples or len(samples) < _MAX_KEYS):
+                    samples.setdefault(key, _Sample()).add(shown)
+    series = [Series(key, sample.spread(), sample.count) for key, sample in samples.items()]
+    sizes = [_size(of_key.shown) for of_key in series]
+    while sum(sizes) > max_size:
+        largest = sizes.index(max(sizes))
+        shown_there = series[largest].shown
+        shown_there[:] = _spread(shown_there, len(shown_there) - 1) if len(shown_there) > 1 else []
+        sizes[largest] = _size(shown_there)
+    return series
 
 
 def _spread(shown: list[Shown], number: int) -> list[Shown]:
@@ -209,19 +221,8 @@ def _spread(shown: list[Shown], number: int) -> list[Shown]:
     return shown[-1:] if number == 1 else [shown[round(i * (len(shown) - 1) / (number - 1))] for i in range(number)]
 
 
-def _fitting(series: list[Series], max_size: int) -> list[Series]:
-    """Leave out some of the largest until all fit on a page."""
-    sizes = [_size(one.shown) for one in series]
-    while sum(sizes) > max_size:
-        largest = sizes.index(max(sizes))
-        shown = series[largest].shown
-        shown[:] = _spread(shown, len(shown) - 1) if len(shown) > 1 else []
-        sizes[largest] = _size(shown)
-    return series
-
-
 def _size(shown: list[Shown]) -> int:
-    return sum(len(each.png or each.text or "") for each in shown)
+    return sum(len(item.png or item.text or "") for item in shown)
 
 
 def _shown(iteration: Any, item: dict[str, Any]) -> Shown | None:
@@ -254,9 +255,9 @@ def _histogram(iteration: Any, item: dict[str, Any]) -> Shown | None:
         return None
     if not all(type(count) is int and 0 <= count < 1 << 60 for count in counts) or not all(map(_is_finite, edges)):
         return None
-    parts = [f"{sum(counts):,} values" + (f" from {edges[0]:.4g} to {edges[-1]:.4g}" if edges else "")]
+    words = [f"{sum(counts):,} values" + (f" from {edges[0]:.4g} to {edges[-1]:.4g}" if edges else "")]
     names = {"nan": "NaN", "positive_infinity": "positive infinity", "negative_infinity": "negative infinity"}
     apart = {word: item.get(name) for name, word in names.items()}
-    parts += [f"{count:,} {word}" for word, count in apart.items() if type(count) is int and 0 < count < 1 << 60]
+    words += [f"{count:,} {word}" for word, count in apart.items() if type(count) is int and 0 < count < 1 << 60]
     highest = max(counts, default=0) or 1
-    return Shown(iteration, bars=[count / highest for count in counts], summary=", ".join(parts))
+    return Shown(iteration, bars=[count / highest for count in counts], summary=", ".join(words))
