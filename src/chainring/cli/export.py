@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
+from chainring._places import StoredFile
 from chainring._runs.locate import describe_file, is_file, locate_saved
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
 from chainring.serializers._restoring import find_aliases, read_stored
-from chainring.serializers._store import SavedSnapshot, StoredFile, find_snapshot, open_file
+from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
 
 _MODEL = "updater/model:"
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face
