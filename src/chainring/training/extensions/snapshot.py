@@ -211,7 +211,8 @@ class Snapshot(Extension):
             return
         takers = [name, *(each for each, is_wanted in wanted.items() if is_wanted)]
         self._guard(self._background.wait)
-        os.makedirs(trainer.out, exist_ok=True)  # called by hand before the run, to keep the state that it starts from
+        if trainer.comm.is_main:  # it may be called by hand before the run, to keep the state that it starts from
+            os.makedirs(trainer.out, exist_ok=True)
         write = self._prepare(trainer, siblings, takers)
         wanted |= dict.fromkeys(wanted, False)  # the others need not take it too
         if write is None:
