@@ -40,13 +40,57 @@ def explain(trainer: Trainer, iterations: int, is_started: bool) -> str:
     if iterations < 1:
         raise ValueError(f"explain predicts 1 iteration or more, got {iterations}")
     entries = sorted(trainer.entries, key=lambda entry: entry.is_snapshot)  # as they run
-    first = trainer.updater.iteration + 1
-    fires, last, end = _predict(trainer, entries, iterations, is_started)
+    updater = SimulatedUpdater(trainer.updater)
+    first, limit = updater.iteration + 1, updater.iteration + iterations
+    copies = {
+        id(trigger): copy.deepcopy(trigger)
+        for trigger in (trainer.stop_trigger, *(entry.trigger for entry in entries))
+        if _is_predictable(trigger, updater.counts_epochs)
+    }
+    simulated: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
+    simulated.initialize_trigger = lambda trigger: hasattr(trigger, "initialize") and trigger.initialize(simulated)
+    if not is_started:
+        for trigger in copies.values():
+            simulated.initialize_trigger(trigger)
+    stop_trigger, end = copies.get(id(trainer.stop_trigger)), None
+    fires: dict[int, list[int]] = {key: [] for key in copies}
+    while updater.iteration < limit and end is None:
+        if stop_trigger is not None and stop_trigger(simulated):
+            end = describe(trainer.stop_trigger)
+        elif updater.has_ended:
+            end = "the end of the data"
+        else:
+            updater.update()
+            for key, trigger in copies.items():
+                if trigger(simulated):
+                    fires[key].append(updater.iteration)
+    if updater.iteration < first:
+        headline = f"No more iterations: {end} has stopped training after iteration {updater.iteration}."
+    else:
+        until = "the data end" if trainer.stop_trigger is never else describe(trainer.stop_trigger)
+        ending = f"then {end} stops training" if end is not None else f"until {until}"
+        headline = f"Iterations {first} to {updater.iteration}, {ending}. Each is an update, then in this order:"
     rows = [("extension", "priority", "trigger", "fires")]
     rows += [_row(trainer, entry, fires.get(id(entry.trigger))) for entry in entries]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    table = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
-    return "\n".join([_headline(trainer, first, last, end), *table])
+    return "\n".join([headline, *("  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows)])
+
+
+def _is_predictable(trigger: Any, counts_epochs: bool) -> bool:
+    unit = getattr(trigger, "unit", None)
+    return getattr(trigger, "predictable", False) and unit != "second" and (counts_epochs or unit != "epoch")
+
+
+def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, str, str, str]:
+    if fires is None:
+        text = "asked each iteration"
+    else:
+        text = "at " + (", ".join(map(str, fires[:_MAX_SHOWN])) or "none of them")
+        text += f", ... ({len(fires)} times)" if len(fires) > _MAX_SHOWN else ""
+    is_skipped = trainer.is_resumed and entry.optional("skip_on_resume")
+    text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
+    text += "; observes each" if entry.observe is not None else ""
+    return entry.name, str(entry.priority), describe(entry.trigger), text
 
 
 class SimulatedUpdater:
@@ -89,58 +133,6 @@ class SimulatedUpdater:
         if not self._repeat:
             self._epochs = min(self._epochs, Fraction(1))
         self.is_new_epoch = self.epoch != epoch
-
-
-def _predict(
-    trainer: Trainer, entries: list[Entry], iterations: int, is_started: bool
-) -> tuple[dict[int, list[int]], int, str | None]:
-    """Return the iterations in which each trigger fires (by its id), the last iteration, and what ends the run there."""
-    updater = SimulatedUpdater(trainer.updater)
-    triggers = [trainer.stop_trigger, *(entry.trigger for entry in entries)]
-    copies = {id(trigger): copy.deepcopy(trigger) for trigger in triggers if _is_predictable(trigger, updater.counts_epochs)}
-    simulated: Any = SimpleNamespace(updater=updater, elapsed_time=trainer.elapsed_time, observation={})
-    simulated.initialize_trigger = lambda trigger: hasattr(trigger, "initialize") and trigger.initialize(simulated)
-    if not is_started:
-        for trigger in copies.values():
-            simulated.initialize_trigger(trigger)
-    stop_trigger = copies.get(id(trainer.stop_trigger))
-    fires: dict[int, list[int]] = {key: [] for key in copies}
-    end = updater.iteration + iterations
-    while updater.iteration < end:
-        if stop_trigger is not None and stop_trigger(simulated):
-            return fires, updater.iteration, describe(trainer.stop_trigger)
-        if updater.has_ended:
-            return fires, updater.iteration, "the end of the data"
-        updater.update()
-        for key, trigger in copies.items():
-            if trigger(simulated):
-                fires[key].append(updater.iteration)
-    return fires, updater.iteration, None
-
-
-def _is_predictable(trigger: Any, counts_epochs: bool) -> bool:
-    unit = getattr(trigger, "unit", None)
-    return getattr(trigger, "predictable", False) and unit != "second" and (counts_epochs or unit != "epoch")
-
-
-def _headline(trainer: Trainer, first: int, last: int, end: str | None) -> str:
-    if last < first:
-        return f"No more iterations: {end} has stopped training after iteration {last}."
-    until = "the data end" if trainer.stop_trigger is never else describe(trainer.stop_trigger)
-    ending = f"then {end} stops training" if end is not None else f"until {until}"
-    return f"Iterations {first} to {last}, {ending}. Each is an update, then in this order:"
-
-
-def _row(trainer: Trainer, entry: Entry, fires: list[int] | None) -> tuple[str, str, str, str]:
-    if fires is None:
-        text = "asked each iteration"
-    else:
-        text = "at " + (", ".join(map(str, fires[:_MAX_SHOWN])) or "none of them")
-        text += f", ... ({len(fires)} times)" if len(fires) > _MAX_SHOWN else ""
-    is_skipped = trainer.is_resumed and entry.optional("skip_on_resume")
-    text += "; once before training" if entry.invoke_before_training and not is_skipped else ""
-    text += "; observes each" if entry.observe is not None else ""
-    return entry.name, str(entry.priority), describe(entry.trigger), text
 
 
 def rehearse(trainer: Trainer) -> None:

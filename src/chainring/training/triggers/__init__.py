@@ -1,7 +1,5 @@
 """Triggers: callables of a trainer that decide when an extension is called, or when training stops."""
 
-from chainring.training.triggers._get_trigger import TriggerLike as TriggerLike
-from chainring.training.triggers._get_trigger import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger
 from chainring.training.triggers.best_value import BestValueTrigger, EarlyStoppingTrigger, MaxValueTrigger, MinValueTrigger
 from chainring.training.triggers.interval import (
@@ -10,7 +8,10 @@ from chainring.training.triggers.interval import (
     OnceTrigger,
     ReachedTrigger,
     TimeTrigger,
+    get_stop_trigger,
+    get_trigger,
 )
+from chainring.training.triggers.interval import TriggerLike as TriggerLike
 
 __all__ = [
     "BestValueTrigger",

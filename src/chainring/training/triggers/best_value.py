@@ -11,8 +11,8 @@ from chainring._checks import find_call_error, is_integer
 from chainring._messages import OneTimeWarning, info
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer, Serializer
-from chainring.training.triggers._get_trigger import TriggerLike, get_stop_trigger, get_trigger
 from chainring.training.triggers.base import Trigger, describe, keys_of, serialize_inner_trigger
+from chainring.training.triggers.interval import TriggerLike, get_stop_trigger, get_trigger
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer
