@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import pairwise
 from traceback import walk_tb
 from types import FunctionType
@@ -46,7 +47,7 @@ class Source:
         """True if it is an iterator itself, such as a generator."""
         return hasattr(self.loader, "__next__")
 
-    @property
+    @cached_property
     def may_draw(self) -> bool:
         """True if it may draw in this process amid a pass; seeding and restoring takes 0.1 ms a batch."""
         return type(self.loader) not in (list, tuple)
@@ -121,7 +122,7 @@ class TorchLoader(Source):
         is_indexed = isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset)
         return _length(self.loader.dataset) if is_indexed else None
 
-    @property
+    @cached_property
     def may_draw(self) -> bool:
         # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
         return not self._n_workers or not all(_is_of(sampler, "torch.utils.data") for sampler in self.samplers)

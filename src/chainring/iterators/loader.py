@@ -101,6 +101,9 @@ class LoaderIterator(Iterator):
             raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
         if repeat and (reason := source.find_inexactness()) is not None:
             warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {reason}")
+        # A pass is left after epoch_length batches, unless it has a state and is resumed without fetching anything again.
+        may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
+        self._is_endless = epoch_length is not None and may_have_no_end and not self._passes.uses_state
         self._epoch_position = 0
         self._returned = self._passes.position  # behind the batch last returned
         self._resumed: tuple[Position, int] | None = None  # to which a rank's share is yet to be brought; number of ranks
@@ -124,13 +127,14 @@ class LoaderIterator(Iterator):
     def __next__(self) -> Batch:
         if not self._pending:
             self._fetch()
-        if self._epoch_size is None and len(self._pending) == 1 and self._error is None:
+        size = self._epoch_size
+        if size is None and len(self._pending) == 1 and self._error is None:
             self._look_ahead()
         fetched = self._pending.pop(0)
         if self._since_mark is not None:
             self._since_mark.append(fetched)
         self._returned = fetched.position
-        epoch, position, size = self.epoch, self._epoch_position + 1, self._epoch_size
+        epoch, position = self.epoch, self._epoch_position + 1
         if fetched.is_last if size is None else position == size:
             epoch, position = epoch + 1, 0
         self._epoch_position = position
@@ -149,7 +153,7 @@ class LoaderIterator(Iterator):
             passes.end()
         is_new_pass = not passes.is_open
         while not passes.has_ended:
-            if not passes.is_open:
+            if is_new_pass:
                 passes.begin()
             try:
                 self._pending.insert(0, self._take())
@@ -180,13 +184,6 @@ class LoaderIterator(Iterator):
             except StopIteration:
                 passes.end()
         return _Fetched(batch, passes.position)
-
-    @property
-    def _is_endless(self) -> bool:
-        """True if a pass is left after ``epoch_length`` batches; one with a state is resumed without that."""
-        if self.epoch_length is None or self._source.length is not None or self._passes.uses_state:
-            return False
-        return not self._source.is_single_pass and not self._source.has_end
 
     def _look_ahead(self) -> None:
         """Fetch one batch more of this pass, to learn whether the one that is returned next is its last."""

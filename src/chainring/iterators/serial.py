@@ -71,11 +71,9 @@ class IndexedIterator(Iterator):
         self.dataset: Any = dataset
         self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
-        self.shuffle = shuffle is None or bool(shuffle)
-        self.order_sampler = order_sampler
-        self._seed = None if seed is None else int(seed)  # of the orders from index _switch on
-        self._earlier_seed, self._switch = self._seed, 0  # an order that was begun before a resume keeps its seed
-        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler)
+        self._orders = _EpochOrders(size_of(dataset), shuffle is None or bool(shuffle), order_sampler)
+        self._seed = None if seed is None else int(seed)
+        self._earlier = self._seed, 0  # an order that was begun before a resume keeps its seed: up to which index
         self._first_order = 0  # the index of the order that epoch 0 has
         self._current_key: OrderKey | None = None  # of the current epoch, while it is known
         self._gather = make_gather(dataset)
@@ -83,6 +81,16 @@ class IndexedIterator(Iterator):
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
+
+    @property
+    def shuffle(self) -> bool:
+        """True if each epoch has an order of its own."""
+        return self._orders.shuffle
+
+    @property
+    def order_sampler(self) -> OrderSampler | None:
+        """The function that returns the order of an epoch."""
+        return self._orders.sampler
 
     @property
     def seed(self) -> int:
@@ -169,21 +177,22 @@ class IndexedIterator(Iterator):
         return [(key, indices[:1])], True
 
     def _advance(self, epoch: int, position: int) -> None:
-        self.previous_epoch_detail = self.epoch_detail
-        self.is_new_epoch = epoch != self.epoch
-        self._set_position(epoch, position)
+        self._count_batch(epoch, self._detail_at(epoch, position))
+        self._go_to(position)
 
-    def _set_position(self, epoch: int, position: int) -> None:
-        self.epoch, self.current_position = epoch, position
-        self.epoch_detail = epoch + position / self._orders.size if self._orders.size else 0.0
-        has_ended = epoch > 0 and not self.repeat
-        self._current_key = None if self._seed is None or has_ended else self._order_key(epoch)
+    def _detail_at(self, epoch: int, position: int) -> float:
+        return epoch + position / self._orders.size if self._orders.size else 0.0
+
+    def _go_to(self, position: int) -> None:
+        """Go to a position of the current epoch."""
+        self.current_position = position
+        has_ended = self.epoch > 0 and not self.repeat
+        self._current_key = None if self._seed is None or has_ended else self._order_key(self.epoch)
 
     def _order_key(self, epoch: int) -> OrderKey:
         order = self._first_order + epoch
-        if order < self._switch and self._earlier_seed is not None:
-            return self._earlier_seed, order
-        return self._get_seed(), order
+        earlier_seed, switch = self._earlier
+        return self._get_seed() if earlier_seed is None or order >= switch else earlier_seed, order
 
     def _get_seed(self) -> int:
         if self._seed is None:
@@ -195,17 +204,18 @@ class IndexedIterator(Iterator):
         self.rewind()
 
     def rewind(self) -> None:
-        self._set_position(0, 0)
-        self.previous_epoch_detail, self.is_new_epoch = None, False
+        self._restore_counters((0, 0.0, None, False))
+        self._go_to(0)
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""
-        return self.epoch, self.current_position, self.previous_epoch_detail, self.is_new_epoch
+        return self._counters(), self.current_position
 
     def return_to(self, mark: Any) -> None:
         """Go back to a position that `mark` returned: the batches since then will be returned again."""
-        epoch, position, self.previous_epoch_detail, self.is_new_epoch = mark
-        self._set_position(epoch, position)
+        counters, position = mark
+        self._restore_counters(counters)
+        self._go_to(position)
 
     def batch_place(self) -> Any:
         return self._first_order + self.epoch, self.current_position
@@ -245,29 +255,20 @@ class IndexedIterator(Iterator):
             )
         visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         seed = serializer("seed", self._get_seed() if saving else self._seed)
-        earlier_seed = serializer("earlier_seed", self._earlier_seed)
-        switch = serializer("switch", self._switch)
+        earlier = serializer("earlier_seed", self._earlier[0]), serializer("switch", self._earlier[1])
         self._first_order = serializer("first_order", self._first_order)
         epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
         if not saving:
-            self.epoch, self.current_position = epoch, position
-            self._adopt_seed(seed, earlier_seed, switch)
-            self._set_position(epoch, position)
-            self.is_new_epoch, self.previous_epoch_detail = is_new_epoch, previous
-
-    def _adopt_seed(self, seed: int | None, earlier_seed: int | None, switch: int) -> None:
-        """Adopt the saved seed; another one that the script gives holds from the next order on."""
-        given, self._seed, self._earlier_seed, self._switch = self._seed, seed, earlier_seed, switch
-        if given is None or given == seed:
-            return
-        current_seed, order = self._order_key(self.epoch)
-        self._seed = given
-        self._earlier_seed = current_seed
-        self._switch = order + (self.current_position > 0)
-        holds = "the current epoch keeps its order, the next has that of the new seed"
-        announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
+            self._restore_counters((epoch, self._detail_at(epoch, position), previous, is_new_epoch))
+            given, self._seed, self._earlier = self._seed, seed, earlier
+            if given is not None and given != seed:
+                current_seed, order = self._order_key(epoch)
+                self._seed, self._earlier = given, (current_seed, order + (position > 0))
+                holds = "the current epoch keeps its order, the next has that of the new seed"
+                announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
+            self._go_to(position)
 
 
 class SerialIterator(IndexedIterator):
@@ -333,8 +334,8 @@ class _EpochOrders:
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
         self._dataset_size = dataset_size
-        self._shuffle = shuffle
-        self._sampler = sampler
+        self.shuffle = shuffle
+        self.sampler = sampler
         # The newest first, and if it is not large the one before, since a Recorder asks for the epoch that has just ended.
         self._blocks: list[_Block] = []
         self.size = dataset_size if sampler is None else len(self._sample_twice(sampler))
@@ -345,16 +346,16 @@ class _EpochOrders:
         for block_seed, block_epoch, first, last, block in self._blocks:
             if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
                 return block[start - first : stop - first]
-        if self._sampler is None and not self._shuffle:
+        if self.sampler is None and not self.shuffle:
             return np.arange(start, stop)
         boundary = start - start % self._block_size + self._block_size
         if stop > boundary:
             return np.concatenate([self.indices(seed, epoch, start, boundary), self.indices(seed, epoch, boundary, stop)])
         first, last = boundary - self._block_size, min(self.size, boundary)
-        if self._sampler is None:
+        if self.sampler is None:
             block = epoch_order(seed, epoch, self._dataset_size, first, last)
         else:
-            block = self._sample(self._sampler, seed, epoch)
+            block = self._sample(self.sampler, seed, epoch)
             if len(block) != self.size:
                 raise ValueError(
                     "an order sampler must return as many indices for every epoch; "
