@@ -74,11 +74,22 @@ class OptimizerState:
                 serializer("initial_groups", self._groups)
             return
         other = visit_optional(serializer, "other_state", None) or {}
-        members = _members([group["params"] for group in saved_groups])
-        initial = _members(visit_optional(serializer, "initial_groups", None) or members)
-        if initial == _members(self._groups or []) and _members([group["params"] for group in groups]) != members:
-            groups = self._regroup(saved_groups)
-        self._load(state, saved_groups, {**extra, "other": other}, groups, made)
+        theirs, ours = ([group["params"] for group in each] for each in (saved_groups, groups))
+        initial = visit_optional(serializer, "initial_groups", None) or theirs
+        if list(map(sorted, ours)) != list(map(sorted, theirs)):
+            if list(map(sorted, initial)) != list(map(sorted, self._groups or [])):
+                raise _refusal(theirs, ours)
+            self._regroup(saved_groups)
+        parameters = dict(zip(self._names, enumerate(_parameters(self._optimizer)), strict=True))
+        by_position: dict[Any, Any] = {}
+        for name, entries in state.items():
+            position, parameter = parameters[name]
+            by_position[position] = _shard_like(entries, parameter)
+        positions = itertools.count()
+        groups = [
+            {**group, "params": _Positions(itertools.islice(positions, len(group["params"])))} for group in saved_groups
+        ]
+        load_optimizer(self._optimizer, {**by_position, **other}, groups, extra, made)
         self._apply_changes(constructed, made)
 
     def _check_state(self) -> None:
@@ -111,8 +122,8 @@ class OptimizerState:
                         "find it: register it in a module"
                     )
 
-    def _regroup(self, saved: list[Any]) -> list[Any]:
-        """Give the optimizer the parameter groups of the saved run, and return them; their settings are not loaded."""
+    def _regroup(self, saved: list[Any]) -> None:
+        """Give the optimizer the parameter groups of the saved run; their settings are not loaded."""
         parameters = {self._model_names[id(p)]: p for model in self._models.values() for p in model.parameters()}
         if missing := [name for group in saved for name in group["params"] if name not in parameters]:
             raise ValueError(
@@ -130,23 +141,6 @@ class OptimizerState:
             else:
                 self._optimizer.add_param_group({"params": list(zip(dotted, members, strict=True)) if is_named else members})
         self._names = _names_in(self._optimizer, self._model_names)
-        return saved
-
-    def _load(
-        self, state: dict[str, Any], saved: list[Any], extra: dict[str, Any], live: list[Any], made: list[dict[str, Any]]
-    ) -> None:
-        _require_same(saved, live)
-        parameters = dict(zip(self._names, enumerate(_parameters(self._optimizer)), strict=True))
-        by_position: dict[Any, Any] = {}
-        for name, entries in state.items():
-            position, parameter = parameters[name]
-            by_position[position] = _shard_like(entries, parameter)
-        positions = itertools.count()
-        groups = [
-            {**group, "params": _Positions(itertools.islice(positions, len(own["params"])))}
-            for group, own in zip(saved, live, strict=True)
-        ]
-        load_optimizer(self._optimizer, {**by_position, **extra.pop("other")}, groups, extra, made)
 
     def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
         """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
@@ -265,17 +259,10 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
     return [list(itertools.islice(in_order, len(group["params"]))) for group in optimizer.param_groups]
 
 
-def _members(groups: list[list[str]]) -> list[list[str]]:
-    """Return the names in each group in one order."""
-    return [sorted(names) for names in groups]
-
-
-def _require_same(saved: list[Any], live: list[Any]) -> None:
-    ours, theirs = ([sorted(group["params"]) for group in groups] for groups in (live, saved))
-    if ours != theirs:
-        had, has = ({name for group in groups for name in group} for groups in (theirs, ours))
-        raise ValueError(
-            f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
-            f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
-            "Resume with the same model and the same groups of parameters"
-        )
+def _refusal(theirs: list[list[str]], ours: list[list[str]]) -> ValueError:
+    had, has = ({name for names in groups for name in names} for groups in (theirs, ours))
+    return ValueError(
+        f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
+        f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
+        "Resume with the same model and the same groups of parameters"
+    )

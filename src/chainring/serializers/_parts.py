@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -163,10 +163,9 @@ class StoredTensors:
         result, failure = None, None
         try:
             result = call()
-        except CorruptError as error:
-            failure = error
         except (ValueError, OSError) as error:
-            failure = CorruptError(f"{self._source} cannot be read: {error}")
+            is_told = isinstance(error, CorruptError)
+            failure = error if is_told else CorruptError(f"{self._source} cannot be read: {error}")
         answers: list[Any] = self._gather((result, failure))
         for _, failure in answers:
             if failure is not None:
@@ -183,37 +182,41 @@ class StoredTensors:
         return manifest, text
 
     def _open(self) -> list[_Described]:
-        """Open the files that this rank reads, or reads some of; return what it reads of each tensor."""
+        """Open the files that this rank reads, or reads some of; return what it reads of each tensor.
+
+        A file is read by the rank that wrote it, where there are as many as then. Small tensors are read at once.
+        """
+        rank, size = self._comm.rank, self._comm.size
         names = sorted(name for name in self.manifest.files if name.endswith(".safetensors"))
         described = []
-        for name, readers in zip(names, _assign_readers(len(names), self._comm.size), strict=True):
-            if self._comm.rank not in readers:
+        for number, path in enumerate(names):
+            readers = [reader for reader in range(size) if reader * len(names) // size == number]
+            readers = readers if len(names) < size else [number * size // len(names)]
+            if rank not in readers:
                 continue
-            file = self._source.open(name, self.manifest)
+            file = self._source.open(path, self.manifest)
             header, stored = _safetensors.read_header(file)
-            text = self.manifest.parts.get(name, "")
+            text, count = self.manifest.parts.get(path, ""), 1 + len({entry.part for entry in stored.values()})
             crcs = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
-            if not self._is_verified and (
-                len(crcs) != 1 + len({entry.part for entry in stored.values()}) or crcs[0] != zlib.crc32(header)
-            ):
+            if not self._is_verified and (len(crcs) != count or crcs[0] != zlib.crc32(header)):
                 raise CorruptError(f"{file.path} has other bytes than were written")
-            mine = _share(stored, readers.index(self._comm.rank), len(readers))
+            mine = _share(stored, readers.index(rank), len(readers))
             for key, entry in stored.items():
-                if entry.part in mine:
-                    described.append(self._add(file, key, entry, None if self._is_verified else crcs[entry.part]))
+                if entry.part not in mine:
+                    continue
+                name, start, length = key.partition("\0")[0], entry.place[0], entry.place[1] - entry.place[0]
+                offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
+                part = _Part(file, start, (tuple(offsets), entry.shape), None if self._is_verified else crcs[entry.part])
+                self._parts.setdefault(name, []).append(part)
+                content = None
+                if entry.shape == tuple(shape) and self._source.is_local and length <= _SMALL:  # elsewhere by requests
+                    content = bytes(file.read(start, length).numpy())
+                    if part.crc is not None and zlib.crc32(content) != part.crc:
+                        raise CorruptError(f"{file.path} has other bytes than were written")
+                strides = None if entry.offsets else entry.strides
+                same_as = entry.same_as and entry.same_as.partition("\0")[0]
+                described.append(_Described(name, entry.dtype, tuple(shape), part.region, strides, content, same_as))
         return described
-
-    def _add(self, file: StoredFile, key: str, entry: _safetensors.Stored, crc: int | None) -> _Described:
-        """Take a part of a tensor that this rank reads; a small tensor is read at once."""
-        name, size, content = _name_of(key), entry.place[1] - entry.place[0], None
-        offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
-        self._parts.setdefault(name, []).append(_Part(file, entry.place[0], (tuple(offsets), entry.shape), crc))
-        if entry.shape == tuple(shape) and size <= (_SMALL if self._source.is_local else 0):  # there a request for each
-            content = bytes(file.read(entry.place[0], size).numpy())
-            if crc is not None and zlib.crc32(content) != crc:
-                raise CorruptError(f"{file.path} has other bytes than were written")
-        strides, same_as = None if entry.offsets else entry.strides, entry.same_as and _name_of(entry.same_as)
-        return _Described(name, entry.dtype, tuple(shape), (tuple(offsets), entry.shape), strides, content, same_as)
 
     def _assemble(self, described: Iterable[_Described]) -> dict[str, Tensor | StoredTensor]:
         """Return the tensors that the parts of all ranks make up; those that are one in all files are one value."""
@@ -227,7 +230,9 @@ class StoredTensors:
             if any((part.dtype, part.shape) != (first.dtype, first.shape) for part in others) or (
                 layout not in sound and not is_partition(*layout)  # first: a shape alone could ask for any memory
             ):
-                _refuse_parts(name, first.shape)
+                raise CorruptError(
+                    f"the shards of {name!r} do not make one tensor of shape {list(first.shape)}; use another snapshot"
+                )
             sound.add(layout)
             if first.content is None:
                 tensors[name] = StoredTensor(name, first.dtype, first.shape, first.strides, self)
@@ -364,28 +369,12 @@ class _Stream:
         except OSError as error:
             self._failure = self._failure or CorruptError(f"{part.file.path} cannot be read: {error}")
         key = block.name, block.number
-        self._crcs[key] = crc = zlib.crc32(_view(content), self._crcs.get(key, 0))
+        self._crcs[key] = crc = zlib.crc32(memoryview(content.numpy()), self._crcs.get(key, 0))  # type: ignore[arg-type]
         if first + size == whole and part.crc not in (crc, None):
             self._failure = self._failure or CorruptError(
                 f"{part.file.path} has other bytes of {key[0]!r} than were written"
             )
         return content.view(dtype).reshape(block.region[1])
-
-
-def _name_of(key: str) -> str:
-    """Return the name of the tensor of which something is stored under a key."""
-    return key.partition("\0")[0]
-
-
-def _refuse_parts(name: str, shape: Sequence[int]) -> NoReturn:
-    raise CorruptError(f"the shards of {name!r} do not make one tensor of shape {list(shape)}; use another snapshot")
-
-
-def _assign_readers(files: int, ranks: int) -> list[list[int]]:
-    """Return the ranks that read each file: those that wrote it, where there are as many as then."""
-    if files >= ranks:
-        return [[file * ranks // files] for file in range(files)]
-    return [[rank for rank in range(ranks) if rank * files // ranks == file] for file in range(files)]
 
 
 def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int) -> set[int]:
@@ -403,11 +392,6 @@ def _shards_of(tensor: Tensor) -> list[Shard]:
     if is_sharded(tensor):
         return local_shards(tensor)
     return [Shard(tensor, (0,) * tensor.ndim, tuple(tensor.shape))]
-
-
-def _view(content: Tensor) -> memoryview:
-    array: Any = content.numpy()
-    return memoryview(array)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values of saved state: copied, compared, read from a snapshot's files, and given back as an object declares them."""
+"""Values of saved state: copied, compared, read from the files of a snapshot, and given back as an object declares them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,8 @@ from chainring._distributed.sharding import empty_shard_like, is_sharded, is_sum
 
 K = TypeVar("K")
 
+_SINCE = {"float8_e8m0fnu": "2.7", "float4_e2m1fn_x2": "2.8"}
+"""The version of torch with which a dtype came."""
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 SCALARS = (*_NUMBERS, str)
 
@@ -243,6 +245,22 @@ def _replace_stored(value: Any, function: Callable[[StoredTensor, tuple[Any, ...
             replaced[key] = _replace_stored(item, function, (*keys, key))
         return replaced
     return value
+
+
+def find_dtypes(names: Iterable[str]) -> dict[str, torch.dtype]:
+    """Return those of the named dtypes that this torch has."""
+    return {name: getattr(torch, name) for name in names if name not in _SINCE or hasattr(torch, name)}
+
+
+def require_dtype(name: object) -> None:
+    """Do nothing, unless a value was saved in a dtype that this torch lacks and a later one has.
+
+    Raises:
+        ValueError: it was.
+    """
+    if name in _SINCE and not find_dtypes([str(name)]):
+        rule = f"it holds {name}, which came with torch {_SINCE[str(name)]}, and this is {torch.__version__}"
+        raise ValueError(f"{rule}: read it with torch {_SINCE[str(name)]} or newer")
 
 
 @contextmanager

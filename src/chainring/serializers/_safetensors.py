@@ -28,8 +28,7 @@ import torch
 from chainring._files import Sink, parse_strict
 from chainring._places import StoredFile
 from chainring._places.local import LocalFile
-from chainring.serializers._dtypes import find_dtypes, require_dtype
-from chainring.serializers._restoring import find_aliases
+from chainring.serializers._restoring import find_aliases, find_dtypes, require_dtype
 
 CHUNK = 8 * 2**20  # bytes per write
 
@@ -112,7 +111,9 @@ def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
             if (name not in header) != ("same_as" in entry) or source not in header:
                 raise ValueError("its metadata and its tensors disagree")
             described, held = metadata.get(source, {}), header[source]
-            dtype, shape = _described(_dtype_of(held), held["shape"], described)
+            if (stored_as := _DTYPES.get(held["dtype"])) is None:
+                raise ValueError(f"it holds {held['dtype']!r:.40}, which this version does not write")
+            dtype, shape = _described(stored_as, held["shape"], described)
             start, end = (len(text) + offset for offset in held["data_offsets"])
             offsets = (entry["offsets"], entry["shape"]) if "offsets" in entry else None
             strides, same_as = described.get("strides"), entry.get("same_as")
@@ -199,13 +200,6 @@ def _check_places(header: Mapping[str, Any], size: int) -> None:
         start = last
     if start != size:
         raise ValueError(f"its tensors have {start} bytes, and there are {size}")
-
-
-def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ValueError(f"it holds {entry['dtype']!r:.40}, which this version does not write")
-    return dtype
 
 
 def to_tensor(
