@@ -1,11 +1,11 @@
 """Programs that were moved to Chainring: each continues bit for bit after SIGKILL, and is shorter than its original."""
 
 import ast
-import subprocess
-import sys
 
 import pytest
 from running import EXAMPLES
+
+from chainring.cli import main
 
 SMALL = {
     "text/train_text.py": ("--characters", "8000", "--unit", "16", "--batchsize", "16", "--length", "25", "--epoch", "4"),
@@ -23,21 +23,13 @@ STATEMENTS = {  # of the originals: Chainer's ptb, nanoGPT's and torchvision's t
 
 
 @pytest.mark.parametrize("script", SMALL)
-def test_a_killed_example_continues_bit_for_bit(script):
+@pytest.mark.usefixtures("forked_scripts")
+def test_a_killed_example_continues_bit_for_bit(script, capsys):
     """`chainring verify-resume` kills it several times, compares everything but times, and finds no unsaved state."""
-    command = [
-        sys.executable,
-        "-m",
-        "chainring",
-        "verify-resume",
-        "--iterations",
-        "40",
-        str(EXAMPLES / script),
-        *SMALL[script],
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No unsaved state was found" in done.stdout
+    status = main(["verify-resume", "--iterations", "40", str(EXAMPLES / script), *SMALL[script]])
+    printed = capsys.readouterr()
+    assert status == 0, printed.out + printed.err
+    assert "No unsaved state was found" in printed.out
 
 
 @pytest.mark.parametrize("script", STATEMENTS)

@@ -1,12 +1,12 @@
 """chainring verify-resume finds the script of the README and the examples exact, as they stand."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from running import EXAMPLES
 from test_killed_examples import SMALL
+
+from chainring.cli import main
 
 ARGUMENTS = {
     "mnist/train_mnist.py": (),
@@ -24,30 +24,38 @@ ARGUMENTS = {
 }
 
 
-def verified(cwd, *arguments):
-    """The finished command."""
-    command = [sys.executable, "-m", "chainring", "verify-resume", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
+pytestmark = pytest.mark.usefixtures("forked_scripts")
 
 
-def test_the_script_of_the_readme_is_exact_as_it_stands(tmp_path):
+@pytest.fixture
+def report(tmp_path, monkeypatch, capsys):
+    """Returns what the command prints of a script that is exact."""
+    monkeypatch.chdir(tmp_path)
+
+    def verify(*arguments):
+        status = main(["verify-resume", *map(str, arguments)])
+        printed = capsys.readouterr()
+        assert status == 0, printed.out + printed.err
+        return printed.out
+
+    return verify
+
+
+def test_the_script_of_the_readme_is_exact_as_it_stands(tmp_path, report):
     """Killed after the end of an epoch, after an evaluation, within an epoch, and after a snapshot."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     (tmp_path / "train.py").write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1))
-    done = verified(tmp_path, "train.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "exact: killed 3 times" in done.stdout
-    assert "Not reached" not in done.stdout
-    assert "No unsaved state was found" in done.stdout
+    text = report("train.py")
+    assert "exact: killed 3 times" in text
+    assert "Not reached" not in text
+    assert "No unsaved state was found" in text
 
 
 @pytest.mark.parametrize("script", ARGUMENTS)
-def test_an_example_is_exact_and_nothing_lies_outside_its_state(script, tmp_path):
+def test_an_example_is_exact_and_nothing_lies_outside_its_state(script, report):
     """Over a few iterations."""
     few = ("--iterations", "6", "--kill-after", "4")
-    done = verified(tmp_path, *few, EXAMPLES / script, *ARGUMENTS[script])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No unsaved state was found" in done.stdout
+    assert "No unsaved state was found" in report(*few, EXAMPLES / script, *ARGUMENTS[script])
 
 
 LAUNCHED = {"distributed/launch_ray.py"}  # what workers of Ray do: test_launcher_examples.py
