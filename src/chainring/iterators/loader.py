@@ -90,6 +90,7 @@ class LoaderIterator(Iterator):
         repeat: bool = True,
     ) -> None:
         _check(loader, epoch_length)
+        self.loader: Any = loader  # first, so that what it does not save is named by this path
         self._source = source = source_of(loader)
         self.epoch_length = epoch_length
         self.per_rank = per_rank
@@ -110,11 +111,6 @@ class LoaderIterator(Iterator):
         self._pending: list[_Fetched] = []  # batches that were fetched and are not returned yet
         self._error: Exception | None = None  # that came when reading ahead; raised when it is its turn
         self._since_mark: list[_Fetched] | None = None  # batches returned since the last `mark`
-
-    @property
-    def loader(self) -> Any:
-        """The source of batches."""
-        return self._source.loader
 
     @property
     def _epoch_size(self) -> int | None:
