@@ -1,4 +1,4 @@
-"""A run that is cut in two at every iteration, its second part in a fresh trainer, is the uninterrupted run."""
+"""A run that is cut, its parts in fresh trainers, is the uninterrupted run."""
 
 from chainring import serializers, training
 
@@ -9,21 +9,32 @@ def parts(out, make, length, k, *, way):
     ``make`` makes an updater and a list of extensions, new ones at each call. ``way`` says how the state goes over:
     ``"load"`` into a trainer with its extensions, before ``"extend"``, or by ``"file"``.
     """
-    first, updater, own = _trainer(out / "first", make, k)
-    first.run()
-    if way == "file":
-        serializers.save(out / "saved", first)
-    state = first.state_dict()
-    second, updater_2, own_2 = _trainer(out / "second", make, length, extends=way != "extend")
-    if way == "file":
-        serializers.load(out / "saved", second)
-    else:
-        second.load_state_dict(state)
-    if way == "extend":
-        for extension in own_2:
-            second.extend(extension)
-    second.run()
-    return (first, updater, own), (second, updater_2, own_2)
+    return _run_after_one_another(out, make, (k, length), way)
+
+
+def chained(out, make, length, *, way):
+    """Trains one iteration in each of ``length`` trainers, each of which goes on after the one before; the first none.
+
+    So the run is cut after every iteration, and an error of one cut is there in the end. Returns what ``make`` made, and
+    its trainer, for each of them.
+    """
+    return _run_after_one_another(out, make, range(length + 1), way)
+
+
+def _run_after_one_another(out, make, lengths, way):
+    made = []
+    for number, length in enumerate(lengths):
+        trainer, updater, own = _trainer(out / f"part-{number}", make, length, extends=way != "extend" or not made)
+        if made and way == "file":
+            serializers.save(out / f"saved-{number}", made[-1][0])
+            serializers.load(out / f"saved-{number}", trainer)
+        elif made:
+            trainer.load_state_dict(made[-1][0].state_dict())
+        for extension in own if way == "extend" and made else ():
+            trainer.extend(extension)
+        trainer.run()
+        made.append((trainer, updater, own))
+    return made
 
 
 def whole(out, make, length):

@@ -69,6 +69,7 @@ def run(out, stop, *extensions, attr="lr", **settings):
     return [groups[0][0] for groups in [*settings.used, settings.now()]]
 
 
+ATTRIBUTES = "lr", "momentum", "initial_lr", "max_lr", "weight_decay"
 WAYS = ("extend, load", "load, extend", "file")
 
 
@@ -85,7 +86,7 @@ def resumed(out, stop, k, build, way, change=None):
     """
     first, extend = build(out / f"first-{k}", stop if k is None else k)
     extend()
-    settings = Settings(first.updater.get_optimizer("main"), "lr", "momentum", "initial_lr", "max_lr", "weight_decay")
+    settings = Settings(first.updater.get_optimizer("main"), *ATTRIBUTES)
     first.run()
     if k is None:
         return settings.used, settings.now(), parameters(first)
@@ -102,6 +103,26 @@ def resumed(out, stop, k, build, way, change=None):
         extend()
     second.run()
     return settings.used + later.used, later.now(), parameters(second)
+
+
+def chained(out, stop, build, way):
+    """Trains as `resumed`, one iteration with fresh objects after another; before the first there is a run of none."""
+    used, before = [], None
+    for k in range(stop + 1):
+        trainer, extend = build(out / f"part-{k}", k)
+        settings = Settings(trainer.updater.get_optimizer("main"), *ATTRIBUTES)
+        if before is None or way != "load, extend":
+            extend()
+        if before is not None and way == "file":
+            serializers.save(out / f"saved-{k}", before)
+            serializers.load(out / f"saved-{k}", trainer)
+        elif before is not None:
+            trainer.load_state_dict(before.state_dict())
+        if before is not None and way == "load, extend":
+            extend()
+        trainer.run()
+        used, before = used + settings.used, trainer
+    return used, settings.now(), parameters(before)
 
 
 def parameters(trainer):

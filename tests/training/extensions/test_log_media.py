@@ -96,22 +96,24 @@ def test_without_any_there_is_no_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "log", "log.jsonl", "run.json"]
 
 
-@pytest.mark.parametrize("stop", range(1, 9))
-def test_after_a_kill_and_a_resume_the_file_is_that_of_the_uninterrupted_run(tmp_path, stop):
-    """Rows after the snapshot are cut off, and what waited at the snapshot is in the next row."""
+def test_after_a_kill_and_a_resume_the_file_is_that_of_the_uninterrupted_run(tmp_path):
+    """In every iteration; rows after the snapshot are cut off, and what waited at the snapshot is in the next row."""
     run(tmp_path / "whole", 10, updater=Showing([1, 3, 7]), every=5)
     out = tmp_path / "out"
 
     class Killed(Showing):
         def update_core(self):
             super().update_core()
-            if self.iteration == stop:
+            if self.iteration == self.stop:
                 raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run(out, 10, updater=Killed([1, 3, 7]), every=5)
-    with open(out / "log.media.jsonl", "a") as file:
-        file.write('{"row": 7, "media": {"abandoned": {"kind": "text", "text": "x"}}}\n{"row": 8')
+    for stop in range(1, 9):
+        updater = Killed([1, 3, 7])
+        updater.stop = stop
+        with pytest.raises(KeyboardInterrupt):
+            run(out, 10, updater=updater, every=5)
+        with open(out / "log.media.jsonl", "a") as file:
+            file.write('{"row": 7, "media": {"abandoned": {"kind": "text", "text": "x"}}}\n{"row": 8')
     run(out, 10, updater=Showing([1, 3, 7]), every=5)
     assert lines(out) == lines(tmp_path / "whole")
     assert texts(out) == [(0, 5, "of 3"), (1, 10, "of 7")]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
-from resuming import differences, parts, whole
+from resuming import chained, differences, whole
 from scripted import Counting, run
 
 import forked
@@ -155,7 +155,7 @@ def test_no_value_is_read_from_its_device_before_the_trigger_fires(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["load", "extend", "file"])
-def test_cut_in_two_after_any_iteration_all_points_are_there(tmp_path, way):
+def test_cut_after_every_iteration_all_points_are_there(tmp_path, way):
     """Those before the resume, half intervals, and what has been warned of."""
     observations = [{"a/b": 1}, {"a/b": math.nan}, {"a/b": 2.5, "c": 1}, {}, {"a/b": -math.inf}, {"a/b": 3}, {"c": 2}]
 
@@ -167,13 +167,12 @@ def test_cut_in_two_after_any_iteration_all_points_are_there(tmp_path, way):
 
     with pytest.warns(UserWarning, match="no point yet for"):
         trainer, _, (plot,) = whole(tmp_path, make, 7)
-    for k in range(8):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            (_, _, (first,)), (resumed, _, (second,)) = parts(tmp_path / str(k), make, 7, k, way=way)
-        assert str(first.seen.drawn + second.seen.drawn) == str(plot.seen.drawn), k
-        assert len(caught) == 1
-        assert differences(trainer, resumed) == [], k
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = chained(tmp_path, make, 7, way=way)
+    assert str([drawn for _, _, (part,) in runs for drawn in part.seen.drawn]) == str(plot.seen.drawn)
+    assert len(caught) == 1
+    assert differences(trainer, runs[-1][0]) == []
 
 
 @pytest.mark.filterwarnings("ignore:plot.png has no point yet")
