@@ -270,10 +270,6 @@ class FinishedRun:
         }
         return dict(sorted(names.items()))
 
-    def saved(self) -> list[SavedSnapshot]:
-        """Return all snapshots, the newest first, those with a damaged manifest last."""
-        return [self.store.snapshot(name) for name in self.store.names()]
-
     @contextlib.contextmanager
     def opened(self, iteration: int) -> Iterator[dict[str, Any]]:
         """Open the snapshot of an iteration: its flat state, of which `read_stored` reads the tensors.

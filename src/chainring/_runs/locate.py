@@ -7,17 +7,16 @@ from contextlib import suppress
 
 from chainring._files import is_url
 from chainring._places import MANIFEST, StoredFile
-from chainring._runs.finished import FinishedRun
 from chainring.serializers._absence import explain_absence
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import Place, SavedSnapshot, find_snapshot, has_name, open_file, split
+from chainring.serializers._store import Place, SavedSnapshot, find_snapshot, has_name, open_file, open_store, split
 from chainring.training._run_directory import RECORD
 
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 
 
-def locate(place: Place) -> FinishedRun | SavedSnapshot | StoredFile:
-    """Return a run that has snapshots, a snapshot, or a file; at a path or an address.
+def locate(place: Place) -> StoredFile | list[SavedSnapshot]:
+    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; at a path or an address.
 
     Raises:
         FileNotFoundError, ValueError, CorruptError: there is none of them; with the path to give instead.
@@ -29,25 +28,17 @@ def locate(place: Place) -> FinishedRun | SavedSnapshot | StoredFile:
     if not is_url(given) or has_name(given):
         saved = find_snapshot(given)
         if saved.exists():
-            return saved
+            return [saved]
         if is_url(given) and saved.name != split(given)[1]:  # a link to nothing
             raise explain_absence(given)
         if is_url(given) or os.path.isfile(given):
             with suppress(FileNotFoundError):
                 return open_file(given)
     if is_url(given) or os.path.isdir(given):
-        run = FinishedRun(given)
-        if run.store.names():
-            return run
+        run = open_store(given)
+        if names := run.names():
+            return [run.snapshot(name) for name in names]
     raise explain_absence(given)
-
-
-def locate_saved(place: Place) -> StoredFile | list[SavedSnapshot]:
-    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; see `locate`."""
-    located = locate(place)
-    if isinstance(located, StoredFile):
-        return located
-    return located.saved() if isinstance(located, FinishedRun) else [located]
 
 
 def describe_file(file: StoredFile) -> str:
@@ -71,9 +62,8 @@ def describe_foreign_file(file: StoredFile) -> str | None:
     start = bytes(file.read(0, min(8, file.size)).numpy())
     if len(start) == 8 and _ASCII.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
         run = file.path.rpartition("/")[0] or "."
-        return "text, not a model" + (
-            f"; to look at the run it belongs to, give {run}" if is_file(f"{run}/{RECORD}") else ""
-        )
+        remedy = f"; to look at the run it belongs to, give {run}" if is_file(f"{run}/{RECORD}") else ""
+        return f"text, not a model{remedy}"
     return None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
 from chainring._places import StoredFile
-from chainring._runs.locate import describe_file, is_file, locate_saved
+from chainring._runs.locate import describe_file, is_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
 from chainring.serializers._restoring import find_aliases, read_stored
@@ -59,7 +59,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    located, target = locate_saved(options.directory), options.place
+    located, target = locate(options.directory), options.place
     if isinstance(located, StoredFile):
         raise FileNotFoundError(f"{options.directory} is {describe_file(located)}")
     saved = located[0]

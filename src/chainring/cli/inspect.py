@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chainring._places import StoredFile
-from chainring._runs.locate import describe_file, is_model, locate_saved
+from chainring._runs.locate import describe_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._absence import list_names
 from chainring.serializers._safetensors import read_entries
@@ -45,7 +45,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
-    located = locate_saved(options.path)
+    located = locate(options.path)
     if isinstance(located, StoredFile):
         if not is_model(located):
             raise FileNotFoundError(f"{located.path} is {describe_file(located)}")

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from chainring._places import StoredFile
-from chainring._runs.locate import describe_file, describe_foreign_file, locate_saved
+from chainring._runs.locate import describe_file, describe_foreign_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers import _safetensors
 from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot
@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
-    located = locate_saved(options.path)
+    located = locate(options.path)
     results = [_verify_file(located)] if isinstance(located, StoredFile) else list(map(_verify_snapshot, located))
     if options.json:
         sound = all(error is None for _, error in results)
