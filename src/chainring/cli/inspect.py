@@ -61,42 +61,31 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(about)
         return
-    _print_summary(about, others)
-    _print_table(about["tensors"], about["bytes"])
-
-
-def _print_summary(about: Mapping[str, Any], others: Sequence[SavedSnapshot]) -> None:
     epoch = f", epoch {printable(about['epoch'])}" if about["epoch"] else ""
-    print(f"{printable(about['directory'])}: iteration {about['iteration']}{epoch}")
+    print(f"{printable(saved.path)}: iteration {about['iteration']}{epoch}")
     if about["versions"]:
         print("written with " + ", ".join(printable(f"{name} {version}") for name, version in about["versions"].items()))
     if others:
         print(f"also there: {printable(list_names([other.name for other in others]))}")
     for note, text in about["notes"].items():
         print(f"{printable(note)}: {printable(text)}")
+    _print_table(about["tensors"], about["bytes"])
 
 
 def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
+    """Print a line for each tensor, on a terminal no wider than that: the middle of a long name is left out."""
     rows = [
         (printable(t["name"]), t["dtype"], "x".join(map(str, t["shape"])) or "scalar", f"{t['bytes']:,}") for t in tensors
     ]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
-    widths[0] = min(widths[0], _table_width() - sum(widths[1:]) - 8)
+    if sys.stdout.isatty():
+        widths[0] = min(widths[0], max(_MIN_WIDTH, shutil.get_terminal_size().columns) - sum(widths[1:]) - 8)
     for name, dtype, shape, count in rows:
-        shown = _shortened(name, widths[0])
-        print(f"  {shown:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
+        if len(name) > widths[0]:  # its beginning names the owner, its end the tensor
+            start = (widths[0] - 3) // 2
+            name = f"{name[:start]}...{name[len(name) - (widths[0] - 3 - start) :]}"
+        print(f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
     print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
-
-
-def _table_width() -> int:
-    """Return the width of the terminal; in a file or a pipe names are never shortened."""
-    return max(_MIN_WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
-
-
-def _shortened(name: str, width: int) -> str:
-    """Return a name without its middle: its beginning names the owner, its end the tensor."""
-    half = (width - 3) // 2
-    return name if len(name) <= width else f"{name[:half]}...{name[len(name) - (width - 3 - half) :]}"
 
 
 def _describe(saved: SavedSnapshot) -> dict[str, Any]:
