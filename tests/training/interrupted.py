@@ -9,6 +9,7 @@ import chainring
 from chainring import iterators, serializers, training
 from chainring.converters import concat_examples
 from chainring.training import extensions
+from chainring.training._observer import Observer
 from resume_program import Net, Noisy
 
 LENGTH = 7
@@ -103,19 +104,35 @@ def in_order(data):
     return iterators.SerialIterator(data, BATCH)
 
 
-def assert_resumes_everywhere(out, clock, **settings):
-    """The run is cut after every iteration, none included, and goes on in fresh objects of another seed.
+class Cut(Observer):
+    """Ends a run after an iteration, and leaves its stop trigger alone."""
 
-    Returns the uninterrupted run.
+    def __init__(self, last):
+        self.last = last
+
+    def ends(self, trainer, ends):
+        return trainer.updater.iteration == self.last or ends()
+
+
+def assert_resumes_everywhere(out, clock, **settings):
+    """A run that is cut after every iteration, none included, and goes on in fresh objects of another seed, is the whole.
+
+    Each piece begins with the state of the piece before, so that the error of one cut stays. Returns the whole run.
     """
     whole = made(out / "whole", clock, **settings).run()
-    watched = made(out / "watched", clock, takes=True, **settings).run()
-    assert_continued(watched, whole, 0)  # to take the state changes nothing
-    for k, state in enumerate(watched.watch.states):
-        resumed = made(out / str(k), clock, seed=100 + k, **settings)
-        resumed.trainer.load_state_dict(state)
-        torch.rand(k), np.random.rand(k)  # a script may draw between load and run
-        assert_continued(resumed.run(), whole, k)
+    state, rows = None, []
+    for k in range(len(whole.watch.rows) + 2):
+        piece = made(out / str(k), clock, seed=100 + k if k else 0, takes=True, **settings)
+        if state is not None:
+            piece.trainer.load_state_dict(state)
+            torch.rand(k), np.random.rand(k)  # a script may draw between load and run
+        if k <= len(whole.watch.rows):
+            piece.trainer.watch(Cut(k))
+            piece.trainer.run()
+            state = piece.watch.states[-1]
+            rows += piece.watch.rows
+    piece.watch.rows = rows
+    assert_continued(piece.run(), whole, 0)
     return whole
 
 
