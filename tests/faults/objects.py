@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "remote"))  # where the server and the proxy are
@@ -61,7 +60,6 @@ class Objects:
         self.proxy.heal()
         bucket = Bucket(url)
         bucket.delete(entry.key for entry in bucket.list())
-        bucket.abort_uploads(timedelta(0))
 
     def settings(self, place, url, **settings):
         """Of an attempt through the proxy, with a directory for temporary files of its own."""

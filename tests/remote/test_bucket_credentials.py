@@ -1,15 +1,12 @@
 """Where a bucket has its credentials from, and that they appear nowhere."""
 
 import json
-import random
 import sys
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
-import boto3
 import pytest
 
 from chainring._files import is_url
@@ -55,8 +52,6 @@ def test_the_environment_names_the_store_also_over_plain_http(proxy, s3, monkeyp
     monkeypatch.setenv(name, proxy.url)
     Bucket(s3).put("a", b"1")
     assert signer(proxy) == ("test", "us-east-1")
-    if name != "AWS_ENDPOINT_URL_S3":
-        assert Bucket(s3).abort_uploads(timedelta(0)) == []
 
 
 def test_a_profile_gives_keys_and_region(proxy, s3, profiles, monkeypatch):
@@ -211,18 +206,6 @@ def test_no_error_shows_a_setting_that_cannot_be_used(s3, monkeypatch, capfd, na
     assert_silent(Bucket(f"{s3}/run", HASTY), capfd, [SECRET])
 
 
-@pytest.mark.parametrize("fault", ["403 AccessDenied", "400 ExpiredToken", "404 NoSuchBucket"])
-def test_no_error_of_a_sweep_shows_what_a_request_carried(proxy, s3, monkeypatch, capfd, fault):
-    for name, value in {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_SESSION_TOKEN": TOKEN}.items():
-        monkeypatch.setenv(name, value)
-    proxy.fail(fault, times=1000)
-    with pytest.raises(
-        RemoteError, match=rf"uploads below {s3}/run cannot be aborted: the store answers {fault[4:]}"
-    ) as refused:
-        Bucket(f"{s3}/run").abort_uploads(timedelta(0))
-    assert not [secret for secret in (KEY, SECRET, TOKEN, "Signature=") if secret in everything_said(refused.value)]
-
-
 @pytest.mark.parametrize("url", [f"s3://{KEY}:{SECRET}@bucket/run", f"s3://{KEY}:{SECRET}/run", f"s3://bucket/run?key={SECRET}",
                                  f"https://{KEY}:{SECRET}@host/run", f"s3:///{KEY}:{SECRET}@bucket"])  # fmt: skip
 def test_an_address_with_credentials_is_refused_without_repeating_them(url):
@@ -236,33 +219,6 @@ def test_a_path_made_of_an_address_with_credentials_does_not_repeat_them():
     with pytest.raises(ValueError, match="an address is given as text") as refused:
         is_url(PurePosixPath(f"s3://{KEY}:{SECRET}@bucket/run"))
     assert SECRET not in str(refused.value)
-
-
-def test_uploads_that_nobody_finished_are_aborted_below_the_address_when_they_are_old(object_server, s3):
-    name = s3.removeprefix("s3://")
-    client = boto3.client("s3", endpoint_url=object_server, region_name="us-east-1")
-    for key in ("run/a", "run/b/c", "run2/a", "a"):
-        client.create_multipart_upload(Bucket=name, Key=key)
-    bucket = Bucket(f"{s3}/run")
-    assert bucket.abort_uploads(timedelta(days=30000)) == []  # to moto, all of them are from 2010
-    assert sorted(bucket.abort_uploads(timedelta(0))) == ["a", "b/c"]
-    assert bucket.abort_uploads(timedelta(0)) == []
-    assert sorted(Bucket(s3).abort_uploads(timedelta(0))) == ["a", "run2/a"]
-
-
-def test_aborting_uploads_draws_nothing_from_the_generators_of_the_run(s3, proxy):
-    """Also when requests fail, and pauses of random length are made."""
-    proxy.fail("503", times=2)
-    before = random.getstate()
-    Bucket(s3).abort_uploads(timedelta(0))
-    assert proxy.count(key="uploads") == 3
-    assert random.getstate() == before
-
-
-def test_without_boto3_or_beside_s3_uploads_are_left_alone(s3, monkeypatch):
-    assert Bucket("memory:///run").abort_uploads(timedelta(0)) == []
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    assert Bucket(s3).abort_uploads(timedelta(0)) == []
 
 
 def test_conditions_are_asked_for_in_the_words_of_each_store(proxy, monkeypatch):

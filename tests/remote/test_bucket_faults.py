@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import boto3
 import pytest
@@ -261,7 +260,7 @@ with Bucket(sys.argv[1]).upload("a") as file:
 """
 
 
-def test_a_process_that_is_killed_in_an_upload_leaves_no_object_and_parts_that_can_be_aborted(proxy, object_server, s3):
+def test_a_process_that_is_killed_in_an_upload_leaves_no_object_and_parts_that_a_rule_can_remove(proxy, object_server, s3):
     bucket = Bucket(s3)
     proxy.bytes_per_second = 100 << 20
     with subprocess.Popen([sys.executable, "-c", KILLED, s3], stdout=subprocess.PIPE) as process:
@@ -270,8 +269,6 @@ def test_a_process_that_is_killed_in_an_upload_leaves_no_object_and_parts_that_c
         process.kill()
     assert bucket.list() == []
     assert uploads_of(object_server, bucket) == ["a"]
-    assert bucket.abort_uploads(timedelta(0)) == ["a"]
-    assert uploads_of(object_server, bucket) == []
 
 
 def test_a_block_that_goes_on_after_a_failed_write_makes_no_object(proxy, s3):

@@ -22,6 +22,10 @@ STAMP = "lease"  # the key of what a manifest says of the run that has written i
 _CHUNK = 8 << 20  # bytes read at once
 
 
+class RemoteError(OSError):
+    """The store does not answer, or refuses."""
+
+
 def open_place(address: str | os.PathLike[str]) -> Place:
     """Return what is at a path or an address; nothing needs to be there."""
     if is_url(address):

@@ -12,15 +12,13 @@ import secrets
 import urllib.parse
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from chainring._files import SCHEMES
-from chainring._places.connection import PATIENCE, Connection, Patience, obstore
-from chainring._places.errors import ChangedError, RemoteError
-from chainring._places.reader import RangeReader
-from chainring._places.unfinished import abort_unfinished
-from chainring._places.upload import PART, Upload
+from chainring._places import RemoteError
+from chainring._places.connection import PATIENCE, ChangedError, Connection, Patience, obstore
+from chainring._places.streams import PART, RangeReader, Upload
 
 __all__ = [
     "MISSING",
@@ -95,12 +93,6 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({self.url!r})"
-
-    def below(self, path: str) -> Bucket:
-        """Return the bucket of the objects whose keys begin with a path; it shares the connections of this one."""
-        bucket = Bucket(f"{self.url}/{path}")
-        bucket._connection = self._connection
-        return bucket
 
     def get(self, key: str) -> Found:
         """Return an object.
@@ -263,25 +255,6 @@ class Bucket:
             return self.put(key, secrets.token_bytes(16), expected)
         except ChangedError:
             return None
-
-    def abort_uploads(self, older: timedelta) -> list[str]:
-        """Abort uploads that nobody has finished, whose parts cost money although no listing shows them.
-
-        On S3, where boto3 is installed; elsewhere nothing happens.
-
-        Args:
-            older: those that were begun so long ago, by the clock of the store.
-
-        Returns:
-            The keys of the objects that would have been there.
-
-        Raises:
-            RemoteError: the store does not answer, or does not allow it.
-        """
-        if not self.url.startswith("s3:"):
-            return []
-        paths = abort_unfinished(self._name, self._prefix, older, f"uploads below {self.url}")
-        return [path.removeprefix(self._prefix) for path in paths]
 
     def list(self, prefix: str = "") -> list[Entry]:
         """Return the objects whose keys begin with ``prefix``, by key.
