@@ -1,29 +1,168 @@
-"""Updates by compiled functions: a whole one, or in stages its gradients; with the values reported in them."""
+"""Compiled updates: whole ones in one function of ``torch.compile``, or in stages the loss and its gradients."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from chainring._messages import warn
+from chainring.datasets._columns import Uncounted
 from chainring.reporting.reporter import current
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
 from chainring.training.updaters._forward import arguments, check_loss, loss_and_weight
-from chainring.training.updaters._gradients import list_parameters, step_optimizer
+from chainring.training.updaters._gradients import clear_gradients, list_parameters, step_optimizer
 from chainring.training.updaters._precision import Precision
+from chainring.training.updaters.callbacks import run
 
-IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
+if TYPE_CHECKING:
+    from chainring.training.updaters._update import Scheme, Update
+
+_IS_AVAILABLE = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # since torch 2.13
 _LIMITS: dict[str, Any] = {"recompile_limit": 64, "isolate_recompiles": True}  # its overloads do not know them yet
-_HOOKED = "a parameter has a hook of its gradient, which a compiled function would pass over"
 
 
-class _Compiled:
+def compile_unless(obstacle: str | None, scheme: Scheme) -> Compiled | None:
+    """Return the compiled functions of an updater; ``None``, with a warning, if something stands against it."""
+    if obstacle is None and not _IS_AVAILABLE:
+        obstacle = f"an update is compiled by torch 2.13 or newer, and this is {torch.__version__}"
+    if obstacle is None:
+        return Compiled(scheme)
+    _warn(obstacle)
+    return None
+
+
+class Compiled:
+    """Computes the updates of an updater in compiled functions, and leaves to it what cannot be compiled.
+
+    An update of one micro-batch of one process is one function, steps included, in which a learning rate may change without
+    a new compilation. In all others, and where callbacks run within the computation, the loss and its gradients are one.
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        model, loss_func = scheme.models["main"], scheme.updater.loss_func
+        forward = model if loss_func is None else partial(loss_func, model)
+        self._optimizers = list(scheme.optimizers.values())
+        self._parameters = list_parameters(self._optimizers)
+        device = self._parameters[0].device
+        self._options: dict[str, Any] = {
+            "dtype": torch.float32 if device.type == "mps" else torch.float64,
+            "device": device,
+        }
+        self._one = torch.ones((), **self._options)
+        self._learning_rates: list[_LearningRate] = []
+        averages = scheme.mean is not None
+        # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
+        gradients = partial(_gradients, forward, scheme.precision, self._parameters, averages)
+        self._gradients = _Function(gradients, captures=False)
+        self._update: _Function | None = None
+        if not averages and scheme.precision.scaler is None:
+            update = partial(_update, forward, scheme.precision, self._parameters, self._optimizers)
+            self._update = _Function(update, captures=device.type == "cuda")
+
+    @property
+    def computes_whole_updates(self) -> bool:
+        """True if no gradient has to be cleared before an update: it is written to where it is."""
+        return self._update is not None and self._update.is_of_use and not self._scheme.updater.callbacks.are_within
+
+    def run_update(self, update: Update, inputs: Any) -> bool:
+        """Compute a whole update; return False, with the gradients cleared, if it is to be computed in stages."""
+        if self._update is None or not self.computes_whole_updates:
+            return False
+        steps = not any(map(_steps_outside, self._optimizers))
+        captures = self._one.device.type == "cuda"
+        # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
+        fills = steps or captures
+        found: Any = None
+        try:
+            self._prepare(fills)
+            if not self._is_hooked(self._update):
+                found = self._update(fills, steps, inputs, self._one)
+        finally:
+            for rate in self._learning_rates:
+                rate.to_number()
+        if self._update.is_eager:
+            for optimizer in self._optimizers:
+                clear_gradients(optimizer)
+            return False
+        weight, gradients = found
+        if not fills:
+            _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
+        for optimizer in self._optimizers:
+            if steps:
+                vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
+            else:
+                step_optimizer(optimizer)
+        if captures:  # the next run of a captured graph overwrites its outputs
+            weight = _copied(weight)
+            if (reporter := current.reporter) is not None:
+                reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
+        if weight is not None:
+            update.weights[0] = weight
+        return True
+
+    def _prepare(self, fills: bool) -> None:
+        """Make learning rates tensors, and allocate gradients that the compiled function ``fills``, or release them."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if len(groups) != len(self._learning_rates):
+            self._learning_rates = [_LearningRate(torch.zeros((), **self._options)) for _ in groups]
+            self._parameters[:] = list_parameters(self._optimizers)
+        for rate, group in zip(self._learning_rates, groups, strict=True):
+            rate.to_tensor(group)
+        for parameter in self._parameters:
+            if not (fills and parameter.requires_grad):
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @property
+    def computes_gradients(self) -> bool:
+        """True if no callback runs between the forward and the backward, which are one function."""
+        callbacks = self._scheme.updater.callbacks
+        has_failed = self._update is not None and self._update.is_eager
+        is_whole = not (callbacks.forward_on_finish or callbacks.backward_on_start)
+        return is_whole and self._gradients.is_of_use and not has_failed
+
+    def add_gradients(self, update: Update, inputs: Any) -> Any:
+        """Add the gradients of a micro-batch, and return its loss; ``None`` if they cannot be compiled."""
+        scheme = self._scheme
+        self._parameters[:] = list_parameters(self._optimizers)
+        if self._is_hooked(self._gradients):
+            return None
+        examples = 1 if isinstance(update.examples, Uncounted) else update.examples
+        number = torch.full((), 1.0 if scheme.mean is None else 1 / scheme.mean.reference, **self._options)
+        number = number if scheme.precision.scaler is None else scheme.precision.scaler.scale(number)
+        found = self._gradients(inputs, number * bool(examples), number * examples)
+        if self._gradients.is_eager:
+            return None
+        loss, weight, gradients = found
+        _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
+        update.context.loss = loss
+        update.has_loss_weight = update.has_loss_weight or weight is not None
+        update.note_weight(weight)
+        run(scheme.updater.callbacks.backward_on_finish, update.context)
+        return loss
+
+    def _is_hooked(self, function: _Function) -> bool:
+        """Return True, and do without a function from now on, if it passes over a hook of a gradient."""
+        is_hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._parameters)
+        if is_hooked:
+            function.give_up("a parameter has a hook of its gradient, which a compiled function would pass over")
+        return is_hooked
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        if self._update is not None:
+            self._update.serialize(serializer["compiled"])
+        self._gradients.serialize(serializer["compiled_gradients"])
+
+
+class _Function:
     """A function of ``torch.compile``; ``is_eager`` once that has failed, which a warning says.
 
     Each shape of a batch is compiled for itself, so that a resumed run computes with the same kernels, whichever shapes it
@@ -51,7 +190,7 @@ class _Compiled:
 
     def give_up(self, reason: str) -> None:
         self.is_eager = True
-        warn_not_compiled(reason)
+        _warn(reason)
 
     @property
     def is_of_use(self) -> bool:
@@ -64,48 +203,8 @@ class _Compiled:
             self.is_eager = bool(is_eager)
 
 
-class CompiledGradients:
-    """Computes the loss of a micro-batch and its gradients in a compiled function, for an update in stages.
-
-    ``forward`` is called with the inputs; ``averages`` says whether the loss is multiplied by its weight.
-    """
-
-    def __init__(
-        self, forward: Callable[..., Any], precision: Precision, optimizers: list[Optimizer], averages: bool
-    ) -> None:
-        self._optimizers, self._scaler = optimizers, precision.scaler
-        self._parameters = list_parameters(optimizers)
-        self._device = self._parameters[0].device
-        # Without captured graphs, whose next run would overwrite gradients that are still to be added to.
-        function = partial(_gradients, forward, precision, self._parameters, averages)
-        self._compiled = _Compiled(function, captures=False)
-        self.serialize = self._compiled.serialize
-
-    @property
-    def is_of_use(self) -> bool:
-        return self._compiled.is_of_use
-
-    def add(self, inputs: Any, factor: float, examples: Any) -> tuple[Any, Any] | None:
-        """Add the gradients, and return the loss and its weight; ``None`` if that cannot be compiled.
-
-        Args:
-            inputs: the converted micro-batch.
-            factor: of the loss, beside its weight.
-            examples: the weight, if none comes with the loss; where it is 0, nothing counts.
-        """
-        self._parameters[:] = list_parameters(self._optimizers)
-        if any(map(_is_hooked, self._parameters)):
-            self._compiled.give_up(_HOOKED)
-            return None
-        number = torch.full((), factor, dtype=_dtype_of_numbers(self._device), device=self._device)
-        number = number if self._scaler is None else self._scaler.scale(number)
-        found = self._compiled(inputs, number * bool(examples), number * examples)
-        if self._compiled.is_eager:
-            return None
-        loss, weight, gradients = found
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        _add_gradients(trained, gradients)
-        return loss, weight
+def _warn(reason: str) -> None:
+    warn(f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)")
 
 
 def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -123,91 +222,13 @@ def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
         seen.add(address)
 
 
-class CompiledUpdate:
-    """Computes whole updates in a compiled function, and eagerly once that has failed.
-
-    A learning rate may change without a new compilation. ``eagerly`` computes an update from a converted batch and returns
-    its weight; ``forward`` is called with the inputs.
-    """
-
-    def __init__(
-        self, eagerly: Callable[[Any], Any], forward: Callable[..., Any], precision: Precision, optimizers: list[Optimizer]
-    ) -> None:
-        self._eagerly = eagerly
-        self._optimizers = optimizers
-        self._parameters = list_parameters(self._optimizers)
-        self._learning_rates: list[_LearningRate] = []
-        self._device = self._parameters[0].device
-        self._one = torch.ones((), dtype=_dtype_of_numbers(self._device), device=self._device)
-        self._captures = self._device.type == "cuda"
-        update = partial(_update, forward, precision, self._parameters, self._optimizers)
-        self._compiled = _Compiled(update, self._captures)
-
-    def __call__(self, inputs: Any) -> Any:
-        """Compute an update and return its weight, ``None`` if none came with the loss."""
-        if not self._compiled.is_of_use:
-            return self._eagerly(inputs)
-        steps = not any(map(_steps_outside, self._optimizers))
-        # hot path: "Chainring, compile=True, fused Adam" in benchmarks/epochs.py, where copies would take 0.5 ms of 7
-        fills = steps or self._captures
-        found: Any = None
-        try:
-            self._prepare(fills)
-            if not self._compiled.is_eager:
-                found = self._compiled(fills, steps, inputs, self._one)
-        finally:
-            for rate in self._learning_rates:
-                rate.to_number()
-        if self._compiled.is_eager:
-            return self._eagerly(inputs)
-        weight, gradients = found
-        if not fills:
-            _add_gradients([parameter for parameter in self._parameters if parameter.requires_grad], gradients)
-        for optimizer in self._optimizers:
-            if steps:
-                vars(optimizer)["_opt_called"] = True  # as its step records for the schedulers of torch
-            else:
-                step_optimizer(optimizer)
-        if self._device.type == "cuda":  # the next run of a captured graph overwrites its outputs
-            weight = _copied(weight)
-            if (reporter := current.reporter) is not None:
-                reporter.observation.update({key: _copied(value) for key, value in reporter.observation.items()})
-        return weight
-
-    def _prepare(self, fills: bool) -> None:
-        """Make learning rates tensors, and allocate gradients that the compiled function ``fills``, or release them."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        if len(groups) != len(self._learning_rates):
-            self._learning_rates = [_LearningRate(self._device) for _ in groups]
-            self._parameters[:] = list_parameters(self._optimizers)
-        for rate, group in zip(self._learning_rates, groups, strict=True):
-            rate.to_tensor(group)
-        for parameter in self._parameters:
-            if not (fills and parameter.requires_grad):
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if _is_hooked(parameter):
-                self._compiled.give_up(_HOOKED)
-                return
-
-    def serialize(self, serializer: AbstractSerializer) -> None:
-        self._compiled.serialize(serializer)
-
-
-def warn_not_compiled(reason: str) -> None:
-    warn(
-        f"updates run as they are, not compiled: {reason}. To compile the model alone, hand over torch.compile(model)",
-    )
-
-
 class _LearningRate:
     """The learning rate of a parameter group: a tensor while an update is computed, or it would be compiled in."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._group: dict[str, Any] = {}
         self._number: Any = None
-        self._tensor = torch.zeros((), dtype=_dtype_of_numbers(device), device=device)
+        self._tensor = tensor
 
     def to_tensor(self, group: dict[str, Any]) -> None:
         number = group.get("lr")
@@ -222,18 +243,10 @@ class _LearningRate:
             self._group["lr"] = self._number
 
 
-def _is_hooked(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _steps_outside(optimizer: Optimizer) -> bool:
     """Return True if a step has hooks, such as that of `FailOnNonNumber`, or a fused kernel, which cannot be compiled in."""
     has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(has_hooks or any(group.get("fused") for group in optimizer.param_groups))
-
-
-def _dtype_of_numbers(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _copied(value: Any) -> Any:

@@ -27,6 +27,18 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (batch,), {}
 
 
+def compute_loss(model: nn.Module, loss_func: Callable[..., Any] | None, batch: Any) -> tuple[Any, Any]:
+    """Return the loss of a converted batch, and its weight if it comes with one."""
+    # hot path: "no extension" of benchmarks/overhead.py. Nearly every batch is a tuple.
+    args, kwargs = (batch, {}) if type(batch) is tuple else arguments(batch)
+    try:
+        output = model(*args, **kwargs) if loss_func is None else loss_func(model, *args, **kwargs)
+    except TypeError:
+        check_call(model, loss_func, batch)  # says what is wrong, if it is the call
+        raise
+    return loss_and_weight(output, "main")
+
+
 def loss_and_weight(output: Any, name: str) -> tuple[Any, Any]:
     """Report the loss in the output of a model or loss function; return it with the ``"weight"`` beside it, or ``None``.
 

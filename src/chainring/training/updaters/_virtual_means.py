@@ -52,38 +52,51 @@ class Means(NamedTuple):
 
 
 class Agreement:
-    """What all ranks have found out in an update, which they tell each other only where one has found something new.
+    """What all ranks have found out in an update, and the weighted means over all virtual ranks of what these report.
 
-    Whether one has goes along with the means of the keys of the update before. On an accelerator, whose numbers would have
-    to be waited for, it goes beside them.
+    Ranks tell each other what they have found only where one has found something new. Whether one has goes along with the
+    means of the keys of the update before; on an accelerator, whose numbers would have to be waited for, it goes beside
+    them. A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self._comm = comm
-        self._is_on_host = device.type == "cpu"
+    def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
+        self._comm, self._block, self._count, self._device = comm, block, count, device
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._own = self._agreed = Found()
 
-    def start(
-        self, own: Found, start_means: Callable[[Sequence[str], bool], Callable[[], Means]]
-    ) -> Callable[[], tuple[Found, Means]]:
+    def start(self, own: Found, reported: Sequence[Reported]) -> Callable[[], tuple[Found, Means]]:
         """Start to agree, and to find means; the function that it returns waits for the other ranks.
 
         Args:
             own: what this rank has found.
-            start_means: starts to find the means of some keys, and whether a rank says True.
+            reported: by each of its virtual ranks.
         """
         if self._comm.size == 1:
-            return lambda: (own, start_means(own.keys, False)())
+            return lambda: (own, self._start_means(reported, own.keys, False)())
         is_new, self._own = own != self._own, own
-        find_whether_any = None if self._is_on_host else self._comm.start_max(int(is_new))
-        wait = start_means(self._agreed.keys, is_new)
+        find_whether_any = None if self._device.type == "cpu" else self._comm.start_max(int(is_new))
+        wait = self._start_means(reported, self._agreed.keys, is_new)
 
         def finish() -> tuple[Found, Means]:
             means = wait()
             if bool(means.is_new) if find_whether_any is None else find_whether_any():
                 self._agreed = _join(self._comm.gather_object(own))
-                means = start_means(self._agreed.keys, False)()
+                means = self._start_means(reported, self._agreed.keys, False)()
             return self._agreed, means
+
+        return finish
+
+    def _start_means(self, reported: Sequence[Reported], keys: Sequence[str], is_new: bool) -> Callable[[], Means]:
+        total = TreeSum(self._block, self._count)
+        for part in reported:
+            total.add([_to_vector(part, keys, is_new, self._dtype, self._device)])
+        wait = total.start_gather(self._comm)
+        sizes = [1, 1, 1, len(reported[0].step_weights), len(keys), len(keys)]
+
+        def finish() -> Means:
+            new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
+            means = dict(zip(keys, (values / weights).unbind(), strict=True))
+            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new)
 
         return finish
 
@@ -102,32 +115,6 @@ def list_keys(reported: Sequence[Reported]) -> tuple[str, ...]:
     """Return the keys of numbers that virtual ranks with rows have reported, in their order."""
     rows = [(key, value) for part in reported if part.rows for key, value in part.observation.items()]
     return tuple(dict.fromkeys(key for key, value in rows if _weighted(value, 0) is not None))
-
-
-class Vectors:
-    """Weighted means over virtual ranks, of which this rank has some.
-
-    A virtual rank without rows does not count, nor does one that has not reported a key for the mean of that key.
-    """
-
-    def __init__(self, comm: Communicator, block: range, count: int, device: torch.device) -> None:
-        self._comm, self._block, self._count, self._device = comm, block, count, device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
-
-    def start(self, reported: Sequence[Reported], keys: Sequence[str], is_new: bool) -> Callable[[], Means]:
-        """Start to find the mean of each key; the function that it returns waits for the other ranks."""
-        total = TreeSum(self._block, self._count)
-        for part in reported:
-            total.add([_to_vector(part, keys, is_new, self._dtype, self._device)])
-        wait = total.start_gather(self._comm)
-        sizes = [1, 1, 1, len(reported[0].step_weights), len(keys), len(keys)]
-
-        def finish() -> Means:
-            new, weight, rows, step_weights, values, weights = torch.split(wait(), sizes)
-            means = dict(zip(keys, (values / weights).unbind(), strict=True))
-            return Means(means, weight.reshape(()), rows.reshape(()), list(step_weights.unbind()), new)
-
-        return finish
 
 
 def _to_vector(part: Reported, keys: Sequence[str], is_new: bool, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from chainring.datasets._columns import count_examples, require_count, take_exam
 from chainring.reporting.reporter import Reporter, current, current_observation, report_scope
 from chainring.reporting.summary import merge_observations, weighted_mean
 from chainring.training.updaters._arguments import check_default_update, check_models
-from chainring.training.updaters._forward import Loss, check_loss
+from chainring.training.updaters._forward import Loss, check_loss, compute_loss
 from chainring.training.updaters.standard import StandardUpdater
 
 
@@ -74,25 +74,20 @@ class ParallelUpdater(StandardUpdater):
         main = check_models(model if models is None else models)["main"]
         super().__init__(iterator, optimizer, main, converter=converter, loss_func=loss_func)
         if type(self).update_core is ParallelUpdater.update_core:
-            check_default_update(self._iterators, self._models, self._optimizers)
+            check_default_update(self._scheme.iterators, self._scheme.models, self._scheme.optimizers)
         self._replicas = _make_replicas(main, models, devices)
         self.device = self._replicas[0].device
         self._reporter_with_replicas: Reporter | None = None
 
     def update_core(self) -> None:
         """Run one update: split the next batch, compute the losses, one backward through all of them, and a step."""
-        batch = next(self._iterators["main"])
+        batch = next(self._scheme.iterators["main"])
         count = max(1, min(require_count(count_examples(batch)), len(self._replicas)))
         replicas = self._replicas[:count]
         shares = [take_examples(batch, slice(index, None, count)) for index in range(count)]
         converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
         inputs = self._finish_batch(converted, count_examples(batch))
-        compute = partial(self._compute_gradients_in_replicas, replicas, shares, inputs)
-        if self._steps_by_closure:
-            self._step_all_by_closure(compute)
-            return
-        compute()
-        self._step(list(self._optimizers))
+        self._step_all(partial(self._compute_gradients_in_replicas, replicas, shares, inputs))
 
     def _compute_gradients_in_replicas(self, replicas: list[_Replica], shares: list[Any], inputs: list[Any]) -> Tensor:
         """Add the gradients of all shares to those of the main model, and return the loss of the batch."""
@@ -113,7 +108,7 @@ class ParallelUpdater(StandardUpdater):
         loss, weight = weighted[0] if len(weighted) == 1 else weighted_mean(weighted)
         self.backward(loss, weight)
         for replica in replicas[1:]:
-            _collect_gradients(replica.model, self._models["main"])
+            _collect_gradients(replica.model, self._scheme.models["main"])
         return loss
 
     def _forward_replicas(self, replicas: list[_Replica], inputs: list[Any]) -> list[tuple[Tensor, Any, dict[str, Any]]]:
@@ -130,7 +125,7 @@ class ParallelUpdater(StandardUpdater):
     def _forward_replica(self, replica: _Replica, inputs: Any) -> tuple[Tensor, Any, dict[str, Any]]:
         observation: dict[str, Any] = {}
         with nullcontext() if current.reporter is None else report_scope(observation), device_scope(replica.device):
-            loss, weight = self._compute_loss(replica.model, inputs)
+            loss, weight = compute_loss(replica.model, self.loss_func, inputs)
         if not isinstance(loss, Tensor) or loss.ndim:
             check_loss(loss)  # raises, and says what is wrong
         return loss, weight, observation
