@@ -419,7 +419,7 @@ def content(node):
 def test_any_tree_of_modules_comes_back_or_is_refused_when_it_is_saved(tmp_path):
     """Odd names, state of one's own at any depth, tied parameters: whatever has been written can be loaded."""
     outcomes = Counter()
-    for seed in range(400):
+    for seed in range(200):
         tree, other = grow(random.Random(seed), random.Random(seed)), grow(random.Random(seed), random.Random(-1 - seed))
         try:
             serializers.save(tmp_path / f"{seed}", tree)
@@ -430,5 +430,5 @@ def test_any_tree_of_modules_comes_back_or_is_refused_when_it_is_saved(tmp_path)
             serializers.load(tmp_path / f"{seed}", other)
         assert content(other) == content(tree)
         outcomes["equal"] += 1
-    assert outcomes["equal"] + outcomes["refused"] == 400
-    assert min(outcomes["equal"], outcomes["refused"]) > 20
+    assert outcomes["equal"] + outcomes["refused"] == 200
+    assert min(outcomes["equal"], outcomes["refused"]) > 10
