@@ -74,7 +74,7 @@ class OptimizerState:
                 serializer("initial_groups", self._groups)
             return
         other = visit_optional(serializer, "other_state", None) or {}
-        theirs, ours = ([group["params"] for group in each] for each in (saved_groups, groups))
+        theirs, ours = ([group["params"] for group in run] for run in (saved_groups, groups))
         initial = visit_optional(serializer, "initial_groups", None) or theirs
         if list(map(sorted, ours)) != list(map(sorted, theirs)):
             if list(map(sorted, initial)) != list(map(sorted, self._groups or [])):

@@ -204,7 +204,7 @@ class StoredTensors:
             for key, entry in stored.items():
                 if entry.part not in mine:
                     continue
-                name, start, length = key.partition("\0")[0], entry.place[0], entry.place[1] - entry.place[0]
+                name, start, length = key.partition("\0")[0], entry.span[0], entry.span[1] - entry.span[0]
                 offsets, shape = entry.offsets or ((0,) * len(entry.shape), entry.shape)
                 part = _Part(file, start, (tuple(offsets), entry.shape), None if self._is_verified else crcs[entry.part])
                 self._parts.setdefault(name, []).append(part)
@@ -249,10 +249,10 @@ class StoredTensors:
         def needs(part: _Part, regions: list[Region]) -> bool:
             return any(_overlap(part.region, region) for region in regions)
 
-        def place(name: str) -> tuple[str, int]:
+        def start_of(name: str) -> tuple[str, int]:
             return self._parts[name][0].file.path, self._parts[name][0].start
 
-        names = sorted(requests[0].keys() & self._parts.keys(), key=place)
+        names = sorted(requests[0].keys() & self._parts.keys(), key=start_of)
         return {
             name: [
                 _Offer(part.region, {rank for rank, request in enumerate(requests) if needs(part, request[name])})
@@ -296,14 +296,14 @@ class _Stream:
                 self._fill(block, self._read(block))
 
     def _row_ends(self) -> dict[tuple[str, int], int]:
-        own, places = self._comm.rank, []
+        own, extents = self._comm.rank, []
         for name, offers in self._offers[own].items():
             for part, offer in zip(self._parts[name], offers, strict=True):
                 if offer.ranks:  # what others need comes first
                     end = part.start + math.prod(part.region[1]) * self._dtypes[name].itemsize
-                    places.append((offer.ranks != {own}, part.file.path, part.start, end))
+                    extents.append((offer.ranks != {own}, part.file.path, part.start, end))
         rows: dict[tuple[bool, str, int], int] = {}
-        for is_shared, path, start, end in sorted(places, reverse=True):
+        for is_shared, path, start, end in sorted(extents, reverse=True):
             rows[is_shared, path, start] = rows.get((is_shared, path, end), end)
         return {(path, start): end for (_, path, start), end in rows.items()}
 
@@ -380,7 +380,7 @@ class _Stream:
 def _share(stored: Mapping[str, _safetensors.Stored], position: int, count: int) -> set[int]:
     """Return the parts of a file that one of ``count`` ranks reads; each reads as many bytes as the others."""
     read, mine = [0] * count, set()
-    for part, (start, end) in sorted({entry.part: entry.place for entry in stored.values()}.items()):
+    for part, (start, end) in sorted({entry.part: entry.span for entry in stored.values()}.items()):
         reader = min(range(count), key=read.__getitem__)
         read[reader] += end - start
         if reader == position:
@@ -404,10 +404,10 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
 
 
-def _overlap(one: Region, other: Region) -> Region | None:
+def _overlap(first: Region, second: Region) -> Region | None:
     """Return the region that two have in common, if it has elements."""
-    starts = tuple(map(max, one[0], other[0]))
-    ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
+    starts = tuple(map(max, first[0], second[0]))
+    ends = [min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True)]
     sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
     return (starts, sizes) if all(size > 0 for size in sizes) else None
 

@@ -84,27 +84,27 @@ def as_array(value: Any) -> np.ndarray[Any, Any] | None:
     return array
 
 
-def is_same_value(one: Any, other: Any) -> bool:
+def is_same_value(first: Any, second: Any) -> bool:
     """Return whether two values are equal, also where they are arrays or tensors, or hold such."""
-    if one is other:
+    if first is second:
         return True
-    if isinstance(one, (Tensor, np.ndarray)) or isinstance(other, (Tensor, np.ndarray)):
-        arrays = as_array(one), as_array(other)
-        return type(one) is type(other) and arrays[0] is not None and np.array_equal(arrays[0], arrays[1])  # type: ignore[arg-type]
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same_value, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_same_value(value, other[key]) for key, value in one.items())
-    return bool(one == other)
+    if isinstance(first, (Tensor, np.ndarray)) or isinstance(second, (Tensor, np.ndarray)):
+        arrays = as_array(first), as_array(second)
+        return type(first) is type(second) and arrays[0] is not None and np.array_equal(arrays[0], arrays[1])  # type: ignore[arg-type]
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(is_same_value, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(is_same_value(value, second[key]) for key, value in first.items())
+    return bool(first == second)
 
 
-def is_same_tensor(one: Any, other: Any) -> bool:
+def is_same_tensor(first: Any, second: Any) -> bool:
     """Return whether two tensors are the same view of the same memory."""
-    if one is other:
+    if first is second:
         return True
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or is_lazy(one) or is_lazy(other):
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or is_lazy(first) or is_lazy(second):
         return False
-    return is_sharded(one) == is_sharded(other) and view_of(to_local(one)) == view_of(to_local(other))
+    return is_sharded(first) == is_sharded(second) and view_of(to_local(first)) == view_of(to_local(second))
 
 
 def copy_value(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -87,7 +87,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: Sequence[int] | None  # where they are not those of row-major order
-    place: tuple[int, int]  # its first byte in the file, and the one after its last
+    span: tuple[int, int]  # its first byte in the file, and the one after its last
     part: int  # its number among the parts of the file, of which the header is the first
     offsets: ShardOffsets | None  # of a shard
     same_as: str | None  # the tensor that is stored in its place
@@ -110,11 +110,11 @@ def read_header(file: StoredFile) -> tuple[bytes, dict[str, Stored]]:
             source = entry.get("same_as", name)
             if (name not in header) != ("same_as" in entry) or source not in header:
                 raise ValueError("its metadata and its tensors disagree")
-            described, held = metadata.get(source, {}), header[source]
-            if (stored_as := _DTYPES.get(held["dtype"])) is None:
-                raise ValueError(f"it holds {held['dtype']!r:.40}, which this version does not write")
-            dtype, shape = _described(stored_as, held["shape"], described)
-            start, end = (len(text) + offset for offset in held["data_offsets"])
+            described, given = metadata.get(source, {}), header[source]
+            if (stored_as := _DTYPES.get(given["dtype"])) is None:
+                raise ValueError(f"it holds {given['dtype']!r:.40}, which this version does not write")
+            dtype, shape = _described(stored_as, given["shape"], described)
+            start, end = (len(text) + offset for offset in given["data_offsets"])
             offsets = (entry["offsets"], entry["shape"]) if "offsets" in entry else None
             strides, same_as = described.get("strides"), entry.get("same_as")
             stored[name] = Stored(dtype, shape, strides, (start, end), order[source], offsets, same_as)
@@ -134,14 +134,14 @@ def read(source: StoredFile | str | os.PathLike[str]) -> dict[str, torch.Tensor]
         source = LocalFile(Path(os.path.realpath(source)))  # a person may have made a link to it
     text, stored = read_header(source)
     expected, crc = _recorded_checksum(source, text)
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, entry in stored.items():
         if entry.same_as is None:
-            content = source.read(entry.place[0], entry.place[1] - entry.place[0])
+            content = source.read(entry.span[0], entry.span[1] - entry.span[0])
             crc = zlib.crc32(memoryview(content.numpy()), crc)  # type: ignore[arg-type]
-            found[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
+            tensors[name] = to_tensor(content, entry.dtype, entry.shape, entry.strides)
     _compare(source, expected, crc)
-    return {name: found[stored[name].same_as or name] for name in sorted(stored)}
+    return {name: tensors[stored[name].same_as or name] for name in sorted(stored)}
 
 
 def _refusal(file: StoredFile, error: Exception) -> ValueError:
@@ -166,10 +166,10 @@ def read_entries(file: StoredFile) -> tuple[bytes, dict[str, dict[str, Any]], di
         text = bytes(file.read(0, 8 + size).numpy())
         header = parse_strict(text[8:])
         texts = header.pop("__metadata__", {}) if isinstance(header, dict) else None
-        if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
             raise ValueError("its header is not an object with texts as metadata")
         header = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
-        _check_places(header, file.size - len(text))
+        _check_spans(header, file.size - len(text))
     except (ValueError, KeyError, TypeError) as error:
         raise _refusal(file, error) from error
     return text, header, texts
@@ -183,7 +183,7 @@ def _parse_metadata(texts: Mapping[str, str]) -> Metadata:
     return metadata
 
 
-def _check_places(header: Mapping[str, Any], size: int) -> None:
+def _check_spans(header: Mapping[str, Any], size: int) -> None:
     """Check the rules of the format: every byte behind the header belongs to one tensor, which has those of its shape."""
     start = 0
     for name, entry in header.items():

@@ -153,7 +153,7 @@ def to_optimizer(value: Any, where: str) -> SavedOptimizer:
 
 
 def _is_members(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) in (int, str) for one in value) and len(set(value)) == len(value)
+    return isinstance(value, list) and all(type(member) in (int, str) for member in value) and len(set(value)) == len(value)
 
 
 def count(value: Any, where: str) -> int | None:

@@ -45,7 +45,7 @@ _DTYPES = find_dtypes([
 
 
 _Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]
-_Place = tuple[str, int, int]
+_Span = tuple[str, int, int]
 
 
 class _Entry(NamedTuple):
@@ -67,10 +67,10 @@ def read(directory: Path) -> ForeignCheckpoint | None:
     if path is None:
         return None
     try:
-        entries, places = _parse(path)
+        entries, spans = _parse(path)
     except Exception as error:  # a damaged pickle raises whatever its parts raise
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error!s:.500}") from error
-    files = _Files(directory, places)
+    files = _Files(directory, spans)
     content: dict[Any, Any] = {}
     for key, entry in entries.items():
         _put(content, entry.path, files.read_value(key) if entry.chunks is None else files.read_tensor(key, entry))
@@ -112,8 +112,11 @@ class _MetadataReader(pickle._Unpickler):
             return lambda *parts: "/".join(part for part in parts if isinstance(part, str))
         raise ValueError(f"it names {module}.{name}, which torch's writer never does: use a copy from a place you trust")
 
+    def get_extension(self, code: int) -> Any:
+        raise ValueError("it names a class by a number, as torch's writer never does")
 
-def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]]:
+
+def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Span]]:
     """Return the entries of the saved dictionary by key, and where each chunk lies: by key and offsets, file and span."""
     with path.open("rb") as file:
         metadata = _MetadataReader(file).load()
@@ -123,10 +126,10 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]
     entries = {}
     for key, record in tensors.items():
         keys = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
-        if not isinstance(keys, tuple) or not all(type(one) in (str, int) for one in keys):
+        if not isinstance(keys, tuple) or not all(type(key_below) in (str, int) for key_below in keys):
             raise ValueError("it has a key that is neither text nor a number")
         entries[key] = _Entry(keys, *_tensor_of(record)) if record.get("chunks") is not None else _Entry(keys)
-    places = {}
+    spans = {}
     for index, info in data.items():
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if info.get("transform_descriptors"):
@@ -134,8 +137,8 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Place]
         if not isinstance(name, str) or type(offset) is not int or type(length) is not int:
             raise ValueError("it has an entry without a place")
         offsets = index.get("offset")
-        places[index.get("fqn"), None if offsets is None else _sizes(offsets)] = name, offset, length
-    return entries, places
+        spans[index.get("fqn"), None if offsets is None else _sizes(offsets)] = name, offset, length
+    return entries, spans
 
 
 def _tensor_of(record: _Record) -> tuple[Any, tuple[int, ...], _Chunks]:
@@ -154,10 +157,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
 class _Files:
     """The files beside the metadata. No part of them is read twice, so that the memory grows with their size alone."""
 
-    def __init__(self, directory: Path, places: Mapping[tuple[str, Any], _Place]) -> None:
+    def __init__(self, directory: Path, spans: Mapping[tuple[str, Any], _Span]) -> None:
         self._directory = directory
-        self._places = places
-        names = {name for name, _, _ in places.values()}
+        self._spans = spans
+        names = {name for name, _, _ in spans.values()}
         self._paths = {name: find_inside(directory, name) for name in names}
         self._left = sum(path.stat().st_size for path in self._paths.values() if path is not None)
 
@@ -172,7 +175,7 @@ class _Files:
             raise ValueError(f"{self._directory} is damaged: the chunks of {key!r:.80} do not make one tensor of its size")
         parts = []
         for offsets, sizes in entry.chunks:
-            part = self._read(key, (key, offsets) if (key, offsets) in self._places else (key, None))
+            part = self._read(key, (key, offsets) if (key, offsets) in self._spans else (key, None))
             if not isinstance(part, Tensor) or tuple(part.shape) != sizes or part.dtype != entry.dtype:
                 raise ValueError(
                     f"{self._directory} is damaged: a chunk of {key!r:.80} has another size or dtype than it says"
@@ -186,10 +189,10 @@ class _Files:
             full[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
         return full
 
-    def _read(self, key: str, place: tuple[str, Any]) -> Any:
-        if place not in self._places:
+    def _read(self, key: str, chunk: tuple[str, Any]) -> Any:
+        if chunk not in self._spans:
             raise ValueError(f"{self._directory} is damaged: its metadata do not say where {key!r:.80} is")
-        name, offset, length = self._places[place]
+        name, offset, length = self._spans[chunk]
         path = self._paths[name]
         if path is None:
             raise ValueError(f"{self._directory} lacks {name!r:.80}, which its metadata name: copy it there")

@@ -113,7 +113,7 @@ class ForeignPlan:
     def _plan_schedulers(self) -> None:
         saved, report = self._saved.schedulers, self._report
         extensions = [entry.extension for entry in self._obj.entries]
-        own = [scheduler for each in extensions if has_state(scheduler := getattr(each, "scheduler", None))]
+        own = [scheduler for extension in extensions if has_state(scheduler := getattr(extension, "scheduler", None))]
         if len(own) == len(saved):
             for scheduler, state in zip(own, saved, strict=True):
                 self._plan_scheduler(scheduler, state)
@@ -248,7 +248,9 @@ def _plan_models(
         parts = {name: (saved.models[name], "") for name in models}
     else:  # one state dict for all of them, each below its name
         parts = {name: (next(iter(saved.models.values())), name) for name in models}
-        missing = [name for name, (entries, _) in parts.items() if not any(one.startswith(f"{name}.") for one in entries)]
+        missing = [
+            name for name, (entries, _) in parts.items() if not any(entry.startswith(f"{name}.") for entry in entries)
+        ]
         if missing or len(saved.models) != 1:
             raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
     return [plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
