@@ -26,7 +26,7 @@ def unwrap(model: Any) -> Any:
 def name_of_model(model: Any, models: Mapping[str, Any]) -> str:
     """Return the name that a model has among several, of one that is not among them its class."""
     model = unwrap(model)
-    return next((name for name, other in models.items() if unwrap(other) is model), type(model).__name__)
+    return next((name for name, registered in models.items() if unwrap(registered) is model), type(model).__name__)
 
 
 def name_cleaner(model: nn.Module) -> Callable[[str], str]:
@@ -61,14 +61,14 @@ def submodules(model: nn.Module) -> list[nn.Module]:
     # hot path: "chainring, asynchronous" in benchmarks/snapshot.py; modules() takes three times as long
     if not hasattr(model, "_modules"):  # another class with the methods of a module
         return [module for _, module in model.named_modules()]
-    found: dict[nn.Module, None] = {}
+    visited: dict[nn.Module, None] = {}
     to_visit = [model]
     while to_visit:
         module = to_visit.pop()
-        if module not in found:
-            found[module] = None
+        if module not in visited:
+            visited[module] = None
             to_visit += [child for child in module._modules.values() if child is not None]
-    return list(found)
+    return list(visited)
 
 
 def has_buffers(model: nn.Module) -> bool:

@@ -69,14 +69,16 @@ def raise_unless_end(updater: Updater, error: StopIteration) -> None:
     owners = [_owner(frame) for frame, _ in frames]
     if any(owner is iterator for owner in owners for iterator in iterators):
         return
-    if not iterators or not all(isinstance(getattr(type(each), "__next__", None), FunctionType) for each in iterators):
-        own = max((index for index, owner in enumerate(owners) if owner is updater), default=-1)
-        if own >= 0 and all(frame.f_code.co_name in ("next", "__next__") for frame, _ in frames[own + 1 : own + 2]):
+    if not iterators or not all(
+        isinstance(getattr(type(iterator), "__next__", None), FunctionType) for iterator in iterators
+    ):
+        last = max((index for index, owner in enumerate(owners) if owner is updater), default=-1)
+        if last >= 0 and all(frame.f_code.co_name in ("next", "__next__") for frame, _ in frames[last + 1 : last + 2]):
             return
     frame, line = frames[-1]
-    place = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
+    where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}, line {line})"
     raise RuntimeError(
-        f"StopIteration was raised in {place}, and not by an iterator of {type(updater).__name__}, so it is an error, not "
+        f"StopIteration was raised in {where}, and not by an iterator of {type(updater).__name__}, so it is an error, not "
         "the end of the data. Write next(iterator, None) there. To let the end of an iterator end the run, register it "
         "with the updater: StandardUpdater({'main': ..., 'other': ...}, ...), or return it from get_all_iterators()"
     ) from error

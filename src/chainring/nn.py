@@ -150,12 +150,12 @@ def _rows(model: nn.Module, outputs: Mapping[str, list[str]]) -> Iterator[_Row]:
     for path, module in model.named_modules():
         if unwrap(module) is not module:  # has nothing of its own, and the name of what it wraps
             continue
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        new = [tensor for tensor in own if id(tensor) not in counted]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        new = [tensor for tensor in tensors if id(tensor) not in counted]
         counted.update(map(id, new))
         parameters = [tensor for tensor in new if isinstance(tensor, nn.Parameter)]
         trainable = [tensor for tensor in parameters if tensor.requires_grad]
-        numbers = [sum(tensor.numel() for tensor in tensors) for tensors in (parameters, trainable)]
+        numbers = [sum(tensor.numel() for tensor in group) for group in (parameters, trainable)]
         memory = sum(tensor.numel() * tensor.element_size() for tensor in new)
         shapes = outputs.get(path, ["-"])
         shown = "; ".join(shapes[:_MOST_SHAPES]) + ("; ..." if len(shapes) > _MOST_SHAPES else "")

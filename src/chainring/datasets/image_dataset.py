@@ -92,15 +92,15 @@ class ZippedImageDataset(DatasetMixin):
         self.zipfilename = _as_str(zipfilename)
         self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
         with ZipFile(self.zipfilename) as archive:
-            self._places = {info.filename: _place_of(self.zipfilename, info) for info in archive.infolist()}
-        self.paths = [name for name in self._places if not name.endswith("/")]
+            self._members = {info.filename: _member_of(self.zipfilename, info) for info in archive.infolist()}
+        self.paths = [name for name in self._members if not name.endswith("/")]
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def get_example(self, i: int) -> npt.NDArray[Any]:
         name = self.paths[i]
-        content = _read_zipped(self.zipfilename, name, *self._places[name])
+        content = _read_zipped(self.zipfilename, name, *self._members[name])
         return _read_image(io.BytesIO(content), f"{self.zipfilename}/{name}", self.dtype)
 
 
@@ -203,7 +203,7 @@ def _labels_of(pairs: Sequence[tuple[Path, int]], label_dtype: npt.DTypeLike | N
     return labels
 
 
-def _place_of(path: str, info: ZipInfo) -> tuple[int, int, int, int]:
+def _member_of(path: str, info: ZipInfo) -> tuple[int, int, int, int]:
     """Return where the header of a file in an archive begins, its compressed size, its method and its CRC-32."""
     if info.flag_bits & 1 or info.compress_type not in (_STORED, _DEFLATED):
         raise ValueError(f"{info.filename} in {path} is encrypted or compressed otherwise than by Deflate; pack it again")

@@ -71,11 +71,9 @@ class Passes:
 
     @property
     def is_open(self) -> bool:
-        """True during a pass."""
         return self._pass is not None
 
     def begin(self) -> None:
-        """Begin the next pass."""
         if not self._owner.repeat:
             self._releases.append(partial(self._source.set_generators, self._source.get_generators()))
             self._source.set_generators(self._initial_generators)
@@ -94,7 +92,6 @@ class Passes:
         self.position = Position(number + 1, 0, generators)
 
     def end(self) -> None:
-        """End the pass."""
         self.close()
         self.has_ended = not self._owner.repeat or self._source.is_single_pass
         self.position = Position(self.position.passes, 0, self._source.get_generators())
@@ -207,7 +204,6 @@ class Passes:
             return self._source.loader.state_dict()
 
     def get_generators(self) -> dict[str, Any]:
-        """Return the states of the source's own generators."""
         return self._source.get_generators()
 
     def resume(self, saved: Position) -> None:

@@ -34,7 +34,6 @@ class Source:
 
     @property
     def length(self) -> int | None:
-        """The number of batches in a pass, if it is known."""
         return _length(self.loader)
 
     @property
@@ -44,7 +43,6 @@ class Source:
 
     @property
     def is_single_pass(self) -> bool:
-        """True if it is an iterator itself, such as a generator."""
         return hasattr(self.loader, "__next__")
 
     @cached_property
@@ -59,7 +57,6 @@ class Source:
 
     @property
     def samplers(self) -> list[Any]:
-        """The samplers of a loader that has some."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         samplers = getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
         return [sampler for sampler in samplers if sampler is not None]
@@ -93,11 +90,9 @@ class Source:
                 set_epoch(epoch)
 
     def get_generators(self) -> dict[str, Any]:
-        """Return the states of its `generators`."""
         return {str(i): generator.get_state() for i, generator in enumerate(self.generators)}
 
     def set_generators(self, states: Mapping[str, Any]) -> None:
-        """Restore states of its `generators`."""
         for i, generator in enumerate(self.generators):
             if str(i) in states:
                 generator.set_state(states[str(i)])
@@ -175,7 +170,6 @@ class Stream(Source):
 
     @property
     def _steps(self) -> list[Any]:
-        """The steps, the last first."""
         waiting, steps = [self.loader._ex_iterable], []
         while waiting:
             if (step := waiting.pop()) is not None:

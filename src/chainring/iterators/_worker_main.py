@@ -106,7 +106,6 @@ class SharedStatus:
         self._last_seen = context.RawArray("d", n_workers)
 
     def is_current(self, generation: int) -> bool:
-        """Return whether the batches of that generation are still wanted."""
         return bool(self._generation.value == generation)
 
     def set_generation(self, generation: int) -> None:
@@ -118,7 +117,6 @@ class SharedStatus:
         self._examples[worker], self._last_seen[worker] = -1 if example is None else example, time.monotonic()
 
     def example_of(self, worker: int) -> int | None:
-        """Return the index of the example that a worker is fetching."""
         return None if self._examples[worker] < 0 else int(self._examples[worker])
 
     def last_seen(self, worker: int) -> float:

@@ -82,7 +82,6 @@ class WorkerPool:
 
     @property
     def is_open(self) -> bool:
-        """True if there are processes to take from."""
         return self._iterator is not None
 
     def take(self, segments: list[Segment], plan: Callable[[], PythonIterator[list[Segment]]]) -> WorkerResult:

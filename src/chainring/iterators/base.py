@@ -294,8 +294,8 @@ def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | No
                 iterator.comm = comm
         iterator.share(comm.rank, comm.size)
         seeds = comm.world.gather_object(getattr(iterator, "seed", None))
-        if other := [(rank, seed) for rank, seed in enumerate(seeds) if seed != seeds[0]]:
+        if (rank := next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)) is not None:
             raise ValueError(
                 f"all ranks take their shares of the same batches, and iterator {iterator.name!r} has the seed {seeds[0]} "
-                f"on rank 0 and {other[0][1]} on rank {other[0][0]}; give all ranks the same, or none, which is rank 0's"
+                f"on rank 0 and {seeds[rank]} on rank {rank}; give all ranks the same, or none, which is rank 0's"
             )

@@ -245,12 +245,12 @@ class LoaderIterator(Iterator):
         Of each array 1,024 evenly spaced numbers count. It is ``None`` if none of them lies on the host, or there was no
         `mark`.
         """
-        parts = [part for fetched in self._since_mark or () for part in _samples(fetched.batch)]
-        return (digest(*parts) if parts else None,)
+        samples = [sample for fetched in self._since_mark or () for sample in _samples(fetched.batch)]
+        return (digest(*samples) if samples else None,)
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
-        (found,) = stop
-        return found  # type: ignore[no-any-return]
+        (value,) = stop
+        return value  # type: ignore[no-any-return]
 
     # --- going back ---
 

@@ -231,14 +231,14 @@ class IndexedIterator(Iterator):
             An int64 array; ``None`` if the iterator was set back in between.
         """
         (order, position), stop = start, self.batch_place() if stop is None else stop
-        size, found = self._orders.size, []
+        size, indices = self._orders.size, [np.empty(0, np.int64)]
         if (order, position) > stop:
             return None
         while (order, position) < stop:
             end = stop[1] if order == stop[0] else size
-            found.append(self._orders.indices(*self._order_key(order - self._first_order), position, end))
+            indices.append(self._orders.indices(*self._order_key(order - self._first_order), position, end))
             order, position = order + 1, 0
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
+        return indices[1] if len(indices) == 2 else np.concatenate(indices)
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
@@ -361,7 +361,7 @@ class _EpochOrders:
                     "an order sampler must return as many indices for every epoch; "
                     f"it gave {self.size} for the first and {len(block)} for epoch {epoch}"
                 )
-        earlier = [each for each in self._blocks[:1] if len(each.indices) <= _BLOCK_SIZE]
+        earlier = [block for block in self._blocks[:1] if len(block.indices) <= _BLOCK_SIZE]
         self._blocks = [_Block(seed, epoch, first, last, block), *earlier]
         return block[start - first : stop - first]
 

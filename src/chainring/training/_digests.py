@@ -44,7 +44,7 @@ class Batches:
 
     def __init__(self, updater: Updater) -> None:
         self._named = updater.get_all_iterators()
-        self._iterators = [each for each in self._named.values() if hasattr(each, "batch_place")]
+        self._iterators = [iterator for iterator in self._named.values() if hasattr(iterator, "batch_place")]
         self._is_known = len(self._iterators) == len(self._named)
 
     def take(self) -> list[Any]:
@@ -53,16 +53,16 @@ class Batches:
 
     def digest(self, start: list[Any], stop: list[Any]) -> int:
         """Return 64 bits of the batches between two places; 0 where an iterator does not tell, or there is none."""
-        found: list[int] = []
+        digests: list[int] = []
         for iterator, first, last in zip(self._iterators, start, stop, strict=True):
             if not self._is_known or first is None or last is None:
                 return 0
-            if (each := iterator.batch_digest(first, last)) is None:
+            if (batches := iterator.batch_digest(first, last)) is None:
                 return 0
-            found.append(each)
-        if len(found) < 2:
-            return int(found[0]) if found else 0
-        return digest(repr(list(zip(self._named, found, strict=True))).encode())
+            digests.append(batches)
+        if len(digests) < 2:
+            return int(digests[0]) if digests else 0
+        return digest(repr(list(zip(self._named, digests, strict=True))).encode())
 
 
 class StateDigests:
@@ -78,7 +78,7 @@ class StateDigests:
     def __init__(self, updater: Updater, comm: Communicator) -> None:
         tensors = state_tensors(updater)
         sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
-        parts = assign_writers(sharded, comm.world) if sharded else {}
+        shards = assign_writers(sharded, comm.world) if sharded else {}
         self.names = list(tensors)
         self._salts = [_salt(tensor.dtype, tensor.shape) for tensor in tensors.values()]
         self.sums: list[Tensor] = []
@@ -88,10 +88,10 @@ class StateDigests:
             if name not in sharded:
                 by_device.setdefault(tensor.device, []).append((index, _sum_whole(tensor)))
         for pairs in by_device.values():
-            self._add([index for index, _ in pairs], torch.stack([each for _, each in pairs]))
+            self._add([index for index, _ in pairs], torch.stack([total for _, total in pairs]))
         if sharded:
             device = comm.world.device
-            sums = torch.stack([_sum(parts[name], device) for name in sharded])
+            sums = torch.stack([_sum(shards[name], device) for name in sharded])
             comm.world.all_reduce([sums], average=False)
             self._add([index for index, name in enumerate(tensors) if name in sharded], sums)
 
@@ -101,10 +101,10 @@ class StateDigests:
 
     def finish(self, sums: Sequence[NDArray[np.int64]]) -> NDArray[np.uint64]:
         """Return the digests in the order of the names."""
-        found = np.zeros(len(self.names), np.uint64)
+        totals = np.zeros(len(self.names), np.uint64)
         for indices, values in zip(self._indices, sums, strict=True):
-            found[indices] = values.view(np.uint64)
-        return _mix(found + np.array(self._salts, np.uint64))
+            totals[indices] = values.view(np.uint64)
+        return _mix(totals + np.array(self._salts, np.uint64))
 
     def read(self) -> NDArray[np.uint64]:
         """Return the digests in the order of the names, which waits for the devices."""
@@ -113,17 +113,17 @@ class StateDigests:
 
 def read_together(tensors: Sequence[Tensor]) -> list[NDArray[np.int64]]:
     """Return vectors of integers as they are on the host: those of one device by one read."""
-    places: dict[torch.device, list[int]] = {}
+    by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(index)
-    found: dict[int, NDArray[np.int64]] = {}
-    for indices in places.values():
-        parts = [tensors[index].to(torch.int64) for index in indices]
-        values, end = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().numpy(), 0
+        by_device.setdefault(tensor.device, []).append(index)
+    read: dict[int, NDArray[np.int64]] = {}
+    for indices in by_device.values():
+        vectors = [tensors[index].to(torch.int64) for index in indices]
+        values, end = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).cpu().numpy(), 0
         for index in indices:
             start, end = end, end + len(tensors[index])
-            found[index] = values[start:end]
-    return [found[index] for index in range(len(tensors))]
+            read[index] = values[start:end]
+    return [read[index] for index in range(len(tensors))]
 
 
 def state_tensors(updater: Updater) -> dict[str, Tensor]:
@@ -134,22 +134,22 @@ def state_tensors(updater: Updater) -> dict[str, Tensor]:
         state.visit(f"model:{name}", unwrap(model))
     for name, optimizer in updater.get_all_optimizers().items():
         state.visit(f"optimizer:{name}", OptimizerState(optimizer, models, name))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, value in collected.target.items():
-        _add_tensors(path, value, found)
-    return found
+        _add_tensors(path, value, tensors)
+    return tensors
 
 
-def _add_tensors(path: str, value: Any, found: dict[str, Tensor]) -> None:
+def _add_tensors(path: str, value: Any, tensors: dict[str, Tensor]) -> None:
     if isinstance(value, Tensor):
         if not is_lazy(value) and not value.is_meta:
-            found[path] = value.detach()
+            tensors[path] = value.detach()
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _add_tensors(f"{path}/{key}", item, found)
+            _add_tensors(f"{path}/{key}", item, tensors)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _add_tensors(f"{path}/{index}", item, found)
+            _add_tensors(f"{path}/{index}", item, tensors)
 
 
 def digest_tensor(tensor: Tensor) -> int:
@@ -200,14 +200,14 @@ def _sum_region(bits: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> T
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     rows = max(1, _CHUNK // max(1, bits[0].numel()))
     for start in range(0, len(bits), rows):
-        part = bits[start : start + rows]
-        places = torch.zeros((), dtype=torch.int64, device=bits.device)
+        chunk = bits[start : start + rows]
+        positions = torch.zeros((), dtype=torch.int64, device=bits.device)
         for dimension, (offset, stride) in enumerate(zip(offsets, strides, strict=True)):
             begin = offset + (start if dimension == 0 else 0)
-            along = torch.arange(begin, begin + part.shape[dimension], device=bits.device).mul_(stride)
-            places = places + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
+            along = torch.arange(begin, begin + chunk.shape[dimension], device=bits.device).mul_(stride)
+            positions = positions + along.view(-1, *[1] * (bits.ndim - 1 - dimension))
         numbers = _numbers(math.prod(shape), bits.device)
-        total += (part * _row_numbers(bits.device)[places % _ROW] * numbers[places // _ROW]).sum()
+        total += (chunk * _row_numbers(bits.device)[positions % _ROW] * numbers[positions // _ROW]).sum()
     return total
 
 
@@ -219,10 +219,10 @@ def _sum_run(bits: Tensor, start: int) -> Tensor:
     sums, at = [], 0
     while at < len(bits):
         row, column, rows = _next_rows(at, start, len(bits))
-        part = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
-        of_rows = part.to(torch.int64).mul_(in_row[column : column + part.shape[1]]).sum(1)
-        sums.append(of_rows.mul_(numbers[row : row + len(part)]).sum())
-        at += part.numel()
+        chunk = bits[at : at + (rows * _ROW or _ROW - column)].view(rows or 1, -1)
+        of_rows = chunk.to(torch.int64).mul_(in_row[column : column + chunk.shape[1]]).sum(1)
+        sums.append(of_rows.mul_(numbers[row : row + len(chunk)]).sum())
+        at += chunk.numel()
     return _add_up(sums, bits.device)
 
 
@@ -232,10 +232,10 @@ def _sum_run_on_host(bits: NDArray[Any], start: int) -> Tensor:
     total = at = 0
     while at < len(bits):
         row, column, rows = _next_rows(at, start, len(bits))
-        part = bits[at : at + (rows * _ROW or _ROW - column)].reshape(rows or 1, -1)
-        of_rows = np.einsum("ij,j->i", part, in_row[column : column + part.shape[1]])
-        total += int(np.einsum("i,i->", of_rows, numbers[row : row + len(part)]))
-        at += part.size
+        chunk = bits[at : at + (rows * _ROW or _ROW - column)].reshape(rows or 1, -1)
+        of_rows = np.einsum("ij,j->i", chunk, in_row[column : column + chunk.shape[1]])
+        total += int(np.einsum("i,i->", of_rows, numbers[row : row + len(chunk)]))
+        at += chunk.size
     return torch.from_numpy(np.array(total % _UINT64, np.uint64).view(np.int64))
 
 
