@@ -19,34 +19,34 @@ def backwards(seed, epoch, size):
 def test_the_indices_are_those_of_the_examples_that_came(settings):
     """Of one batch, and of several, within epochs and across their ends, in the order in which they came."""
     iterator = SerialIterator(list(range(10)), **{"batch_size": 4, "seed": 3} | settings)
-    first, came = iterator.batch_place(), []
+    first, came = iterator.batch_end(), []
     for _ in range(3):
-        place = iterator.batch_place()
+        end = iterator.batch_end()
         batch = list(iterator.next())
         came += batch
-        assert iterator.indices_since(place).tolist() == batch
+        assert iterator.indices_since(end).tolist() == batch
     assert iterator.indices_since(first).tolist() == came
-    assert iterator.indices_since(iterator.batch_place()).tolist() == []
+    assert iterator.indices_since(iterator.batch_end()).tolist() == []
 
 
 def test_another_order_after_a_reset_has_indices_of_its_own():
-    """A place counts orders and not epochs, which begin again."""
+    """An end counts orders and not epochs, which begin again."""
     iterator = SerialIterator(list(range(10)), 5, seed=3)
     iterator.next()
     iterator.reset()
-    place = iterator.batch_place()
+    end = iterator.batch_end()
     batch = list(iterator.next())
-    assert iterator.indices_since(place).tolist() == batch
+    assert iterator.indices_since(end).tolist() == batch
 
 
 def test_an_iterator_that_was_set_back_tells_nothing_of_what_was_before():
     """No digest is better than one of other examples."""
     iterator = SerialIterator(list(range(10)), 5, seed=3)
     iterator.next()
-    place = iterator.batch_place()
+    end = iterator.batch_end()
     iterator.rewind()
-    assert iterator.indices_since(place) is None
-    assert iterator.batch_digest(place, iterator.batch_place()) is None
+    assert iterator.indices_since(end) is None
+    assert iterator.batch_digest(end, iterator.batch_end()) is None
 
 
 def test_a_share_has_the_digest_of_the_whole_batch():
@@ -55,9 +55,9 @@ def test_a_share_has_the_digest_of_the_whole_batch():
     for rank, size in ((0, 1), (0, 2), (1, 2), (2, 3)):
         iterator = SerialIterator(list(range(10)), 6, seed=3)
         iterator.share(rank, size)
-        place = iterator.batch_place()
+        end = iterator.batch_end()
         iterator.next()
-        digests.append(iterator.batch_digest(place, iterator.batch_place()))
+        digests.append(iterator.batch_digest(end, iterator.batch_end()))
     assert digests[1:] == digests[:1] * 3
 
 
@@ -67,9 +67,9 @@ def test_whatever_is_fetched_ahead_only_returned_batches_count():
     def digests_of(iterator):
         found = []
         for _ in range(4):
-            place = iterator.batch_place()
+            end = iterator.batch_end()
             iterator.next()
-            found.append(iterator.batch_digest(place, iterator.batch_place()))
+            found.append(iterator.batch_digest(end, iterator.batch_end()))
         return found
 
     expected = digests_of(SerialIterator(list(range(10)), 4, seed=3))
@@ -82,10 +82,10 @@ def test_a_loader_tells_its_batches_by_their_content():
 
     def digest_of(*batch):
         iterator = LoaderIterator([batch])
-        place = iterator.batch_place()
+        end = iterator.batch_end()
         iterator.mark()
         iterator.next()
-        return iterator.batch_digest(place, iterator.batch_place())
+        return iterator.batch_digest(end, iterator.batch_end())
 
     x = torch.arange(12.0).reshape(6, 2)
     digests = [digest_of(each) for each in (x, x + 1, x.to(torch.float64), x[:3], x.numpy(), ["a"] * 6, ["b"] * 6)]
@@ -93,9 +93,9 @@ def test_a_loader_tells_its_batches_by_their_content():
     assert len(set(digests)) == 7 - (digests[0] == digests[4])
     assert digest_of(x.to("meta")) is None
     unmarked = LoaderIterator([x])
-    place = unmarked.batch_place()
+    end = unmarked.batch_end()
     unmarked.next()
-    assert unmarked.batch_digest(place, unmarked.batch_place()) is None
+    assert unmarked.batch_digest(end, unmarked.batch_end()) is None
 
 
 def test_a_sample_of_a_large_batch_has_something_of_every_example():
@@ -108,7 +108,7 @@ def test_a_sample_of_a_large_batch_has_something_of_every_example():
         iterator = LoaderIterator([batch])
         iterator.mark()
         iterator.next()
-        return iterator.batch_digest(None, iterator.batch_place())
+        return iterator.batch_digest(None, iterator.batch_end())
 
     assert digest_of(x) != digest_of(other)
 
@@ -120,9 +120,9 @@ def test_a_function_tells_its_batches_by_their_numbers():
         iterator = FunctionIterator(lambda index: torch.zeros(2, 2), seed=seed)
         found = []
         for _ in range(3):
-            place = iterator.batch_place()
+            end = iterator.batch_end()
             iterator.next()
-            found.append(iterator.batch_digest(place, iterator.batch_place()))
+            found.append(iterator.batch_digest(end, iterator.batch_end()))
         return found
 
     assert digests(1) == digests(1)

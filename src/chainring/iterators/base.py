@@ -207,12 +207,12 @@ class Iterator(Stateful):
         names = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
         self._restore_counters(tuple([serializer(name, getattr(self, name)) for name in names]))
 
-    def batch_place(self) -> Any:
-        """Return the place behind the batch last returned, for `batch_digest`; ``None`` if it cannot be told."""
+    def batch_end(self) -> Any:
+        """Return where the batch last returned ends, for `batch_digest`; ``None`` if it cannot be told."""
         return None
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
-        """Return 64 bits that tell the batches returned between two places from others, whichever rank this is.
+        """Return 64 bits that tell the batches between two ends from others, whichever rank this is.
 
         Of a dataset they depend on the indices of the examples, see ``IndexedIterator.indices_since``.
         """

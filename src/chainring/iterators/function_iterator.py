@@ -132,7 +132,7 @@ class FunctionIterator(Iterator):
         self._index, self._epoch_position, counts = mark
         self._restore_counters(counts)
 
-    def batch_place(self) -> Any:
+    def batch_end(self) -> Any:
         return self._index
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:

@@ -239,7 +239,7 @@ class LoaderIterator(Iterator):
             )
         self._passes.resume(position)
 
-    def batch_place(self) -> Any:
+    def batch_end(self) -> Any:
         """Return a digest of the content of the batches since the last `mark`, of the whole ones where ranks share them.
 
         Of each array 1,024 evenly spaced numbers count. It is ``None`` if none of them lies on the host, or there was no

@@ -217,20 +217,20 @@ class IndexedIterator(Iterator):
         self._restore_counters(counters)
         self._go_to(position)
 
-    def batch_place(self) -> Any:
+    def batch_end(self) -> Any:
         return self._first_order + self.epoch, self.current_position
 
     def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
-        """Return the indices of the examples between two places, those of all ranks, in the order in which they came.
+        """Return the indices of the examples between the ends of two batches, of all ranks, in the order in which they came.
 
         Args:
-            start: a place that `batch_place` has returned.
-            stop: by default the place behind the batch last returned.
+            start: what `batch_end` has returned.
+            stop: by default the end of the batch last returned.
 
         Returns:
             An int64 array; ``None`` if the iterator was set back in between.
         """
-        (order, position), stop = start, self.batch_place() if stop is None else stop
+        (order, position), stop = start, self.batch_end() if stop is None else stop
         size, indices = self._orders.size, [np.empty(0, np.int64)]
         if (order, position) > stop:
             return None

@@ -35,7 +35,7 @@ class BatchIndices:
         """Note where the iterators stand, before an update."""
         self._marks = {}
         for name, iterator in self._iterators().items():
-            batch_end = iterator.batch_place() if hasattr(iterator, "batch_place") else None
+            batch_end = iterator.batch_end() if hasattr(iterator, "batch_end") else None
             self._marks[name] = (iterator, batch_end, _position(iterator))
         for passes in self._passes.values():
             passes.begin()
@@ -126,10 +126,9 @@ def _position(iterator: Any) -> Any:
 
 
 def _indices_since(iterator: Any, batch_end: Any) -> list[int] | None:
-    source = iterator if isinstance(iterator, IndexedIterator) else getattr(iterator, "iterator", None)
-    if batch_end is None or not isinstance(source, IndexedIterator):
+    if batch_end is None or not isinstance(iterator, IndexedIterator):
         return None
-    indices = source.indices_since(batch_end, iterator.batch_place())
+    indices = iterator.indices_since(batch_end, iterator.batch_end())
     return None if indices is None else [int(index) for index in indices]
 
 

@@ -44,15 +44,15 @@ class Batches:
 
     def __init__(self, updater: Updater) -> None:
         self._named = updater.get_all_iterators()
-        self._iterators = [iterator for iterator in self._named.values() if hasattr(iterator, "batch_place")]
+        self._iterators = [iterator for iterator in self._named.values() if hasattr(iterator, "batch_end")]
         self._is_known = len(self._iterators) == len(self._named)
 
     def take(self) -> list[Any]:
-        """Return the places behind the batches last taken."""
-        return [iterator.batch_place() for iterator in self._iterators]
+        """Return where the batches last taken end."""
+        return [iterator.batch_end() for iterator in self._iterators]
 
     def digest(self, start: list[Any], stop: list[Any]) -> int:
-        """Return 64 bits of the batches between two places; 0 where an iterator does not tell, or there is none."""
+        """Return 64 bits of the batches between two ends; 0 where an iterator does not tell, or there is none."""
         digests: list[int] = []
         for iterator, first, last in zip(self._iterators, start, stop, strict=True):
             if not self._is_known or first is None or last is None:

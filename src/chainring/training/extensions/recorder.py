@@ -77,7 +77,7 @@ class Recorder(Extension):
         self._filename = filename
         self._generators = 0  # their digest after the last iteration; 0 if it was not taken there
         self._batches: Batches | None = None
-        self._places: list[Any] = []  # of the batches, when the values were read last
+        self._batch_ends: list[Any] = []  # when the values were read last
         self._is_writing = False  # on the main rank, during a run
         self._file = AppendOnly()  # the head and the blocks that are complete
         self._count = 0  # of these blocks
@@ -96,7 +96,7 @@ class Recorder(Extension):
     def initialize(self, trainer: Trainer) -> None:
         self._refuse_a_shared_file(trainer)
         self._batches = Batches(trainer.updater)
-        self._places = self._batches.take()
+        self._batch_ends = self._batches.take()
         if trainer.comm.is_main:
             self._begin_file(Path(trainer.out))
         if not trainer.updater.iteration:
@@ -165,9 +165,9 @@ class Recorder(Extension):
             all_bits = losses.finish([next(found) for _ in losses.bits])
             assert self._batches is not None
             for row, bits in zip(self._rows, all_bits, strict=True):
-                batch = self._batches.digest(self._places, row.places)
+                batch = self._batches.digest(self._batch_ends, row.batch_ends)
                 self._block.add_row(batch, bits)
-                self._places = row.places
+                self._batch_ends = row.batch_ends
             if self._rows:
                 self._block.generators = self._generators
             for iteration, each in self._digests.items():
@@ -224,7 +224,7 @@ class _Row(NamedTuple):
     """What is taken of an iteration, in as little time as possible, before it is read and digested."""
 
     iteration: int
-    places: list[Any]  # of the batches
+    batch_ends: list[Any]
     names: list[str]
     values: list[Any]
 
@@ -265,8 +265,8 @@ class _Losses:
     def finish(self, integers: Sequence[NDArray[np.int64]]) -> list[dict[str, Bits]]:
         """Return the losses of each iteration by name."""
         found = [dict.fromkeys(row, (0, 0)) for row in self._rows]
-        for (dtype, places), values in zip(self._groups, integers, strict=True):
-            for (index, name), bits in zip(places, values.tolist(), strict=True):
+        for (dtype, members), values in zip(self._groups, integers, strict=True):
+            for (index, name), bits in zip(members, values.tolist(), strict=True):
                 found[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
         return found
 
