@@ -134,11 +134,11 @@ class FinishedRun:
         except (OSError, ValueError):  # of no file
             return None
         if self._is_remote and name not in self._copied:
-            self._copied.add(name)
             with contextlib.suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
                 file = open_file(f"{self.store.place}/{name}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file.copy_to(path)
+            self._copied.add(name)
         try:
             return path if path.is_file() else None
         except OSError:  # too long a name
