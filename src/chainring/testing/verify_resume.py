@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from chainring._messages import info
@@ -192,6 +191,7 @@ def _verify(
     directory: str | os.PathLike[str] | None,
     is_quiet: bool = False,
 ) -> Verdict:
+    """Run a program several times in a directory, removed by default, and compare what its runs did."""
     points = [] if kill_after is None else [kill_after] if isinstance(kill_after, int) else sorted(set(kill_after))
     if iterations is not None and iterations < 2:
         raise ValueError(f"a run that is killed and resumed has 2 iterations or more, got iterations={iterations}")
@@ -206,8 +206,7 @@ def _verify(
         os.makedirs(path, exist_ok=True)
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
-        say = (lambda text: None) if is_quiet else (lambda text: info(f"{name}: {text}"))
-        return _Verification(start, path, iterations, points, timeout, say).judge()
+        return _Verification(start, "" if is_quiet else name, path, iterations, points, timeout).judge()
     finally:
         if directory is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -217,15 +216,9 @@ class _Verification:
     """The runs of one program, and what was found in them."""
 
     def __init__(
-        self,
-        start: Start,
-        directory: str,
-        iterations: int | None,
-        points: list[int],
-        timeout: float,
-        say: Callable[[str], None],
+        self, start: Start, name: str, directory: str, iterations: int | None, points: list[int], timeout: float
     ) -> None:
-        self._start, self._directory, self._timeout, self._say = start, directory, timeout, say
+        self._start, self._name, self._directory, self._timeout = start, name, directory, timeout
         self._iterations, self._points = iterations, points
         self._length = 0  # of the runs after the first
         self._mark = secrets.token_hex(16)
@@ -290,7 +283,7 @@ class _Verification:
         return kills, missing
 
     def _run_whole(self, run: str, length: int | None) -> Task:
-        task = Task(run, self._directory, self._out(run), self._mark, self._seeds[0], length)
+        task = self._task(run, length=length)
         name = "the uninterrupted run" if run == "first" else "the uninterrupted run, again"
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
@@ -301,8 +294,7 @@ class _Verification:
         self, first: Task, kills: list[Kill], repetition: Repetition, seed: int, suffix: str
     ) -> tuple[Findings, Kill, Task]:
         """Kill and resume a run until it differs; return how, or that it does not, after which kill and in which run."""
-        task = Task(f"killed{suffix}", self._directory, self._out(f"killed{suffix}"), self._mark, self._seeds[0])
-        task = replace(task, length=self._length, save_at=kills[0].saved_at, kill_at=kills[0].at)
+        task = self._task(f"killed{suffix}", length=self._length, save_at=kills[0].saved_at, kill_at=kills[0].at)
         code = self._launch(task, f"a run that is killed {kills[0]}")
         if code != -signal.SIGKILL or not (task.snapshot / STATE).exists():
             raise NotTried(failure_of(task, code, "the run that was to be killed ended before"))
@@ -326,15 +318,17 @@ class _Verification:
         return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
-        self._say(text)
+        if self._name:
+            info(f"{self._name}: {text}")
         task = replace(task, deadline=time.monotonic() + self._timeout)
         try:
             return run(self._start, task)
         except HungError:
             raise HungError(f"{text} had not ended after {self._timeout:g} seconds; {where_it_hung(task)}") from None
 
-    def _out(self, run: str) -> str:
-        return str(Path(self._directory) / f"out of the {run} run")
+    def _task(self, run: str, **settings: Any) -> Task:
+        out = os.path.join(self._directory, f"out of the {run} run")
+        return Task(run, self._directory, out, self._mark, self._seeds[0], **settings)
 
 
 def _is_saved(task: Task) -> bool:
