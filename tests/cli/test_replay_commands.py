@@ -338,12 +338,12 @@ def test_a_replay_of_more_than_three_seconds_shows_a_bar_on_a_terminal_alone(pla
         (["bisect", "{run}", "--bad", "main/loss => 3", "{script}"], "got 'main/loss => 3'"),
         (["bisect", "{run}", "--bad", "main/loss > > 3", "{script}"], "got 'main/loss > > 3'"),
         (["bisect", "{run}", "--to", "0", "--bad", "main/loss > 3", "{script}"], "and the first is 1"),
+        (["bisect", "{run}", "--bad", "main/loss > much", "{script}"], "got 'main/loss > much'"),
         (
             ["bisect", "{run}", "--bad", "mian/loss > 3", "{script}"],
-            "has mian/loss; did you mean main/loss?",
+            "has mian/loss; did you mean main/loss? it is looked for in a replay ... nothing has reported 'mian/loss'; "
+            "reported: main/loss",
         ),
-        (["bisect", "{run}", "--bad", "main/loss > much", "{script}"], "got 'main/loss > much'"),
-        (["bisect", "{run}", "--bad", "mian/loss > 3", "{script}"], "nothing has reported 'mian/loss'; reported: main/loss"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_2(place, capsys, arguments, text):
@@ -354,4 +354,5 @@ def test_what_cannot_be_done_is_refused_with_2(place, capsys, arguments, text):
     except SystemExit as error:
         status = error.code
     assert status == 2
-    assert text in " ".join(capsys.readouterr().err.split())
+    printed = " ".join(capsys.readouterr().err.split())
+    assert all(words in printed for words in text.split(" ... "))
