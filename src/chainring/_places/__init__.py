@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,29 +115,24 @@ class Place(ABC):
     url: str
     is_local: bool
 
-    @abstractmethod
+    def __str__(self) -> str:
+        return self.url
+
     def path_of(self, name: str) -> str:
         """Return the path or the address of a name."""
+        return f"{self.url}/{name}"
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Return the names of all that may be snapshots."""
-
-    @abstractmethod
-    def state(self, name: str) -> Hashable | None:
-        """Return what changes when the manifest of a snapshot does; ``None`` if it has none."""
-
     def states(self) -> dict[str, Hashable | None]:
-        """Return `state` by the names of all that may be snapshots."""
-        return {name: self.state(name) for name in self.names()}
+        """Return of all that may be snapshots what changes when the manifest does, by name; ``None`` where there is none."""
+
+    def state(self, name: str) -> Hashable | None:
+        """Return that of one."""
+        return self.states().get(name)
 
     @abstractmethod
     def exists(self, name: str) -> bool:
         """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
-
-    @abstractmethod
-    def has(self, file: str) -> bool:
-        """Return whether there is a file of exactly that name."""
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int | None]:
@@ -161,21 +157,25 @@ class Place(ABC):
         """Return a directory with the files beside a snapshot, or a copy of those that are there."""
 
     @abstractmethod
-    def create(self, name: str) -> AbstractContextManager[Sink]:
-        """Open a new file, which is there for good when the block ends.
-
-        Raises:
-            OSError: it could not be written.
-        """
-
-    @abstractmethod
     def draft(self, name: str) -> str:
-        """Return a new folder for the files of a snapshot, which is their folder's name below that of the snapshot.
+        """Return a new folder for the files of a snapshot; behind its slash, if it has one, is their folder in that.
 
         Raises:
             FileExistsError: there is something of that name.
             OSError: it could not be made.
         """
+
+    @abstractmethod
+    def create(self, name: str) -> AbstractContextManager[Sink]:
+        """Open a new file of a draft, which is there for good when the block ends."""
+
+    @abstractmethod
+    def publish(self, draft: str, name: str, manifest: bytes) -> None:
+        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done."""
+
+    @abstractmethod
+    def discard(self, draft: str) -> None:
+        """Remove a draft, as far as that can be done."""
 
     def stamp(self, name: str) -> str | None:
         """Return what the manifest of a snapshot has to carry for `admits`."""
@@ -184,18 +184,6 @@ class Place(ABC):
     def admits(self, name: str, stamp: str | None, digest: str) -> bool:
         """Return whether a manifest is valid; one is not that its writer has put when the place was not its own any more."""
         return True
-
-    @abstractmethod
-    def publish(self, draft: str, name: str, manifest: bytes) -> None:
-        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done.
-
-        Raises:
-            OSError: it could not be written.
-        """
-
-    @abstractmethod
-    def discard(self, draft: str) -> None:
-        """Remove a draft, as far as that can be done."""
 
     @abstractmethod
     def remove(self, name: str, files: Iterable[str]) -> None:
@@ -209,8 +197,8 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def link(self, name: str, target: str) -> None:
-        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once.
+    def link(self, name: str, target: str | None) -> None:
+        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once; with ``None`` remove it.
 
         Raises:
             FileExistsError: something that is not a link has that name.
@@ -225,20 +213,19 @@ class Place(ABC):
         """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
 
     @abstractmethod
-    def unlink(self, name: str) -> None:
-        """Remove a link."""
-
-    @abstractmethod
     def persist(self, path: Path) -> None:
-        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power.
+        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power."""
 
-        Raises:
-            OSError: it could not be.
-        """
-
-    @abstractmethod
-    def probe(self) -> AbstractContextManager[str]:
+    @contextmanager
+    def probe(self) -> Iterator[str]:
         """Leave something during the block by whose name, and `exists`, others find out whether they see the same place."""
+        draft = self.draft(f"probe-{secrets.token_hex(8)}")
+        try:
+            with self.create(f"{draft}/probe") as sink:
+                sink.write(b"")
+            yield f"{draft}/probe"
+        finally:
+            self.discard(draft)
 
     @abstractmethod
     def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:

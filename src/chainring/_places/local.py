@@ -52,11 +52,10 @@ class Directory(Place):
     def path_of(self, name: str) -> str:
         return str(self.root / name)
 
-    def names(self) -> list[str]:
-        with os.scandir(self.root) as entries:  # which knows what each is, so that none of a thousand is asked for
-            return [
-                entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-            ]
+    def states(self) -> dict[str, Hashable | None]:
+        with os.scandir(self.root) as entries:  # which knows what each is, so that none of a thousand is asked for that
+            names = [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+        return {name: self.state(name) for name in names}
 
     def state(self, name: str) -> Hashable | None:
         try:
@@ -67,9 +66,6 @@ class Directory(Place):
 
     def exists(self, name: str) -> bool:
         return os.path.lexists(self.root / name)
-
-    def has(self, file: str) -> bool:
-        return (self.root / file).exists()
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         path = self.root / folder
@@ -139,8 +135,11 @@ class Directory(Place):
     def move(self, name: str, archive: str, manifest: bytes | None) -> None:
         os.rename(self.root / name, self.root / archive / name)
 
-    def link(self, name: str, target: str) -> None:
+    def link(self, name: str, target: str | None) -> None:
         path = self.root / name
+        if target is None:
+            os.unlink(path)
+            return
         if os.path.lexists(path) and not path.is_symlink():
             raise FileExistsError(f"{path} is in the way of a link to {target!r}; move it, or choose another name")
         temporary = temporary_path(self.root)
@@ -162,20 +161,8 @@ class Directory(Place):
         except OSError:
             return None
 
-    def unlink(self, name: str) -> None:
-        os.unlink(self.root / name)
-
     def persist(self, path: Path) -> None:
         flush(path)
-
-    @contextmanager
-    def probe(self) -> Iterator[str]:
-        path = temporary_path(self.root)
-        path.touch(exist_ok=False)
-        try:
-            yield path.name
-        finally:
-            path.unlink(missing_ok=True)
 
     def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
         """Remove what killed runs have left unfinished, and return its names. Only the holder of the lock may call this.

@@ -17,8 +17,8 @@ import secrets
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from chainring._files import Sink, parse_strict
@@ -66,9 +66,6 @@ class RemotePlace(Place):
         self._states: dict[str, Tag | None] | None = None
         self._record: Record | None = None
 
-    def __str__(self) -> str:
-        return self.url
-
     def claim(self, folder: str | os.PathLike[str]) -> None:
         """Take the place for this process, and copy the files beside the snapshots into a directory; see `Mirror`.
 
@@ -99,12 +96,6 @@ class RemotePlace(Place):
         finally:
             self.index.release()
 
-    def path_of(self, name: str) -> str:
-        return f"{self.url}/{name}"
-
-    def names(self) -> list[str]:
-        return list(self.states())
-
     def states(self) -> dict[str, Hashable | None]:
         states: dict[str, Tag | None] = {}
         for entry in self.bucket.list():
@@ -122,13 +113,6 @@ class RemotePlace(Place):
 
     def exists(self, name: str) -> bool:
         return any(entry.key == name or entry.key.startswith(f"{name}/") for entry in self.bucket.list(name))
-
-    def has(self, file: str) -> bool:
-        try:
-            self.bucket.head(file)
-        except FileNotFoundError:
-            return False
-        return True
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         prefix = f"{folder}/" if folder else ""
@@ -155,7 +139,11 @@ class RemotePlace(Place):
         return self.bucket.upload(name)
 
     def draft(self, name: str) -> str:
-        if self._has_valid_manifest(name) or self.has(name):
+        is_taken = _has(self.bucket, name)
+        with suppress(FileNotFoundError):
+            manifest = self.read(f"{name}/{MANIFEST}")
+            is_taken = is_taken or self.admits(name, stamp_of(manifest), digest_of(manifest))
+        if is_taken:
             raise FileExistsError(
                 f"{self.url}/{name} is there already; a snapshot is never written over: choose another name"
             )
@@ -212,8 +200,8 @@ class RemotePlace(Place):
             self._remove_manifest(name)
         elif (target := self.link_target(name)) is not None:
             self.bucket.put(f"{archive}/{name}", _link_to(target), MISSING)
-            self.unlink(name)
-        elif self.has(name):
+            self.link(name, None)
+        elif _has(self.bucket, name):
             self.bucket.put(f"{archive}/{name}", self.read(name), MISSING)
             self.bucket.delete([name])
         # Else files without a manifest have the name, which the next run removes.
@@ -225,8 +213,13 @@ class RemotePlace(Place):
         if self._states is not None:
             self._states.pop(name, None)
 
-    def link(self, name: str, target: str) -> None:
-        if self.link_target(name) is None and self.has(name):
+    def link(self, name: str, target: str | None) -> None:
+        if target is None:
+            if self.index is not None:
+                self.index.change(links={name: None})
+            self.bucket.delete([name])
+            return
+        if self.link_target(name) is None and _has(self.bucket, name):
             raise FileExistsError(f"{self.url}/{name} is in the way of a link to {target!r}; choose another name")
         run = None
         if self.index is not None:
@@ -238,44 +231,18 @@ class RemotePlace(Place):
         record = self._current_record()
         small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= _LARGEST_LINK]
         listed = {} if record is None else record.links
-        copied = {name: target for name in small if (target := self._copied_link(name, record)) is not None}
+        copied = {name: target for name in small if (target := _copied_link(self.bucket, name, record)) is not None}
         return dict(sorted({**copied, **listed}.items()))
 
     def link_target(self, name: str) -> str | None:
         record = self._current_record()
         if record is not None and name in record.links:
             return record.links[name]
-        return self._copied_link(name, record)
-
-    def _copied_link(self, name: str, record: Record | None) -> str | None:
-        """Return what a link leads to that another run or a person has put there."""
-        try:
-            if self.bucket.head(name).size > _LARGEST_LINK:
-                return None
-            content = parse_strict(self.read(name))
-            is_own = record is not None and content.get("run") == record.run
-            is_link = content["chainring"] == "link" and not is_own
-            return check_name(content["target"]) if is_link else None
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-
-    def unlink(self, name: str) -> None:
-        if self.index is not None:
-            self.index.change(links={name: None})
-        self.bucket.delete([name])
+        return _copied_link(self.bucket, name, record)
 
     def persist(self, path: Path) -> None:
         if self._mirror is not None:
             self._mirror.persist(path)
-
-    @contextmanager
-    def probe(self) -> Iterator[str]:
-        name = f".probe-{secrets.token_hex(8)}"
-        self.bucket.put(name, b"")
-        try:
-            yield name
-        finally:
-            self.bucket.delete([name])
 
     def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
         keys = [entry.key for entry in self.bucket.list()]
@@ -298,14 +265,6 @@ class RemotePlace(Place):
     def _current_record(self) -> Record | None:
         return read_record(self.bucket) if self.index is None else self.index.record
 
-    def _has_valid_manifest(self, name: str) -> bool:
-        """Return whether a snapshot, or a damaged one, has that name."""
-        try:
-            manifest = self.read(f"{name}/{MANIFEST}")
-        except FileNotFoundError:
-            return False
-        return self.admits(name, stamp_of(manifest), digest_of(manifest))
-
 
 class ObjectFile(StoredFile):
     """An object that is read in ranges, and ahead."""
@@ -317,6 +276,26 @@ class ObjectFile(StoredFile):
 
     def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
         view[:] = self._reader.read(start, len(view), until)
+
+
+def _has(bucket: Bucket, key: str) -> bool:
+    try:
+        bucket.head(key)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _copied_link(bucket: Bucket, name: str, record: Record | None) -> str | None:
+    """Return to what a link leads that another run or a person has put there."""
+    try:
+        if bucket.head(name).size > _LARGEST_LINK:
+            return None
+        content = parse_strict(bucket.get(name).content)
+        is_own = record is not None and content.get("run") == record.run
+        return check_name(content["target"]) if content["chainring"] == "link" and not is_own else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _link_to(target: str, run: str | None = None) -> bytes:

@@ -64,7 +64,7 @@ class Manifest:
     files: Mapping[str, tuple[int, int]]  # size in bytes and CRC-32 by name
     about: Mapping[str, Any]  # anything else that was recorded, as plain JSON values
     # By name of a file of tensors the CRC-32 of its header and of each tensor in the order of the file, eight hexadecimal
-    # digits each; earlier versions have recorded none.
+    # digits each.
     parts: Mapping[str, str] = field(default_factory=dict)
     # Where the files lie, from the place of the manifest: beside it, or in an object store in a folder of their own.
     folder: str = ""
@@ -99,7 +99,7 @@ class SavedSnapshot:
 
     def exists(self) -> bool:
         """Return whether it has a manifest, sound or not."""
-        return self._files.has(_join(self._key, MANIFEST))
+        return self._files.exists(_join(self._key, MANIFEST))
 
     def read_manifest(self) -> Manifest:
         """Return the manifest, compared with its own checksum.
@@ -352,7 +352,7 @@ class Snapshots:
     def move(self, name: str, archive: str) -> None:
         """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``."""
         text = None
-        if not self.files.is_local and self.files.has(f"{name}/{MANIFEST}"):
+        if not self.files.is_local and self.files.exists(f"{name}/{MANIFEST}"):
             text = self.files.read(f"{name}/{MANIFEST}")
             try:
                 manifest = parse_manifest(text, name)

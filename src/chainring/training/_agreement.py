@@ -70,7 +70,7 @@ def check_out(store: Snapshots, comm: Communicator) -> None:
     comm = comm.world
     with store.files.probe() if comm.is_main else nullcontext("") as probe:
         probe = comm.broadcast_object(probe)
-        is_seen = comm.gather_object(store.files.has(probe))
+        is_seen = comm.gather_object(store.files.exists(probe))
     blind = [rank for rank, seen in enumerate(is_seen) if not seen]
     if blind and is_seen[0]:
         raise ValueError(

@@ -242,7 +242,7 @@ class Snapshot(Extension):
         if comm.world.size > 1:
             name, is_saved = comm.broadcast_object((name, is_saved))
         if is_saved:  # at the end of this very iteration, by the run before or as a final snapshot
-            self._note_saved(iteration)
+            self.saved_iteration = iteration if self.target is None else None
             return None
         series.begun_iteration = iteration
         with without_collections():
@@ -252,13 +252,9 @@ class Snapshot(Extension):
 
         def write() -> None:
             series.publish(store, checkpoint, name, iteration, takers, is_final, self._comm)
-            self._note_saved(iteration)
+            self.saved_iteration = iteration if self.target is None else None
 
         return write
-
-    def _note_saved(self, iteration: int) -> None:
-        if self.target is None:
-            self.saved_iteration = iteration
 
     def _capture(self, trainer: Trainer, comm: Communicator | None = None, is_copied: bool = False) -> Checkpoint:
         root = trainer if self.target is None else self.target
@@ -400,12 +396,7 @@ class Retention(Protocol):
     """Says which snapshots to keep."""
 
     def keep(self, taken: Sequence[str], series: Sequence[str]) -> set[str]:
-        """Return those to keep of the snapshots that an extension has ``taken``.
-
-        Args:
-            taken: their names, the newest first.
-            series: those of all extensions of that name, the newest first.
-        """
+        """Return the names to keep of those that an extension has taken, of all of a ``series``; both the newest first."""
         ...
 
 
@@ -491,7 +482,7 @@ class Series:
         self.wanted, self.begun_iteration = {}, None
         if store is None:
             return
-        self._known = self._read(store)
+        self._known = {name: manifest for name, manifest in self.listing(store) if manifest is not None}
         if self.is_fixed:
             newest = next((name for name, manifest in self._known.items() if _FINAL not in manifest.about), None)
             if newest is not None and store.link_target(str(self.filename)) != newest:
@@ -525,16 +516,18 @@ class Series:
             self._remove_unwanted(store, directory)
 
     def _remove_unwanted(self, store: Snapshots, newest: str) -> None:
-        known = self._read(store) if self._known is None else self._known  # called by hand before the run
+        known = self._known
+        if known is None:  # called by hand before the run
+            known = {name: manifest for name, manifest in self.listing(store) if manifest is not None}
         if not (known.keys() - self._kept(known) - {newest}):
             return
-        present = set(store.files.names())  # a person may have removed some, which are not counted
+        present = store.files.states().keys()  # a person may have removed some, which are not counted
         for name in known.keys() - present:
             del known[name]
         for name in sorted(known.keys() - self._kept(known) - {newest}, key=lambda name: known[name].iteration):
             del known[name]
             if self._has_links and store.link_target(_link_of(name)) == name:
-                store.files.unlink(_link_of(name))
+                store.files.link(_link_of(name), None)
             store.remove(name)
 
     def _kept(self, known: Mapping[str, Manifest]) -> set[str]:
@@ -560,9 +553,6 @@ class Series:
             return manifest.about.get(_SERIES) == self.label and "error" not in manifest.about
 
         return [(name, manifest) for name, manifest in store.listing() if belongs(name, manifest)]
-
-    def _read(self, store: Snapshots) -> dict[str, Manifest]:
-        return {name: manifest for name, manifest in self.listing(store) if manifest is not None}
 
 
 def _link_of(name: str) -> str:
