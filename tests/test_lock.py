@@ -64,23 +64,6 @@ def test_the_lock_survives_a_copy_of_the_directory(tmp_path):
     assert forked.run(["-c", program, out]).returncode == 0
 
 
-def test_a_run_of_a_version_that_held_a_record_lock_is_respected(tmp_path):
-    """Earlier versions took the other kind of lock, which does not exclude this one."""
-    program = (
-        "import fcntl, sys\n"
-        "file = open(sys.argv[1] + '/.lock', 'w')\n"
-        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
-        "print(flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with forked.Forked(["-c", program, tmp_path]) as holder:
-        holder.stdout.readline()
-        with pytest.raises(BlockingIOError, match="is being written by another run"):
-            DirectoryLock(tmp_path)
-        holder.communicate()
-    DirectoryLock(tmp_path).release()
-
-
 def put_pipe(path, victim):
     os.mkfifo(path)
 

@@ -32,19 +32,19 @@ _AS_IT_IS = sum(getattr(os, f"O_{name}", 0) for name in ("NOFOLLOW", "NONBLOCK",
 _TEMPORARY = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)")
 
 
-def is_url(place: object) -> bool:
-    """Return whether a place is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
+def is_url(address: object) -> bool:
+    """Return whether this is an address in an object store, such as ``"s3://bucket/run"``, and not a path.
 
     Raises:
         ValueError: it is the path that pathlib makes of an address.
     """
-    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    text = os.fspath(address) if isinstance(address, os.PathLike) else address
     if not isinstance(text, str):
         return False
     scheme, colon, rest = text.partition(":/")
     if not colon or scheme not in SCHEMES:
         return False
-    if isinstance(place, PurePath):
+    if isinstance(address, PurePath):
         shown = "" if "@" in rest else f": {scheme}://{rest.lstrip('/')}"
         raise ValueError(f"an address is given as text, because a Path joins its slashes{shown}")
     return rest.startswith("/")
@@ -423,9 +423,9 @@ def parse_strict(text: bytes) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
+    if len(mapping := dict(pairs)) != len(pairs):
         raise ValueError("a key occurs twice in an object; the file is damaged")
-    return found
+    return mapping
 
 
 def _finite(word: str) -> float:
@@ -453,7 +453,7 @@ class DirectoryLock:
         path = Path(os.path.realpath(directory), ".lock")
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            if _is_held_by_earlier_version(descriptor) or not try_lock(descriptor):
+            if not try_lock(descriptor):
                 holder = _read_holder(descriptor)
                 raise _refusal(str(path.parent), holder.get("pid"), holder.get("host"))
             os.ftruncate(descriptor, 0)
@@ -481,19 +481,6 @@ class DirectoryLock:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
-
-
-def _is_held_by_earlier_version(descriptor: int) -> bool:
-    """Return whether a process has the lock that earlier versions took, instead of that of today."""
-    with suppress(ImportError):  # Windows never had one
-        import fcntl
-
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.lockf(descriptor, fcntl.LOCK_UN)
-        except (BlockingIOError, PermissionError):  # POSIX allows either where another process holds it
-            return True
-    return False
 
 
 def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:

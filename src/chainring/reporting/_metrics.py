@@ -36,17 +36,17 @@ def fresh_metrics(models: Iterable[nn.Module]) -> Generator[None]:
     A metric accumulates over an interval of training. Without this, an evaluation of the same model would add its examples
     to that interval and then end it.
     """
-    found = [attribute for model in models for attribute in _metric_attributes(model)]
+    slots = [attribute for model in models for attribute in _metric_attributes(model)]
     # One for all, so that a metric under two names is one copy.
-    memo = shared_by_copies(part for _, _, metric in found for part in parts_of(metric) if hasattr(part, "__dict__"))
-    copies = [copy.deepcopy(metric, memo) for _, _, metric in found]
+    memo = shared_by_copies(part for _, _, metric in slots for part in parts_of(metric) if hasattr(part, "__dict__"))
+    copies = [copy.deepcopy(metric, memo) for _, _, metric in slots]
     try:
-        for (attributes, name, _), fresh in zip(found, copies, strict=True):
+        for (attributes, name, _), fresh in zip(slots, copies, strict=True):
             fresh.reset()
             attributes[name] = fresh
         yield
     finally:
-        for attributes, name, metric in found:
+        for attributes, name, metric in slots:
             attributes[name] = metric
 
 
@@ -126,11 +126,11 @@ def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
         return metric
     total = copy.deepcopy(metric)
     total.reset()
-    found, start = getattr(metric, "__dict__", {}), getattr(total, "__dict__", {})
-    changed = {name: value for name, value in found.items() if not _is_same(value, start.get(name))}
-    others = [name for name, value in changed.items() if not _is_count(value, start.get(name))]
-    counts = {name: _to("cpu", value) for name, value in changed.items() if name not in others}
-    gathered = comm.gather_object((counts, others if hasattr(metric, "__dict__") else ["__slots__"]))
+    state, start = getattr(metric, "__dict__", {}), getattr(total, "__dict__", {})
+    changed = {name: value for name, value in state.items() if not _is_same(value, start.get(name))}
+    no_counts = [name for name, value in changed.items() if not _is_count(value, start.get(name))]
+    counts = {name: _to("cpu", value) for name, value in changed.items() if name not in no_counts}
+    gathered = comm.gather_object((counts, no_counts if hasattr(metric, "__dict__") else ["__slots__"]))
     if refused := sorted({name for _, names in gathered for name in names}):
         raise ValueError(
             f"with virtual_ranks the metric {key!r} ({type(metric).__name__}) of {comm.size} ranks is computed from the sum "
@@ -141,8 +141,8 @@ def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
     metric.reset()
     if comm.rank > 0:
         return None
-    for name in dict.fromkeys(name for part, _ in gathered for name in part):
-        values = [part[name] for part, _ in gathered if name in part]
+    for name in dict.fromkeys(name for counts, _ in gathered for name in counts):
+        values = [counts[name] for counts, _ in gathered if name in counts]
         start[name] = _to(_device_of(changed.get(name)), _add(values, _to("cpu", start.get(name))))
     return total
 

@@ -87,11 +87,11 @@ def _is_continued(path: Path, rows: list[dict[str, str]], iteration: int) -> boo
     if not os.path.lexists(path):
         return True
     try:
-        found = _read(path)
+        rows_there = _read(path)
     except (OSError, ValueError, csv.Error):
         return False
     if iteration == 0:
-        return not found
+        return not rows_there
     # A row that a killed run has half written may lack the iteration, and counts as a later one.
-    earlier = [row for row in found if row.get("iteration", "").isdecimal() and int(row["iteration"]) <= iteration]
+    earlier = [row for row in rows_there if row.get("iteration", "").isdecimal() and int(row["iteration"]) <= iteration]
     return earlier == [{key: cell for key, cell in row.items() if cell} for row in rows]

@@ -181,33 +181,34 @@ class ExponentialMovingAverage(Extension):
             reshard(self._sharded)  # an evaluation leaves parameters gathered
 
     def _check_layout(self) -> None:
-        for (name, own), given in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
-            if _layout(own) != _layout(given):
+        for (name, average), source in zip(self.model.named_parameters(), self._source.parameters(), strict=True):
+            if _layout(average) != _layout(source):
                 raise ValueError(
-                    f"a rank averages the shards that it holds, and {name!r} is sharded as {_layout(given)} in the model, "
-                    f"as {_layout(own)} in the average; shard average.model by the same calls as the model, or make the "
+                    f"a rank averages the shards that it holds, and {name!r} is sharded as {_layout(source)} in the model, "
+                    f"as {_layout(average)} in the average; shard average.model by the same calls as the model, or make the "
                     "average of the sharded model"
                 )
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for own, given in zip(_tensors(self.model), _tensors(self._source), strict=True):
-            to_local(own).copy_(to_local(given))
+        for average, source in zip(_tensors(self.model), _tensors(self._source), strict=True):
+            to_local(average).copy_(to_local(source))
 
     @torch.no_grad()
     def _average(self, decay: float) -> None:
-        averaged: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for own, given in zip(map(to_local, self.model.parameters()), map(to_local, self._source.parameters()), strict=True):
-            if own.is_floating_point() or own.is_complex():
-                averages, parameters = averaged.setdefault((own.device, own.dtype), ([], []))
-                averages.append(own)
-                parameters.append(given.to(own))
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for averaged_parameter, parameter in zip(self.model.parameters(), self._source.parameters(), strict=True):
+            average, source = to_local(averaged_parameter), to_local(parameter)
+            if average.is_floating_point() or average.is_complex():
+                averages, parameters = groups.setdefault((average.device, average.dtype), ([], []))
+                averages.append(average)
+                parameters.append(source.to(average))
             else:
-                own.copy_(given)
-        for averages, parameters in averaged.values():
+                average.copy_(source)
+        for averages, parameters in groups.values():
             torch._foreach_lerp_(averages, parameters, 1 - decay)
-        for own, given in zip(self.model.buffers(), self._source.buffers(), strict=True):
-            own.copy_(given)
+        for average, source in zip(self.model.buffers(), self._source.buffers(), strict=True):
+            average.copy_(source)
 
 
 def _tensors(model: nn.Module) -> chain[torch.Tensor]:

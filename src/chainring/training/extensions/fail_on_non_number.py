@@ -99,10 +99,10 @@ class FailOnNonNumber(Extension):
             self._before = {"generators": _random.get_rng_state()}
             for name, model in trainer.updater.get_all_models().items():
                 self._before |= {_key(name, path): copy_value(buffer) for path, buffer in unwrap(model).named_buffers()}
-                own = DictionarySerializer()
+                beside = DictionarySerializer()
                 for path, part in own_states(unwrap(model)):
-                    part.serialize(own[path])
-                self._before[f"own state of {name}"] = own.target
+                    part.serialize(beside[path])
+                self._before[f"own state of {name}"] = beside.target
         self._batches.append(context.batch)
 
     def _before_step(self, trainer: Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -135,10 +135,10 @@ class FailOnNonNumber(Extension):
 
     def _skip_step(self, trainer: Trainer, optimizer: Optimizer, iteration: int) -> None:
         parameters, names = _trained(optimizer), parameter_names(trainer.updater.get_all_models())
-        own = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(to_local(p.grad)).all())]
-        found = trainer.comm.world.gather_object((own, bool(_has_non_number(_losses(trainer)))))
-        bad = list(dict.fromkeys(chain.from_iterable(names for names, _ in found)))  # those of a shard are on its rank alone
-        rank = next((rank for rank, (_, has_bad_loss) in enumerate(found) if has_bad_loss), 0)
+        bad_here = [names.get(id(p), "?") for p in parameters if not bool(torch.isfinite(to_local(p.grad)).all())]
+        of_ranks = trainer.comm.world.gather_object((bad_here, bool(_has_non_number(_losses(trainer)))))
+        bad = list(dict.fromkeys(chain.from_iterable(names for names, _ in of_ranks)))  # of a shard its rank alone knows
+        rank = next((rank for rank, (_, has_bad_loss) in enumerate(of_ranks) if has_bad_loss), 0)
         origin = f"in the gradients of {', '.join(bad[:4])}{' ...' if len(bad) > 4 else ''}" if bad else "in the loss"
         origin += f", from the loss of rank {rank}" if rank else ""
         text = f"the update of iteration {iteration} has NaN or infinity {origin}"

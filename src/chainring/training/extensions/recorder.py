@@ -161,8 +161,8 @@ class Recorder(Extension):
             self._block = Block(self._count, self._rows[0].iteration)
         if self._block is not None and (self._rows or self._digests):
             losses, digests = _Losses([row.find_losses() for row in self._rows]), self._digests.values()
-            found = iter(read_together([*losses.bits, *(sums for each in digests for sums in each.sums)]))
-            all_bits = losses.finish([next(found) for _ in losses.bits])
+            values = iter(read_together([*losses.bits, *(sums for digest in digests for sums in digest.sums)]))
+            all_bits = losses.finish([next(values) for _ in losses.bits])
             assert self._batches is not None
             for row, bits in zip(self._rows, all_bits, strict=True):
                 batch = self._batches.digest(self._batch_ends, row.batch_ends)
@@ -170,8 +170,8 @@ class Recorder(Extension):
                 self._batch_ends = row.batch_ends
             if self._rows:
                 self._block.generators = self._generators
-            for iteration, each in self._digests.items():
-                self._block.digests[iteration] = each.names, each.finish([next(found) for _ in each.sums])
+            for iteration, digest in self._digests.items():
+                self._block.digests[iteration] = digest.names, digest.finish([next(values) for _ in digest.sums])
             self._rows, self._digests = [], {}
         return self._block
 
@@ -230,18 +230,18 @@ class _Row(NamedTuple):
 
     def find_losses(self) -> dict[str, Any]:
         """Return the losses that are recorded."""
-        found: dict[str, Any] = {}
+        losses: dict[str, Any] = {}
         for name, value in zip(self.names, self.values, strict=True):
             number = value[0] if type(value) is tuple and len(value) == 2 else value
-            if len(found) < _LOSSES and is_scalar(number):
-                found[name] = number
-        return found
+            if len(losses) < _LOSSES and is_scalar(number):
+                losses[name] = number
+        return losses
 
 
 def _find_losses(keys: Sequence[str]) -> list[str]:
     """Return the keys that are losses, those first that are recorded rather than others."""
-    found = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
-    return sorted(found, key=lambda key: (key != "main/loss", key))
+    losses = [key for key in keys if key.endswith("loss") and (key == "loss" or key[-5] == "/")]
+    return sorted(losses, key=lambda key: (key != "main/loss", key))
 
 
 class _Losses:
@@ -264,11 +264,11 @@ class _Losses:
 
     def finish(self, integers: Sequence[NDArray[np.int64]]) -> list[dict[str, Bits]]:
         """Return the losses of each iteration by name."""
-        found = [dict.fromkeys(row, (0, 0)) for row in self._rows]
-        for (dtype, members), values in zip(self._groups, integers, strict=True):
-            for (index, name), bits in zip(members, values.tolist(), strict=True):
-                found[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
-        return found
+        losses: list[dict[str, Bits]] = [dict.fromkeys(row, (0, 0)) for row in self._rows]
+        for (dtype, cells), values in zip(self._groups, integers, strict=True):
+            for (index, name), bits in zip(cells, values.tolist(), strict=True):
+                losses[index][name] = bits & (1 << 8 * dtype.itemsize) - 1, _TYPES[dtype]
+        return losses
 
 
 def _as_tensor(value: Any) -> Tensor:
