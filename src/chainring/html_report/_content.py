@@ -134,7 +134,11 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
     count = sum(log.count for run in runs for log in run.logs)
     differing, differing_count = _differing_settings(names, runs)
     lines = [{"run": parting.run, "iteration": parting.iteration} for parting in partings if parting.iteration is not None]
-    remarks = [remark for name, run in zip(names, runs, strict=True) for remark in _remarks(name, run)]
+    remarks = []
+    for name, run in zip(names, runs, strict=True):
+        remarks += [] if run.record_error is None else [f"{name}: run.json cannot be read: {run.record_error}"]
+        for log in (log for log in run.logs if log.unreadable):
+            remarks.append(f"{name}: {log.unreadable:,} lines of {log.name} are not rows and are left out.")
     rows = [_row(run) for run in runs]
     are_in_table = len(partings) > 1
     if are_in_table:
@@ -231,13 +235,6 @@ def _row(run: Run) -> list[str]:
     counts = [sum(log.count for log in run.logs), len(run.starts) - run.rollbacks, run.rollbacks]
     texts = [f"{count:,}" if type(count) is int and abs(count) < 10**18 else "" for count in counters]
     return [*texts, time, *(f"{count:,}" for count in counts)]
-
-
-def _remarks(name: str, run: Run) -> list[str]:
-    unreadable = [f"{name}: {log.unreadable:,} lines of {log.name} are not rows and are left out."
-                  for log in run.logs if log.unreadable]  # fmt: skip
-    record = [] if run.record_error is None else [f"{name}: run.json cannot be read: {run.record_error}"]
-    return record + unreadable
 
 
 def _series_of_keys(names: Sequence[str], runs: Sequence[Run]) -> dict[str, list[tuple[str, Any]]]:
@@ -351,17 +348,14 @@ def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[Tabl
     """Return the settings that not all runs share, and how many there are; of few runs each is a column, of many a row."""
     settings = [Settings.recorded(run.record) if run.record else Settings() for run in runs]
     all_names = dict.fromkeys(name for of_run in settings for name in of_run)
-    differing = [name for name in all_names if _differs([of_run.get(name) for of_run in settings if of_run])]
+    texts = {name: {json.dumps(of_run.get(name), sort_keys=True) for of_run in settings if of_run} for name in all_names}
+    differing = [name for name in all_names if len(texts[name]) > 1]
     shown = differing[:_MAX_SETTINGS]
     cells = [[of_run.get(name) for of_run in settings] for name in shown]
     if len(runs) <= _MAX_RUNS_AS_COLUMNS:
         return Table(["setting", *names], shown, cells), len(differing)
     cells = list(map(list, zip(*cells, strict=True))) or [[] for _ in runs]
     return Table(["run", *shown], list(names), cells), len(differing)
-
-
-def _differs(values: Sequence[Any]) -> bool:
-    return len({json.dumps(value, sort_keys=True) for value in values}) > 1
 
 
 def _last_values(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:

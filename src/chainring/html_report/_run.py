@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,7 +131,10 @@ class Snapshot:
 def _read_snapshots(store: Snapshots, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
-    patterns = [pattern for template in templates if (pattern := _pattern(template)) is not None]
+    patterns = []
+    for template in templates:
+        with suppress(ValueError):  # a person may have edited the list
+            patterns += [NamePattern(template)] if "{" in template else []  # else it is the name of a link or of a file
     links: dict[str, list[str]] = {}
     for name, target in sorted(store.links().items()):
         if not name.startswith("."):
@@ -141,14 +145,6 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], *, verify: bool)
             snapshot = _read_snapshot(store, name, manifest, links.get(name, []), verify)
             snapshots += [] if snapshot is None else [snapshot]
     return snapshots
-
-
-def _pattern(template: str) -> NamePattern | None:
-    """Return the pattern of the names of snapshots; a name without fields is that of a link or of a file."""
-    try:
-        return NamePattern(template) if "{" in template else None
-    except ValueError:  # a person may have edited the list
-        return None
 
 
 def _read_snapshot(
