@@ -54,34 +54,44 @@ def plan_model(
     """
     own, clean = state_entries(model), name_cleaner(model)
     live = {clean(name): name for name in own}
+    values = {clean(name): value for name, value in own.items()}
     tied = _tied(model, own, clean)
+    below = {name: name for name in saved}
     if prefix:
         below = {name: name.removeprefix(f"{prefix}.") for name in saved if name.startswith(f"{prefix}.")}
         if not below:
             raise ValueError(f"{path} has nothing under {prefix!r}; it has {_shown(saved)}")
-    else:
-        below = {name: name for name in saved}
-    names, found_below = _match(below, list(live), tied)
+    names, words = _match(below, list(live), tied)
     found = {own_name: saved[name] for name, own_name in names.items()}
     for name in live.keys() - found.keys():  # a tied one is written under one of its names
-        other = next((other for other in tied.get(name, ()) if other in found), None)
-        if other is not None:
-            found[name] = found[other]
-    report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{found_below}"]
-    aside = [name for name in saved if name not in names]
-    report += [f"not loaded: {_shown(aside)}"] if aside else []
+        written = next((alias for alias in tied.get(name, ()) if alias in found), None)
+        if written is not None:
+            found[name] = found[written]
     missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
-    _check(path, model, {name: own[live[name]] for name in live}, found, missing, unexpected, strict)
+    wrong = [f"missing: {_shown(missing)}"] if missing and strict else []
+    wrong += [f"unexpected: {_shown(unexpected)}"] if unexpected and strict else []
+    for name, value in values.items():
+        if name in found and (reason := _misfit(found[name], value)):
+            wrong.append(f"{name}: {reason}")
+    if wrong:
+        raise RuntimeError(
+            f"{path} does not fit the {type(model).__name__}: {'; '.join(wrong[:10])}. Make the model that was saved, "
+            "or name a part of the checkpoint by path_in_snapshot"
+            + (", or pass strict=False" if missing or unexpected else "")
+        )
+    report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{words}"]
+    if aside := [name for name in saved if name not in names]:
+        report.append(f"not loaded: {_shown(aside)}")
     if missing:
         report.append(f"missing: {_shown(missing)}")
     if unexpected:
         report.append(f"not loaded: {_shown(unexpected)}")
-    report += _rounded(found, {name: own[live[name]] for name in live})
-    if parts := own_states(model):
-        report.append(
-            f"missing: the state that serialize of {', '.join(sorted({type(p).__name__ for _, p in parts}))} declares"
-        )
-    entries = {live[name]: shard_like(found[name], own[live[name]]) for name in live if name in found}
+    pairs = [(found[name], value) for name, value in values.items() if isinstance(found.get(name), Tensor)]
+    if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if isinstance(b, Tensor) and b.itemsize < a.itemsize}:
+        report.append(f"rounded: {', '.join(sorted(less)).replace('torch.', '')}")
+    if classes := {type(module).__name__ for _, module in own_states(model)}:
+        report.append(f"missing: the state that serialize of {', '.join(sorted(classes))} declares")
+    entries = {live[name]: shard_like(found[name], value) for name, value in values.items() if name in found}
     order = list(names.values()) if is_ordered else None
     return ModelPlan(label, model, entries, strict and not missing, names, order, report)
 
@@ -131,28 +141,6 @@ def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str
     return dict(saved), ""
 
 
-def _check(
-    path: Path,
-    model: nn.Module,
-    own: Mapping[str, Any],
-    found: Mapping[str, Any],
-    missing: list[str],
-    unexpected: list[str],
-    strict: bool,
-) -> None:
-    wrong = [f"missing: {_shown(missing)}"] if missing and strict else []
-    wrong += [f"unexpected: {_shown(unexpected)}"] if unexpected and strict else []
-    for name, value in own.items():
-        if name in found and (reason := _misfit(found[name], value)):
-            wrong.append(f"{name}: {reason}")
-    if wrong:
-        raise RuntimeError(
-            f"{path} does not fit the {type(model).__name__}: {'; '.join(wrong[:10])}. Make the model that was saved, "
-            "or name a part of the checkpoint by path_in_snapshot"
-            + (", or pass strict=False" if missing or unexpected else "")
-        )
-
-
 def _misfit(saved: Any, own: Any) -> str | None:
     """Return in words why a saved entry cannot become that of the model."""
     if not isinstance(own, Tensor):
@@ -173,16 +161,6 @@ def kind_of(tensor: Tensor) -> str:
     if tensor.is_floating_point() or tensor.is_complex():
         return "complex" if tensor.is_complex() else "float"
     return str(tensor.dtype) if str(tensor.dtype) == "torch.bool" else "integer"
-
-
-def _rounded(found: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Return a line about entries whose dtype here holds fewer digits."""
-    pairs = {
-        f"{found[name].dtype} to {value.dtype}".replace("torch.", "")
-        for name, value in own.items()
-        if isinstance(value, Tensor) and isinstance(found.get(name), Tensor) and value.itemsize < found[name].itemsize
-    }
-    return [f"rounded: {', '.join(sorted(pairs))}"] if pairs else []
 
 
 def _shown(names: Iterable[str]) -> str:
