@@ -50,7 +50,7 @@ class ClosureStep:
 
     def __init__(self, update: Update, name: str) -> None:
         self._update, self._name = update, name
-        self._optimizer = update.scheme.updater.get_optimizer(name)
+        self._optimizer = update.scheme.optimizers[name]
         self._evaluations: list[_Evaluation] = []
         self._has_gradients = False  # of a backward before the closure was given
 

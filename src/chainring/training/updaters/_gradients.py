@@ -80,21 +80,17 @@ def step_optimizer(optimizer: Optimizer) -> None:
     """
     # hot path: "no extension" of benchmarks/overhead.py
     function: Any = type(optimizer).step
-    if getattr(function, "__code__", None) is not _PROFILED_STEP or "step" in vars(optimizer) or _is_watched(optimizer):
-        optimizer.step()
-    else:
-        function.__wrapped__(optimizer)
-
-
-def _is_watched(optimizer: Optimizer) -> bool:
-    """Return True if a profiler or a hook wants to know of a step, or a PyTorch does not have these private names."""
     try:
-        return bool(
+        is_watched = (
             torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
             or optimizer._optimizer_step_pre_hooks
             or optimizer._optimizer_step_post_hooks
             or hooks._global_optimizer_pre_hooks
             or hooks._global_optimizer_post_hooks
         )
-    except AttributeError:
-        return True
+    except AttributeError:  # a PyTorch that does not have these private names
+        is_watched = True
+    if is_watched or "step" in vars(optimizer) or getattr(function, "__code__", None) is not _PROFILED_STEP:
+        optimizer.step()
+    else:
+        function.__wrapped__(optimizer)

@@ -17,7 +17,7 @@ from chainring._hints import PRECISIONS
 from chainring.training.updaters._gradients import list_parameters
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
+NO_AUTOCAST: AbstractContextManager[Any] = nullcontext()
 
 
 class Precision:
@@ -28,13 +28,13 @@ class Precision:
             hint = PRECISIONS.get(str(name).removeprefix("torch."))
             raise ValueError(f'precision is "fp32", "bf16" or "fp16", got {name!r}' + (f"; {hint}" if hint else ""))
         self.name = name
-        self._dtype = _DTYPES[name]
+        self.dtype = _DTYPES[name]
         self._device_type = device_type
         self.scaler = LossScaler(device_type, comm or Communicator()) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager of the forward."""
-        return _NO_AUTOCAST if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+        return NO_AUTOCAST if self.dtype is None else torch.autocast(self._device_type, dtype=self.dtype)
 
 
 class LossScaler(torch.amp.GradScaler):

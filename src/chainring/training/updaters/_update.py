@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from chainring._distributed.progress import note_iteration
 from chainring._distributed.sharding import to_full
 from chainring._progress import raise_unless_end
-from chainring.datasets._columns import require_count
+from chainring.datasets._columns import Uncounted, require_count
 from chainring.reporting.reporter import current_observation, report_scope
 from chainring.reporting.summary import weighted_means
 from chainring.training.updaters._closures import ClosureStep, only_gradients_of
@@ -50,6 +50,9 @@ class Scheme:
         exchange_watch: detects an ``update_core`` that changes parameters without an exchange; ``None`` where none can.
         model_watch: compares ranks that compute a model together; ``None`` where there are none.
         steps_by_closure: True if the default update hands closures to the optimizers.
+        spans_batches: True if an update may take several batches.
+        stashes: True if gradients wait apart for the last micro-batch: an own ``update_core`` may add those of another loss.
+        ends_with_epoch: True if an update that the end of an epoch cuts short is made of the micro-batches that there are.
         update: the one that is under way, or the last one; of virtual ranks that of the part which is being computed.
     """
 
@@ -67,17 +70,16 @@ class Scheme:
     exchange_watch: ExchangeWatch | None = None
     model_watch: ModelRanksWatch | None = None
     steps_by_closure: bool = False
+    spans_batches: bool = field(init=False)
+    stashes: bool = field(init=False)
+    ends_with_epoch: bool = field(init=False)
     update: Update = field(init=False)
 
-    @property
-    def spans_batches(self) -> bool:
-        """True if an update may take several batches."""
-        return self.has_own_core or self.updater.accumulate > 1
-
-    @property
-    def stashes(self) -> bool:
-        """True if gradients wait apart for the last micro-batch: an own ``update_core`` may add those of another loss."""
-        return self.has_own_core and self.updater.accumulate > 1
+    def __post_init__(self) -> None:
+        accumulates = self.updater.accumulate > 1
+        self.spans_batches = self.has_own_core or accumulates
+        self.stashes = self.has_own_core and accumulates
+        self.ends_with_epoch = accumulates and not self.updater.accumulate_across_epochs
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class Update:
                 break
             self.weights.setdefault(micro_step, self.examples)  # of an update_core that does without `backward`
             observed.append(observation)
-            if self._ends_with_epoch():
+            if scheme.ends_with_epoch and self._epoch_has_ended():
                 self._end_early()
                 break
         weights = [require_count(self.weights[micro_step]) for micro_step in range(len(observed))]
@@ -159,13 +161,9 @@ class Update:
             outer.update(weighted_means(list(zip(observed, weights, strict=True))))
         return sum(weights)
 
-    def _ends_with_epoch(self) -> bool:
-        """Return True if the epoch has ended and cuts the update short."""
-        scheme = self.scheme
-        if scheme.updater.accumulate_across_epochs or scheme.updater.accumulate == 1:
-            return False
+    def _epoch_has_ended(self) -> bool:
         # The first virtual rank of a block fetches all batches of an update, before the others have had theirs.
-        epoch = getattr(scheme.iterators.get("main"), "epoch", 0) if self.part is None else self.part.epoch
+        epoch = getattr(self.scheme.iterators.get("main"), "epoch", 0) if self.part is None else self.part.epoch
         return bool(epoch != self.epoch)
 
     def _drop_foreign_gradients(self) -> None:
@@ -187,25 +185,35 @@ class Update:
                 with nullcontext() if current_observation() is None else report_scope({}), scheme.precision.autocast():
                     loss, _ = compute_loss(scheme.models["main"], scheme.updater.loss_func, self.context.batch)
                 run_backward(loss * 0)
-        if names:
-            self._step_or_meet(names)
+        if names and self.part is not None:
+            self.part.meet(names)
+        elif names:
+            self.step_optimizers(names)
         for name in list(self.closures):
             self.closures.pop(name).run()
 
-    def note_examples(self, examples: Any) -> None:
-        """Note the number of examples of a batch of the main iterator, and if it is the last before its backward sends."""
-        self.examples = examples
-        if self._ends_with_epoch():
-            self.is_last = True
-            if self.part is None:
-                self.scheme.wrapped.set_gradient_sync(True)
+    def note_batch(self, name: str, converted: Any, examples: Any) -> Any:
+        """Note a converted batch with the number of its examples, and return what the callbacks make of it."""
+        context, callbacks = self.context, self.scheme.updater.callbacks
+        if name == "main":
+            self.examples = examples
+            if self.scheme.ends_with_epoch and self._epoch_has_ended():  # known before the backward in which ranks exchange
+                self.is_last = True
+                if self.part is None:
+                    self.scheme.wrapped.set_gradient_sync(True)
+        context.batch, context.examples = converted, None if isinstance(examples, Uncounted) else examples
+        if callbacks.batch_on_finish:
+            run(callbacks.batch_on_finish, context)
+        return context.batch
 
     # --- the backward ---
 
     def backward(self, loss: Tensor, weight: Any, retain_graph: bool) -> None:
         """Add the gradients of a loss to those of the parameters, so that they become means in the step."""
-        check_loss(loss)
-        loss = loss if type(loss) is Tensor else to_full(loss)
+        # hot path: "in stages" of benchmarks/overhead.py, here and in the step: an empty context is three calls
+        if type(loss) is not Tensor or loss.ndim or not loss.requires_grad:
+            check_loss(loss)  # says what is wrong
+            loss = to_full(loss)
         weight = self.note_weight(weight)
         for optimizer in self.stepped:
             clear_gradients(optimizer)
@@ -218,7 +226,6 @@ class Update:
             loss = scheme.mean.weigh(loss, weight)
         if scheme.precision.scaler is not None:
             loss = scheme.precision.scaler.scale(loss)
-        # hot path: "in stages" of benchmarks/overhead.py, here and in the step: an empty context is three calls
         if scheme.mean is not None and scheme.mean.sends:
             with scheme.mean.sending(self):
                 run_backward(loss, retain_graph)
@@ -241,10 +248,12 @@ class Update:
         """Let optimizers step, or wait for the last micro-batch."""
         if self.scheme.mean is not None:
             self.add_totals(names)
-        if self.is_last:
-            self._step_or_meet(names)
-        else:
+        if not self.is_last:
             self._defer(names)
+        elif self.part is not None:
+            self.part.meet(names)
+        else:
+            self.step_optimizers(names)
 
     def step_by_closure(self, name: str, closure: Callable[[], Any]) -> None:
         """Let an optimizer step that calls a closure, or wait for those of the other micro-batches."""
@@ -268,19 +277,18 @@ class Update:
     def _defer(self, names: list[str]) -> None:
         self.deferred += [name for name in names if name not in self.deferred]
         for name in names if self.scheme.stashes else ():
-            stash(self.scheme.updater.get_optimizer(name), self.stashed, self.scheme.wrapped.in_buckets)
-
-    def _step_or_meet(self, names: list[str]) -> None:
-        if self.part is None:
-            self.step_optimizers(names)
-        else:
-            self.part.meet(names)
+            stash(self.scheme.optimizers[name], self.stashed, self.scheme.wrapped.in_buckets)
 
     def step_optimizers(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
-        scheme, optimizers = self.scheme, list(map(self.scheme.updater.get_optimizer, names))
-        self.finish_gradients(names, optimizers)
-        step = step_optimizer if scheme.precision.scaler is None else scheme.precision.scaler.step
+        scheme, scaler, optimizers = (
+            self.scheme,
+            self.scheme.precision.scaler,
+            [self.scheme.optimizers[name] for name in names],
+        )
+        if scheme.mean is not None or scaler is not None or scheme.updater.callbacks.update_on_start:
+            self.finish_gradients(names, optimizers)
+        step = step_optimizer if scaler is None else scaler.step
         if scheme.exchange_watch is None:
             for optimizer in optimizers:
                 step(optimizer)

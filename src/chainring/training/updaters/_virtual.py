@@ -127,7 +127,7 @@ class Part:
         A single part continues at once. If no ``update_core`` of your own may continue after the step, all parts end first.
         """
         update = self.update
-        optimizers = [update.scheme.updater.get_optimizer(name) for name in names]
+        optimizers = [update.scheme.optimizers[name] for name in names]
         for optimizer in optimizers if update.stashed else ():
             unstash(optimizer, update.stashed)
         self.joint.meet(self, names, optimizers, [update.totals.pop(name) for name in names])
@@ -324,11 +324,10 @@ class VirtualUpdate:
     # --- batches ---
 
     def _fetch_micro_batches(self, update: Update) -> None:
-        main, updater = self._scheme.iterators.get("main"), self._scheme.updater
-        within_epoch = updater.accumulate > 1 and not updater.accumulate_across_epochs
-        for _ in range(updater.accumulate if main is not None else 0):
+        main = self._scheme.iterators.get("main")
+        for _ in range(self._scheme.updater.accumulate if main is not None else 0):
             has_ended = self._fetch("main", main).error is not None
-            if has_ended or (within_epoch and getattr(main, "epoch", 0) != update.epoch):
+            if has_ended or (self._scheme.ends_with_epoch and getattr(main, "epoch", 0) != update.epoch):
                 break
 
     def _fetch(self, name: str, iterator: Any) -> _Fetched:

@@ -86,8 +86,14 @@ class ParallelUpdater(StandardUpdater):
         replicas = self._replicas[:count]
         shares = [take_examples(batch, slice(index, None, count)) for index in range(count)]
         converted = [self.converter(share, replica.device) for replica, share in zip(replicas, shares, strict=True)]
-        inputs = self._finish_batch(converted, count_examples(batch))
-        self._step_all(partial(self._compute_gradients_in_replicas, replicas, shares, inputs))
+        inputs = self._scheme.update.note_batch("", converted, count_examples(batch))
+        compute = partial(self._compute_gradients_in_replicas, replicas, shares, inputs)
+        if self._scheme.steps_by_closure:
+            for name in self._scheme.optimizers:
+                self.step(name, compute)
+            return
+        compute()
+        self._scheme.update.step(list(self._scheme.optimizers))
 
     def _compute_gradients_in_replicas(self, replicas: list[_Replica], shares: list[Any], inputs: list[Any]) -> Tensor:
         """Add the gradients of all shares to those of the main model, and return the loss of the batch."""

@@ -19,7 +19,7 @@ from chainring._distributed.sharding import is_sharded
 from chainring._hints import UPDATER_KEYWORDS, hinting
 from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
-from chainring.datasets._columns import Uncounted, count_examples
+from chainring.datasets._columns import count_examples
 from chainring.iterators.base import Iterator
 from chainring.serializers._optimizers import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
@@ -34,7 +34,7 @@ from chainring.training.updaters._closures import NO_FP16, NO_VIRTUAL_RANKS, che
 from chainring.training.updaters._forward import Loss, compute_loss
 from chainring.training.updaters._gradients import clear_gradients, list_parameters
 from chainring.training.updaters._means import WeightedMean
-from chainring.training.updaters._precision import Precision, device_type_of
+from chainring.training.updaters._precision import NO_AUTOCAST, Precision, device_type_of
 from chainring.training.updaters._update import Scheme, Update
 from chainring.training.updaters._wrapped import WrappedModules, broadcast_parameters, check_sharding, warn_of_untied
 from chainring.training.updaters.base import Updater
@@ -47,6 +47,17 @@ _NO_EPOCHS = SimpleNamespace(epoch=0, epoch_detail=0.0)
 
 class StandardUpdater(Updater):
     """Fetches a batch, computes the loss and its gradients, and runs a step of the optimizer.
+
+    This is an update::
+
+        for micro_step in range(accumulate):                     # with virtual ranks, each of them runs all of these
+            batch = converter(next(iterator), device)            # batch_on_finish
+            with autocast():                                     # forward_on_start, forward_on_finish
+                loss, weight = model(*batch)                     # or loss_func(model, *batch); weight: number of examples
+            (loss * weight).backward()                           # backward_on_start, backward_on_finish
+        gradients = sum over ranks / sum of all weights          # comm_on_start, comm_on_finish
+        unscale(gradients)                                       # update_on_start: they are final
+        optimizer.step()                                         # update_on_finish
 
     To change what an update computes, subclass it and write ``update_core`` from `next_batch`, `autocast`, `backward` and
     `step`: precision, gradient accumulation and communication stay as they are. With ``accumulate=k`` (gradient
@@ -270,17 +281,14 @@ class StandardUpdater(Updater):
         """Process one micro-batch: fetch it, compute its loss and gradients, and step every optimizer."""
         scheme = self._scheme
         batch = self.next_batch() if scheme.iterators else ()
-        if scheme.compiled is None or not scheme.compiled.run_update(scheme.update, batch):
-            self._step_all(partial(self._compute_gradients, batch))
-
-    def _step_all(self, compute_gradients: Callable[[], Any]) -> None:
-        """Step every optimizer on the gradients that a function adds, or by that function as its closure."""
-        scheme, names = self._scheme, list(self._scheme.optimizers)
-        if scheme.steps_by_closure:
-            for name in names:
-                self.step(name, compute_gradients)
+        if scheme.compiled is not None and scheme.compiled.run_update(scheme.update, batch):
             return
-        compute_gradients()
+        if scheme.steps_by_closure:
+            for name in scheme.optimizers:
+                self.step(name, partial(self._compute_gradients, batch))
+            return
+        self._compute_gradients(batch)
+        names = list(scheme.optimizers)
         if len(names) == 1:
             self.step(names[0])
         else:
@@ -316,24 +324,15 @@ class StandardUpdater(Updater):
             examples = count_examples(batch)
         else:
             batch, examples = update.part.take_rows(name, iterator)
-        if name == "main":
-            update.note_examples(examples)
-        return self._finish_batch(self.converter(batch, self.device), examples)
-
-    def _finish_batch(self, converted: Any, examples: Any) -> Any:
-        """Call the callbacks of a converted batch; return the batch, which they may have replaced."""
-        context = self._scheme.update.context
-        context.batch, context.examples = converted, None if isinstance(examples, Uncounted) else examples
-        if self.callbacks.batch_on_finish:
-            run(self.callbacks.batch_on_finish, context)
-        return context.batch
+        return update.note_batch(name, self.converter(batch, self.device), examples)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context manager of a forward pass, which sets its precision and runs the callbacks of that stage."""
         callbacks = self.callbacks
         if callbacks.forward_on_start or callbacks.forward_on_finish:
             return self._forward_stage()
-        return self._scheme.precision.autocast()
+        precision = self._scheme.precision
+        return precision.autocast() if precision.dtype is not None else NO_AUTOCAST
 
     @contextmanager
     def _forward_stage(self) -> PythonIterator[None]:
