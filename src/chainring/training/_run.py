@@ -154,11 +154,22 @@ class Run:
                 self._initialized.append(entry)
         trainer.extension_name = None
         _call_before_training(trainer)
-        self._restore_generators(trainer)
+        loaded, rank = self.loaded_state, trainer.comm.rank
+        if loaded.generators is not None:
+            _random.set_rng_state(loaded.generators)
+            loaded.generators = None
+        elif loaded.exists:  # saved by fewer ranks
+            _random.seed_all("rank", rank, trainer.updater.iteration)
+        elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
+            _random.seed_all("rank", rank, torch.initial_seed())
 
     def _claim_directory(self, trainer: Trainer, directory: RunDirectory) -> None:
         """Move away in ``out`` what belongs to other runs, and record this start there."""
-        _check_names(trainer.entries)
+        targets: dict[str, Any] = {}  # by the name of a snapshot
+        for entry in trainer.entries:
+            for name in entry.optional("writes") if entry.is_snapshot else ():
+                if targets.setdefault(name, entry.optional("target")) is not entry.optional("target"):
+                    raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
         loaded = self.loaded_state
         earlier = read_record(directory.path, moves_damaged=loaded.exists)
         names = {name for entry in trainer.entries for name in entry.optional("writes")} | {RECORD}
@@ -173,16 +184,6 @@ class Run:
         else:
             directory.archive_later_snapshots(known, trainer.updater.iteration)
         write_record(trainer, earlier, known, loaded.changes, self._rollback)
-
-    def _restore_generators(self, trainer: Trainer) -> None:
-        loaded, rank = self.loaded_state, trainer.comm.rank
-        if loaded.generators is not None:
-            _random.set_rng_state(loaded.generators)
-            loaded.generators = None
-        elif loaded.exists:  # saved by fewer ranks
-            _random.seed_all("rank", rank, trainer.updater.iteration)
-        elif rank > 0:  # each rank draws from its own stream, and rank 0 from the one that the script has seeded
-            _random.seed_all("rank", rank, torch.initial_seed())
 
 
 def prepare(trainer: Trainer) -> None:
@@ -228,16 +229,6 @@ def _newest_state(trainer: Trainer, entries: list[Entry]) -> tuple[int, Callable
         states.append(entry.optional("newest")(trainer))
     trainer.extension_name = name
     return max(filter(None, states), key=lambda state: state[0], default=None)
-
-
-def _check_names(entries: list[Entry]) -> None:
-    """Refuse two snapshots of different targets under one name."""
-    targets: dict[str, Any] = {}
-    for entry in entries:
-        for name in entry.optional("writes") if entry.is_snapshot else ():
-            target = entry.optional("target")
-            if targets.setdefault(name, target) is not target:
-                raise ValueError(f"two snapshots of other targets have the name {name!r}; give filename= to one of them")
 
 
 def _call_before_training(trainer: Trainer) -> None:
