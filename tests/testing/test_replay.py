@@ -208,7 +208,9 @@ def test_snapshots_of_errors_and_damaged_ones_are_not_used(tmp_path):
         pytest.warns(UserWarning, match="only there \\['fail'\\]"),
     ):
         assert values_of(replay(make, out, 9)) == values[9]
-    assert len(updates) == 5
+        assert len(updates) == 5
+        replay(make, out, 10)
+        assert len(updates) == 5 + 6
 
 
 def test_a_run_that_the_clock_has_ended_is_replayed_however_long_an_iteration_takes(tmp_path):
