@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import planted
-from chainring.testing._live_traces import Capture, differing_settings, first_module, first_step_apart, first_tensor
+from chainring._runs.traces import first_difference
+from chainring.testing._live_traces import Capture, differing_settings, first_module, first_step_apart
 
 FIRST_LAYER = "main/first"
 MODULES = {
@@ -110,7 +111,7 @@ def test_in_less_detail_the_iteration_is_the_same(tmp_path):
     """Of many iterations no modules are kept, and one digest of all tensors."""
     one = captured(tmp_path / "one", in_detail=False)
     other = captured(tmp_path / "other", in_detail=False, later=(13, "ulp weight"))
-    assert first_step_apart(one, other).iteration == first_tensor(one, other).iteration == 13
+    assert first_step_apart(one, other).iteration == first_difference(one, other, ["tensor"]).iteration == 13
     assert first_module(one, other) is None
     assert len(str(one)) < 40_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,9 +74,19 @@ def differences(a: Trace, b: Trace, kinds: Iterable[str], left_out: Container[st
             yield differing
 
 
-def first_difference(a: Trace, b: Trace, kinds: Iterable[str] = CAUSES, left_out: Container[str] = ()) -> Difference | None:
-    """Return the first difference, of several in one iteration the cause; ``None`` if there is none. See `differences`."""
-    return next(differences(a, b, kinds, left_out), [None])[0]
+def first_difference(a: Trace, b: Trace, kinds: Iterable[str], left_out: Container[str] = ()) -> Difference | None:
+    """Return the first difference, of several in one iteration the cause; ``None`` if there is none. See `differences`.
+
+    Its text has both values of a loss, and otherwise how many of the kind differ, of which the values are digests.
+    """
+    for found in differences(a, b, kinds, left_out):
+        first = found[0]
+        if first.what == "loss":
+            return first
+        names = a[first.iteration].get(first.what, {}).keys() | b[first.iteration].get(first.what, {}).keys()
+        count = sum(difference.what == first.what for difference in found)
+        return replace(first, text=f"{count} of {len(names)} differ")
+    return None
 
 
 def describe_difference(a: Any, b: Any) -> str | None:

@@ -12,11 +12,11 @@ from typing import Any
 from chainring._files import to_json
 from chainring._runs.comparison import Comparison, compare_runs
 from chainring._runs.finished import FinishedRun
-from chainring._runs.traces import CAUSES, Difference
+from chainring._runs.traces import CAUSES, Difference, first_difference
 from chainring.cli._common import add_command, print_json, printable
 from chainring.cli._replays import RecordedRun
 from chainring.serializers._store import CorruptError
-from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart, first_tensor
+from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart
 
 _MOST_SHOWN = 12
 _MOST_IN_DETAIL = 64  # iterations
@@ -251,15 +251,15 @@ def _replay_both(script: str, comparison: Comparison, runs: tuple[FinishedRun, F
 def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
     replayed = Replayed(begin, end)
     if end - begin > _MOST_IN_DETAIL:
-        steps = [_capture(run, begin, end, replayed, in_detail=False) for run in runs]
-        first = first_step_apart(*steps)
+        a, b = (_capture(run, begin, end, replayed, in_detail=False) for run in runs)
+        first = first_step_apart(a, b)
         if first is None:
             return replayed
         begin, end = max(first.iteration - 2, begin), min(first.iteration + 1, end)
-    steps = [_capture(run, begin, end, replayed, in_detail=True) for run in runs]
-    replayed.first, replayed.module = first_step_apart(*steps), first_module(*steps)
-    replayed.tensor = first_tensor(*steps)
-    if (settings := differing_settings(*steps)) is not None:
+    a, b = (_capture(run, begin, end, replayed, in_detail=True) for run in runs)
+    replayed.first, replayed.module = first_step_apart(a, b), first_module(a, b)
+    replayed.tensor = first_difference(a, b, ["tensor"])
+    if (settings := differing_settings(a, b)) is not None:
         replayed.notes.append(f"settings of the optimizer after iteration {settings[0]}: {', '.join(settings[1][:4])}")
     return replayed
 

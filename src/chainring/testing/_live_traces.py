@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from chainring import _random
 from chainring._naming import parameter_names, unwrap
-from chainring._runs.traces import Difference, differences
+from chainring._runs.traces import Difference, differences, first_difference
 from chainring.reporting.summary import is_scalar
 from chainring.training._digests import StateDigests
 from chainring.training._observer import Observer
@@ -202,24 +202,8 @@ def first_step_apart(a: Steps, b: Steps) -> Difference | None:
     """
     start = min(a.keys() & b.keys(), default=0)
     unseeded = [each.name for found in differences(a, b, ["generators"]) for each in found if each.iteration == start]
-    module, value = first_module(a, b), _first(a, b, _COMPUTED, unseeded)
+    module, value = first_module(a, b), first_difference(a, b, _COMPUTED, unseeded)
     return min(filter(None, [module, value]), key=lambda found: found.iteration, default=None)
-
-
-def first_tensor(a: Steps, b: Steps) -> Difference | None:
-    """Return the first tensor of the state that differs, ``None`` if there is none."""
-    return _first(a, b, ["tensor"])
-
-
-def _first(a: Steps, b: Steps, kinds: Iterable[str], left_out: Container[str] = ()) -> Difference | None:
-    for found in differences(a, b, kinds, left_out):
-        first = found[0]
-        if first.what == "loss":
-            return first
-        count = sum(each.what == first.what for each in found)
-        names = a[first.iteration].get(first.what, {}).keys() | b[first.iteration].get(first.what, {}).keys()
-        return dataclasses.replace(first, text=f"{count} of {len(names)} differ")
-    return None
 
 
 def first_module(a: Steps, b: Steps) -> Difference | None:
