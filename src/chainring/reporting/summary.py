@@ -268,7 +268,8 @@ class DictMeans(Stateful):
         Raises:
             ValueError: a weight is not a single number.
         """
-        _check_weight(weight)
+        if type(weight) is not int:
+            _check_weight(weight)
         self._rows.append(dict(values))
         self._weights.append(weight)
         count = len(self._rows)
@@ -445,10 +446,6 @@ class IntervalMeans:
 
     def __init__(self, keys: Sequence[str] | None = None) -> None:
         self._keys = keys
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a new interval."""
         self._summary = DictMeans()
 
     def observe(self, trainer: Observed, weight: Any = None) -> None:
@@ -472,7 +469,7 @@ class IntervalMeans:
     def end(self, trainer: Observed) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
         means = self._compute(trainer)
-        self.reset()
+        self._summary = DictMeans()
         return means
 
     def _compute(self, trainer: Observed) -> dict[str, float]:
@@ -553,7 +550,7 @@ def select_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_weight(weight: Any) -> None:
-    if type(weight) is not int and not is_scalar(weight):
+    if not is_scalar(weight):
         raise ValueError(f"a weight is a single number, got {_describe(weight)}")
 
 

@@ -240,7 +240,8 @@ class _Rows:
             self._stored, self._stored_count = AppendOnly(), 0
         self._stored.path = path
         self._replace_array()
-        self._forget_many()
+        if self._file.size - self._stored.size > _SMALL:
+            self._keep_in_file(self._file)
 
     def _keep_in_memory(self) -> None:
         self._recent, self._stored, self._stored_count = self.all, AppendOnly(), 0
@@ -254,13 +255,11 @@ class _Rows:
         self._is_stale = True
         if self._file.size <= _SMALL or time.monotonic() >= self._replaced_at + max(_SECONDS, self._pause):
             self._replace_array()
-        self._forget_many()
-
-    def _forget_many(self) -> None:
-        """Let go of the rows in memory when there are many; the file has them."""
-        assert self._file is not None
         if self._file.size - self._stored.size > _SMALL:
-            self._stored, self._stored_count, self._recent = replace(self._file), len(self), []
+            self._keep_in_file(self._file)
+
+    def _keep_in_file(self, file: AppendOnly) -> None:
+        self._stored, self._stored_count, self._recent = replace(file), len(self), []
 
     def close(self) -> None:
         """Bring the array up to date."""
