@@ -149,7 +149,8 @@ def visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded:
         if comm.is_main and len(ranks) != comm.size:
             consequence = "examples and their order are the same, and the last bits are not"
             announce_change("number of ranks", len(ranks), comm.size, consequence)
-        return serializer(str(comm.rank), None) if str(comm.rank) in ranks else None
+        saved = {rank: serializer(rank, None) for rank in sorted(ranks)}  # all, because ranks read alike
+        return saved.get(str(comm.rank))
     generators = loaded or _random.get_rng_state()
     if serializer.comm.size == 1:
         serializer(str(comm.rank), generators)
