@@ -2,7 +2,6 @@
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.process_group import create_communicator
-from chainring.parallel.data_parallel import DataParallel
-from chainring.parallel.scatter import gather, scatter
+from chainring.parallel.data_parallel import DataParallel, gather, scatter
 
 __all__ = ["Communicator", "DataParallel", "RankFailed", "create_communicator", "gather", "scatter"]
