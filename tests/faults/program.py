@@ -167,7 +167,7 @@ def rows_of(rows):
 
 def content_of(out, name):
     """A file beside the snapshots."""
-    return open_store(out).bucket.get(name).content if is_url(out) else Path(out, name).read_bytes()
+    return open_store(out).files.bucket.get(name).content if is_url(out) else Path(out, name).read_bytes()
 
 
 def tensors_of(out, name):

@@ -60,7 +60,7 @@ def at_random(bench, number, draw, place):
 def _damage(url, name, damage, draw):
     """Damages an object of a snapshot, which is then known to be damaged; returns its key."""
     store = open_store(url)
-    bucket = store.bucket
+    bucket = store.files.bucket
     keys = [entry.key for entry in bucket.list(f"{name}/")]
     key = draw.choice(keys)
     # One of the same snapshot, or the one of that name of another.
@@ -96,7 +96,7 @@ def _continue(objects, draw, place, url, damage, found):
         raise WrongEndError(f"{damage.__name__} of {key}: no warning names it: {output[-2000:]}")
     if started_at(url) != newest_of({name: found[name] for name in snapshots[1:]}):
         raise WrongEndError(f"{damage.__name__} of {key}: the run went on from {started_at(url)}")
-    left = [entry.key for entry in open_store(url).bucket.list("abandoned/")]
+    left = [entry.key for entry in open_store(url).files.bucket.list("abandoned/")]
     if not _is_gone(key, damage) and not any(f"/{snapshots[0]}/" in each for each in left):
         raise WrongEndError(f"{damage.__name__} of {key}: what was left of {snapshots[0]} is gone")
     return counts
@@ -121,10 +121,10 @@ def _check_refusal(objects, place, url, keys):
 def _contents(url):
     """The bytes of the snapshots that have a manifest, and of what lies beside them, by key."""
     store = open_store(url)
-    entries = store.bucket.list()
+    entries = store.files.bucket.list()
     there = {entry.key.removesuffix("/manifest.json") for entry in entries if entry.key.endswith("/manifest.json")}
     kept = [entry for entry in entries if "/" not in entry.key or entry.key.partition("/")[0] in there]
-    return {entry.key: store.bucket.get(entry.key).content for entry in kept if not entry.key.startswith(".")}
+    return {entry.key: store.files.bucket.get(entry.key).content for entry in kept if not entry.key.startswith(".")}
 
 
 def besides(bench, number, draw, place):
@@ -133,7 +133,7 @@ def besides(bench, number, draw, place):
     url = objects.interrupted(place)
     name = ["log.jsonl", "log", "run.json", "best", ".lease"][number % 5]
     damage = draw.choice(DAMAGES)
-    bucket = open_store(url).bucket
+    bucket = open_store(url).files.bucket
     others = [bucket.get(entry.key).content for entry in bucket.list() if "/" not in entry.key]
     content = damage(bucket.get(name).content, others, draw)
     if content is None:
