@@ -90,11 +90,11 @@ def check_generators(comm: Communicator) -> None:
     states = comm.world.gather_object((comm.rank, torch.initial_seed(), _random.get_rng_state()))
     first: dict[int, tuple[int, int, Any]] = {}  # by the number of the data rank
     for number, (rank, seed, state) in enumerate(states):
-        other, other_seed, other_state = first.setdefault(rank, (number, seed, state))
-        if not torch.equal(state["torch"], other_state["torch"]):
+        before, its_seed, its_state = first.setdefault(rank, (number, seed, state))
+        if not torch.equal(state["torch"], its_state["torch"]):
             raise ValueError(
                 f"ranks that compute a model together draw the same random numbers, and PyTorch's generator has others on "
-                f"rank {number} (its seed is {seed}) than on rank {other} ({other_seed}): call torch.manual_seed(seed) with "
+                f"rank {number} (its seed is {seed}) than on rank {before} ({its_seed}): call torch.manual_seed(seed) with "
                 "the same seed on all of them before the model is made, or again before trainer.run()"
             )
     _random.set_rng_state(first[comm.rank][2])

@@ -115,51 +115,51 @@ class RunDirectory:
 
     def _archive_snapshots(self, templates: Iterable[str], after: int) -> str:
         """Move the snapshots after an iteration to ``abandoned/<n>``; return what was moved in words."""
-        found = self._find(templates)
-        later = [name for name, saved_at in found.items() if saved_at is not None and saved_at > after]
+        iterations = self._find(templates)
+        later = [name for name, saved_at in iterations.items() if saved_at is not None and saved_at > after]
         if not later:
             return ""
         # Links go first, so that none is left dangling when the process is killed in between.
-        links = [name for name, target in self._store.links().items() if name in found and target in later]
+        links = [name for name, target in self._store.links().items() if name in iterations and target in later]
         later = list(dict.fromkeys([*links, *later]))
-        files = [name for name in found if (self.path / name).is_file() and name not in later]
+        files = [name for name in iterations if (self.path / name).is_file() and name not in later]
         return f"{_list_names(later)} moved to {self._move(later, 'abandoned', copies=files)}"
 
     def _find(self, templates: Iterable[str]) -> dict[str, float | None]:
         """Return what runs have written: iterations by name, infinite for damaged snapshots, ``None`` for other files."""
         patterns = {template: NamePattern(template) for template in templates}
         manifests, links = dict(self._store.listing()), self._store.links()
-        found: dict[str, float | None] = {}
+        iterations: dict[str, float | None] = {}
         there = {*os.listdir(self.path), *manifests, *links}
         names = sorted(name for name in there if not name.startswith(".") and name not in _ARCHIVES)
         for name in names:
             matches = [match for pattern in patterns.values() if (match := pattern.match(name))]
             manifest = manifests.get(name)
             if manifest is not None and (matches or "series" in manifest.about):
-                found[name] = manifest.iteration
+                iterations[name] = manifest.iteration
             elif matches:
-                iterations = [match.iteration for match in matches if match.iteration is not None]
-                found[name] = next(iter(iterations), math.inf if name in manifests else None)
-        found |= {name: None for name in names if name not in found and links.get(name) in found}
+                told = (match.iteration for match in matches if match.iteration is not None)
+                iterations[name] = next(told, math.inf if name in manifests else None)
+        iterations |= {name: None for name in names if name not in iterations and links.get(name) in iterations}
         for template, pattern in patterns.items():
             folder = template.partition("{")[0].rpartition("/")[0]
             if folder and not os.path.isabs(template) and ".." not in Path(template).parts:
-                found |= {name: match.iteration for name in self._files_below(folder) if (match := pattern.match(name))}
-        return found
+                iterations |= {name: match.iteration for name in self._files_below(folder) if (match := pattern.match(name))}
+        return iterations
 
     def _files_below(self, folder: str) -> list[str]:
         """Return the files in a folder and in those below it, as paths from here. No link to a folder is followed."""
-        place = self.path
-        for part in Path(folder).parts:
-            place /= part
-            if place.is_symlink():
+        top = self.path
+        for name in Path(folder).parts:
+            top /= name
+            if top.is_symlink():
                 return []
-        paths = (Path(where, name) for where, _, names in os.walk(place) for name in names)
+        paths = (Path(where, name) for where, _, names in os.walk(top) for name in names)
         return sorted(path.relative_to(self.path).as_posix() for path in paths)
 
     def _move(self, names: list[str], archives: str, copies: Iterable[str] = ()) -> str:
         archive = make_numbered_directory(self.path / archives)
-        place = f"{archives}/{archive.name}"
+        folder = f"{archives}/{archive.name}"
         for name in (*copies, *names):
             (archive / name).parent.mkdir(parents=True, exist_ok=True)
         for name in copies:
@@ -168,10 +168,10 @@ class RunDirectory:
             if os.path.lexists(self.path / name):
                 os.rename(self.path / name, archive / name)
             else:
-                self._store.move(name, place)
+                self._store.move(name, folder)
         flush(archive)
         flush(self.path)
-        return f"{self._store}/{place}"
+        return f"{self._store}/{folder}"
 
 
 class NameMatch(NamedTuple):

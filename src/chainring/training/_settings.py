@@ -151,7 +151,7 @@ def as_json(value: Any) -> Any:
 def shared_settings(trainer: Trainer) -> dict[str, Settings]:
     """Return as texts what must be the same on all ranks, by what it belongs to."""
     updater = trainer.updater
-    models = updater.get_all_models()
+    models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
     names = parameter_names(models)
     settings: dict[str, Mapping[str, Any]] = {
         "the version of": _environment.versions(),
@@ -161,7 +161,7 @@ def shared_settings(trainer: Trainer) -> dict[str, Settings]:
         **{f"iterator {name!r}'s": _of_iterator(source) for name, source in updater.get_all_iterators().items()},
         **{f"model {name!r}'s": _of_model(model) for name, model in models.items()},
         **{f"the order of model {name!r}'s": _order_of(model) for name, model in models.items()},
-        **{f"optimizer {name!r}'s": _of_optimizer(each, names) for name, each in updater.get_all_optimizers().items()},
+        **{f"optimizer {name!r}'s": _of_optimizer(optimizer, names) for name, optimizer in optimizers.items()},
         "the trainer's": {
             "stop trigger": describe_setting(trainer.stop_trigger),
             "extensions": [entry.name for entry in trainer.entries],
@@ -209,8 +209,8 @@ def _of_callbacks(callbacks: Any) -> dict[str, Any]:
 
 def _closure_of(function: Any) -> list[Any]:
     """Return the numbers with which a function was made."""
-    found = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    return [(name, value) for name, value in found.items() if isinstance(value, _PLAIN)]
+    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return [(name, value) for name, value in variables.items() if isinstance(value, _PLAIN)]
 
 
 def _of_iterator(iterator: Any) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _of_model(model: Any) -> dict[str, Any]:
         **{f"buffer {clean(name)}": _of_tensor(tensor) for name, tensor in model.named_buffers()},
         "modules in evaluation mode": [clean(name) for name, module in model.named_modules() if not module.training],
         **{f"{clean(name)} in DDP": _of_ddp(m) for name, m in model.named_modules() if isinstance(m, _Replicated)},
-        **{f"fully_shard of {clean(name)}": each for name, each in describe_fsdp(model).items()},
+        **{f"fully_shard of {clean(name)}": text for name, text in describe_fsdp(model).items()},
     }
 
 
@@ -278,8 +278,8 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
         "invoke_before_training": entry.invoke_before_training,
         **_arguments(extension),
     }
-    if isinstance(extension, Extension) and callable(of_all := getattr(extension, "get_all_iterators", None)):
-        for name, iterator in of_all().items():
+    if isinstance(extension, Extension) and callable(iterators_of := getattr(extension, "get_all_iterators", None)):
+        for name, iterator in iterators_of().items():
             settings |= {f"{key} of iterator {name!r}": value for key, value in _of_iterator(iterator).items()}
     scheduler: Any = getattr(extension, "scheduler", None)
     if type(scheduler).__module__ == torch.optim.lr_scheduler.__name__:
@@ -289,20 +289,20 @@ def _of_extension(entry: Entry, trainer: Trainer) -> dict[str, Any]:
     return settings
 
 
-def _arguments(part: Any) -> dict[str, Any]:
+def _arguments(obj: Any) -> dict[str, Any]:
     """Return the arguments with which a class of the library was constructed, as far as its attributes tell them."""
-    classes = [cls for cls in type(part).__mro__ if _is_ours(cls) and "__init__" in vars(cls)]
+    classes = [cls for cls in type(obj).__mro__ if _is_ours(cls) and "__init__" in vars(cls)]
     names = {name for cls in classes for name in inspect.signature(vars(cls)["__init__"]).parameters} - _OWN
-    found = {name: value for name, value in getattr(part, "__dict__", {}).items() if name in names}
+    arguments = {name: value for name, value in getattr(obj, "__dict__", {}).items() if name in names}
     return {
-        **{name: value for name, value in found.items() if isinstance(value, _PLAIN)},
-        **{name: _name_of_function(value) for name, value in found.items() if inspect.isroutine(value)},
-        **{name: describe_setting(value) for name, value in found.items() if isinstance(value, Trigger)},
+        **{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)},
+        **{name: _name_of_function(value) for name, value in arguments.items() if inspect.isroutine(value)},
+        **{name: describe_setting(value) for name, value in arguments.items() if isinstance(value, Trigger)},
     }
 
 
-def _is_ours(part: Any) -> bool:
-    return str(getattr(part, "__module__", "")).startswith("chainring.")
+def _is_ours(definition: Any) -> bool:
+    return str(getattr(definition, "__module__", "")).startswith("chainring.")
 
 
 def _name_of_function(function: Any) -> str:

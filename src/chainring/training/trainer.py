@@ -197,7 +197,7 @@ class Trainer(Stateful):
         priority: int | None = None,
         invoke_before_training: bool | None = None,
     ) -> None:
-        """Register an extension.
+        """Register an extension. State that was loaded before is given to it when the run starts.
 
         Args:
             extension: any callable of one argument, the trainer.
