@@ -30,7 +30,7 @@ demo: $(VENV)/.examples  ## train 100 epochs on handwritten digits and print the
 LONG := $(addprefix tests/test_,black_box_page.py distributed_examples.py docs.py notebook.py portability.py terminal.py wrong_programs.py) \
 	$(addprefix tests/cli/test_,verify_resume_command.py replay_commands.py diff_script.py) \
 	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py recorder_on_ranks.py virtual_ranks_of_sharded_models.py) \
-	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py lease.py replays_on_addresses.py saving_to_addresses.py) \
+	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py index.py replays_on_addresses.py saving_to_addresses.py) \
 	$(addprefix tests/testing/test_,replay.py verify_resume.py verify_resume_verdicts.py) tests/serializers/test_foreign_on_ranks.py \
 	tests/training/updaters/test_compiled_update.py tests/training/extensions/test_virtual_evaluation.py
 
