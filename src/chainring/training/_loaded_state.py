@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,10 +114,6 @@ class Identity(NamedTuple):
     def identifiers(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return self.texts, self.trigger_texts
 
-    def beginning(self, length: int) -> Any:
-        """Return so much of what identifies the extension; nothing if nothing does."""
-        return self.texts and (self.kind, self.texts[:length])
-
 
 def identify(entry: Entry, trainer: Trainer) -> Identity:
     """Return what an extension is recognized by in another run."""
@@ -172,13 +167,11 @@ def _match(
 
     # An extension is known by what it has to itself, the most certain first: all but its number, what identifies it, the
     # beginning of that, its name and class.
+    longest = max((len(identity.texts) for identity in there), default=0)
     keys: list[Callable[[Identity], Any]] = [
         lambda identity: identity[1:],
         lambda identity: any(identity.identifiers) and (identity.kind, identity.identifiers),
-        *(
-            partial(Identity.beginning, length=length)
-            for length in range(max((len(row.texts) for row in there), default=0), 0, -1)
-        ),
+        *(lambda identity, n=n: identity.texts and (identity.kind, identity.texts[:n]) for n in range(longest, 0, -1)),
         kind,
     ]
     for key in keys:
