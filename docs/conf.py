@@ -84,8 +84,8 @@ nitpick_ignore_regex = [
     ("py:class", r"chainring\.training\.extensions\.snapshot\.Snapshot"),  # made by the function of that name
     (
         "py:class",
-        r"(.*\.)?(Converter|Dataset|Entry|Filename|Indexed|Loss|PathLike|Place|RecordWriter|Scheduler|Statistic|Store|"
-        r"TextStream|TriggerLike|_E)",
+        r"(.*\.)?(Converter|Dataset|Entry|Filename|Indexed|Loss|Observer|PathLike|Place|RecordWriter|Scheduler|Snapshots|"
+        r"Statistic|Store|TextStream|TriggerLike|_E)",
     ),  # types of annotations, not public names
 ]
 

@@ -88,7 +88,7 @@ class IndexedIterator(Iterator):
         return self._orders.shuffle
 
     @property
-    def order_sampler(self) -> OrderSampler | None:
+    def order_sampler(self) -> Callable[[int, int, int], Any] | None:
         """The function that returns the order of an epoch."""
         return self._orders.sampler
 
