@@ -71,7 +71,9 @@ class IndexedIterator(Iterator):
         self.dataset: Any = dataset
         self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
-        self._orders = _EpochOrders(size_of(dataset), shuffle is None or bool(shuffle), order_sampler)
+        self.shuffle = shuffle is None or bool(shuffle)
+        self.order_sampler = order_sampler
+        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler)
         self._seed = None if seed is None else int(seed)
         self._earlier = self._seed, 0  # an order that was begun before a resume keeps its seed: up to which index
         self._first_order = 0  # the index of the order that epoch 0 has
@@ -81,16 +83,6 @@ class IndexedIterator(Iterator):
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
         if repeat and self._orders.size == 0:
             raise ValueError("repeat=True needs at least one example, got an empty dataset; repeat=False ends at once")
-
-    @property
-    def shuffle(self) -> bool:
-        """True if each epoch has an order of its own."""
-        return self._orders.shuffle
-
-    @property
-    def order_sampler(self) -> Callable[[int, int, int], Any] | None:
-        """The function that returns the order of an epoch."""
-        return self._orders.sampler
 
     @property
     def seed(self) -> int:
@@ -334,8 +326,8 @@ class _EpochOrders:
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
         self._dataset_size = dataset_size
-        self.shuffle = shuffle
-        self.sampler = sampler
+        self._shuffle = shuffle
+        self._sampler = sampler
         # The newest first, and if it is not large the one before, since a Recorder asks for the epoch that has just ended.
         self._blocks: list[_Block] = []
         self.size = dataset_size if sampler is None else len(self._sample_twice(sampler))
@@ -346,16 +338,16 @@ class _EpochOrders:
         for block_seed, block_epoch, first, last, block in self._blocks:
             if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
                 return block[start - first : stop - first]
-        if self.sampler is None and not self.shuffle:
+        if self._sampler is None and not self._shuffle:
             return np.arange(start, stop)
         boundary = start - start % self._block_size + self._block_size
         if stop > boundary:
             return np.concatenate([self.indices(seed, epoch, start, boundary), self.indices(seed, epoch, boundary, stop)])
         first, last = boundary - self._block_size, min(self.size, boundary)
-        if self.sampler is None:
+        if self._sampler is None:
             block = epoch_order(seed, epoch, self._dataset_size, first, last)
         else:
-            block = self._sample(self.sampler, seed, epoch)
+            block = self._sample(self._sampler, seed, epoch)
             if len(block) != self.size:
                 raise ValueError(
                     "an order sampler must return as many indices for every epoch; "

@@ -294,8 +294,6 @@ def _arguments(obj: Any) -> dict[str, Any]:
     classes = [cls for cls in type(obj).__mro__ if _is_ours(cls) and "__init__" in vars(cls)]
     names = {name for cls in classes for name in inspect.signature(vars(cls)["__init__"]).parameters} - _OWN
     arguments = {name: value for name, value in getattr(obj, "__dict__", {}).items() if name in names}
-    properties = names & {"shuffle", "order_sampler"}  # of an iterator
-    arguments |= {name: getattr(obj, name) for name in properties if hasattr(obj, name)}
     return {
         **{name: value for name, value in arguments.items() if isinstance(value, _PLAIN)},
         **{name: _name_of_function(value) for name, value in arguments.items() if inspect.isroutine(value)},
