@@ -45,12 +45,16 @@ class LoadedState:
         self._source, self._saved, self._names = source, saved, {}
         self.restore(trainer)
 
-    def restore(self, trainer: Trainer) -> None:
-        """Load the state of extensions and triggers where it is certain whose it is, each unless its class has changed."""
+    def restore(self, trainer: Trainer, *, is_complete: bool = True) -> None:
+        """Load the state of extensions and triggers where it is certain whose it is, each unless its class has changed.
+
+        With ``is_complete=False`` more of them may be registered, and only what is the same in everything is certain.
+        """
         source = self._source
         if source is None:
             return
-        names = _match([identify(entry, trainer) for entry in trainer.entries], self._saved, self._names, self._has_state)
+        here = [identify(entry, trainer) for entry in trainer.entries]
+        names = _match(here, self._saved, self._names, self._has_state if is_complete else None)
         saved = {identity.name: identity for identity in self._saved}
         for entry in trainer.entries:
             if entry.name in names and entry.name not in self._names:
@@ -156,9 +160,12 @@ def visit_generators(serializer: AbstractSerializer, comm: Communicator, loaded:
 
 
 def _match(
-    here: list[Identity], there: list[Identity], known: Mapping[str, str], has_state: Callable[[Identity], bool]
+    here: list[Identity], there: list[Identity], known: Mapping[str, str], has_state: Callable[[Identity], bool] | None
 ) -> dict[str, str]:
-    """Return by the name of each extension that of the one in the saved run which it continues, where that is certain."""
+    """Return by the name of each extension that of the one in the saved run which it continues, where that is certain.
+
+    Without ``has_state``, more extensions may be registered.
+    """
     names, kind = dict(known), attrgetter("kind")
 
     def pair(ours: Identity, theirs: Identity) -> None:
@@ -174,11 +181,13 @@ def _match(
         *(lambda identity, n=n: identity.texts and (identity.kind, identity.texts[:n]) for n in range(longest, 0, -1)),
         kind,
     ]
-    for key in keys:
+    for key in keys if has_state is not None else keys[:1]:
         groups, saved_groups = _group(here, key), _group(there, key)
         for value in filter(None, groups):
             if len(groups[value]) == len(saved_groups.get(value, ())) == 1:
                 pair(groups[value][0], saved_groups[value][0])
+    if has_state is None:
+        return names
     # Twins that nothing tells apart are known by their order, if they are as many as before.
     left = _group((identity for identity in there if identity.name not in names.values()), kind)
     for twins_kind, twins in _group((identity for identity in here if identity.name not in names), kind).items():

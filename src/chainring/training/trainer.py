@@ -223,6 +223,9 @@ class Trainer(Stateful):
             suffix += 1
             entry.name = f"{entry.base_name}_{suffix}"
         self._entries[entry.name] = entry
+        loaded = self._run.loaded_state
+        with telling_changes(loaded.untold, is_complete=False):
+            loaded.restore(self, is_complete=False)
 
     @overload
     def get_extension(self, name: type[_E]) -> _E: ...
