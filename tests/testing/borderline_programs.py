@@ -148,6 +148,49 @@ def timed(out):
     return trainer
 
 
+def appends(out):
+    """Adds a line to a file of its own in each iteration."""
+
+    def append(trainer):
+        with open(Path(trainer.out) / "own.txt", "a") as file:
+            file.write(f"{trainer.updater.iteration} {float(trainer.observation['main/loss'])}\n")
+
+    trainer = build(out)
+    trainer.extend(append)
+    return trainer
+
+
+def appends_elsewhere(out):
+    """Adds the line to a file beside its out, which all runs share."""
+    trainer = build(out)
+
+    def append(trainer):
+        with open(Path(out).parent.parent / "own.txt", "a") as file:
+            file.write(f"{trainer.updater.iteration}\n")
+
+    trainer.extend(append)
+    return trainer
+
+
+def writes_afresh(out):
+    """Writes the last iterations of its state into a file, beside the time."""
+
+    class Last(training.Extension):
+        last = ()
+
+        def __call__(self, trainer):
+            self.last = (*self.last, trainer.updater.iteration)[-3:]
+            (Path(trainer.out) / "last.txt").write_text(f"{self.last}\n{time.time()}\n")
+            (Path(trainer.out) / f"plain_{trainer.updater.iteration}.txt").write_text(f"{self.last}\n")
+
+        def serialize(self, serializer):
+            self.last = tuple(serializer("last", self.last))
+
+    trainer = build(out)
+    trainer.extend(Last())
+    return trainer
+
+
 def hangs(out):
     """Waits in its fourth iteration for what never comes."""
 

@@ -115,6 +115,27 @@ def test_times_and_speeds_do_not_count():
     assert "memory" not in text
 
 
+def test_a_file_in_which_work_is_written_twice_differs():
+    """The training is the same; the first line that differs is told."""
+    text = finding(programs.appends, ResumeDiffers)
+    assert "It differs first" not in text
+    assert "own.txt: line " in text
+    assert "the file is written apart from the state" in text
+
+
+def test_a_file_outside_of_out_is_compared_by_what_each_run_adds(tmp_path):
+    """It grows with each run."""
+    text = finding(programs.appends_elsewhere, ResumeDiffers, directory=tmp_path / "kept")
+    assert "own.txt: line " in text
+
+
+def test_files_that_follow_from_the_state_are_the_same():
+    """Also where a line of them is a time."""
+    text = report(programs.writes_afresh)
+    assert text.startswith("exact")
+    assert "files beside the logs no difference was found" in text
+
+
 def test_a_process_that_hangs_is_ended_and_the_verdict_says_where():
     """The iteration, and the line of the program."""
     began = time.monotonic()
@@ -134,7 +155,8 @@ def is_running(pid):
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="children in other sessions are found through /proc")
 def test_nothing_that_the_program_has_started_stays(tmp_path):
     """Workers that persist, a child, one in a session of its own, a thread that does not end."""
-    report(programs.with_children, iterations=4, kill_after=2, directory=tmp_path / "kept")
+    text = finding(programs.with_children, ResumeDiffers, iterations=4, kill_after=2, directory=tmp_path / "kept")
+    assert "pids: " in text  # a file of its own
     started = set((tmp_path / "pids").read_text().split())
     assert len(started) >= 12  # at least three in each of four runs
     assert not [pid for pid in started if is_running(pid)]

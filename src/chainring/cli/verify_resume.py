@@ -14,13 +14,13 @@ _HELP = """
 Run a script that trains with one Trainer several times in fresh processes:
 twice uninterrupted, and once killed by SIGKILL and resumed again and again:
 within an epoch, right after the end of one, right after an evaluation, and
-some iterations after a snapshot. Every iteration, the state at the end and
-the rows of the logs are compared bit for bit, without times; the first
-difference is printed with its possible causes, and in any case what it
-changes and does not save. Other files that it writes are not compared. The
-trainer gets an out of its own, and the script ends with its run. A script
-that seeds nothing is given the same draws until it is killed. Options come
-before SCRIPT; arguments after it are passed to the script.
+some iterations after a snapshot. Every iteration, the state at the end, the
+rows of the logs and the other files that it writes are compared bit for bit,
+without times; the first difference is printed with its possible causes, and
+in any case what it changes and does not save. The trainer gets an out of its
+own, and the script ends with its run. A script that seeds nothing is given
+the same draws until it is killed. Options come before SCRIPT; arguments
+after it are passed to the script.
 
 examples:
   chainring verify-resume train.py

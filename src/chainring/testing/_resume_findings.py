@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chainring._files import from_json
+from chainring._files import from_json, is_temporary
+from chainring._places import MANIFEST
 from chainring._runs.traces import Difference, Trace, describe_difference, differences
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._verified_run import Task
@@ -16,7 +19,13 @@ from chainring.training._unsaved import changed, leaves, unsaved
 
 _TIME = "elapsed_time"
 _KINDS = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
+_NOT_OF_THE_RUN = ("run.json", "previous", "abandoned")  # of the directory, which tells of every start
+_LARGEST_FILE = 1 << 26
+_MAX_SHOWN = 100  # characters of a line
 _SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")  # those that loading must restore
+
+Files = dict[str, bytes]
+"""By path, what a run has written beside its logs: absolute where it is outside of its ``out``."""
 
 
 @dataclass
@@ -62,6 +71,8 @@ class Findings:
         iterations: the last ones, if the resumed run was not killed again.
         last: differences in the state at the end and in the rows of the logs.
         count: values compared at the end.
+        files, left_out_files: what differs in files beside the logs, and those that could not be compared.
+        compared_files: the number of those that could.
         warnings: of the resumed run alone.
         failure: how it failed instead.
     """
@@ -71,12 +82,15 @@ class Findings:
     iterations: tuple[int, int] = (0, 0)
     last: list[Difference] = field(default_factory=list)
     count: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+    left_out_files: list[str] = field(default_factory=list)
+    compared_files: int = 0
     warnings: list[str] = field(default_factory=list)
     failure: str = ""
 
     @property
     def differs(self) -> bool:
-        return bool(self.failure or self.first or self.last or self.iterations[0] != self.iterations[1])
+        return bool(self.failure or self.first or self.last or self.files or self.iterations[0] != self.iterations[1])
 
 
 def compare_repeated(first: Task, second: Task) -> Repetition:
@@ -209,3 +223,75 @@ def _differing_values(whole: dict[str, Any], resumed: dict[str, Any], last: int)
             yield Difference(last, kind, path, f"only in the {'uninterrupted' if path in whole else 'resumed'} run")
         elif (text := describe_difference(whole[path], resumed[path])) is not None:
             yield Difference(last, kind, path, text)
+
+
+# --- the files beside the logs ---
+
+
+def read_files(runs: list[Task], logs: list[str]) -> Files:
+    """Return what a run has written beside logs, snapshots and its record, in all of its processes."""
+    starts: dict[str, int] = {}
+    for path, start in (json.loads(line) for task in runs for line in task.lines("written")):
+        starts.setdefault(path, start)
+    left_out = {*logs, *(log.removesuffix(".jsonl") for log in logs), *_NOT_OF_THE_RUN}
+    out = runs[0].out
+    for parent, folders, names in os.walk(out):
+        # A snapshot may have been lost with the kill.
+        folders[:] = [name for name in folders if not os.path.exists(os.path.join(parent, name, MANIFEST))]
+        for group in (folders, names):
+            paths = {name: os.path.relpath(os.path.join(parent, name), out) for name in group}
+            group[:] = [name for name, path in paths.items() if path not in left_out and path[0] != "."]
+        starts |= {os.path.join(parent, name): 0 for name in names if not is_temporary(name)}
+    files = {}
+    for path, start in starts.items():
+        if os.path.isfile(path) and not os.path.islink(path) and os.path.getsize(path) - start <= _LARGEST_FILE:
+            with open(path, "rb") as file:
+                file.seek(start)
+                content = file.read()
+            # One of safetensors, such as `snapshot_object` takes, is no file of its own: its state is compared at the end.
+            if not (content[8:9] == b"{" and int.from_bytes(content[:8], "little") <= len(content)):
+                files[os.path.relpath(path, out) if path.startswith(os.path.join(out, "")) else path] = content
+    return files
+
+
+def compare_files(findings: Findings, first: Files, second: Files, resumed: Files) -> None:
+    """Add to what was found how the files of a resumed run differ, and which two runs write differently anyway.
+
+    Of text that two uninterrupted runs write differently in the same number of lines, such as times, that number counts.
+    """
+    drawn_names = {_without_digits(path) for path in first.keys() ^ second.keys()}
+    for path in first | resumed:
+        if os.path.isabs(path) and path not in second:
+            continue  # made by the first run once for all, such as data, or under a name that is drawn
+        if _without_digits(path) in drawn_names or (path in resumed and path not in first and path in second):
+            findings.left_out_files.append(path)
+            continue
+        content, again, continued = first.get(path), second.get(path), resumed.get(path)
+        if content is None or again is None or continued is None:
+            findings.files[path] = f"only in the {'uninterrupted' if continued is None else 'resumed'} run"
+        elif content == again:
+            if content != continued:
+                findings.files[path] = _first_difference(content, continued)
+        else:
+            lines, lines_again, lines_continued = (text.count(b"\n") for text in (content, again, continued))
+            if b"\0" in content or lines != lines_again:
+                findings.left_out_files.append(path)
+            elif lines != lines_continued:
+                findings.files[path] = f"{lines} lines -> {lines_continued} lines"
+    findings.compared_files = len(first.keys() - set(findings.left_out_files))
+
+
+def _without_digits(path: str) -> str:
+    return re.sub(r"\d+", "#", path)
+
+
+def _first_difference(content: bytes, continued: bytes) -> str:
+    if b"\0" in content + continued:
+        sizes = f"{len(content)} bytes -> {len(continued)} bytes"
+        return sizes if len(content) != len(continued) else f"{len(content)} other bytes"
+    lines, others = (text.decode(errors="replace").splitlines() for text in (content, continued))
+    index = next((i for i, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
+    index = min(len(lines), len(others)) if index is None else index
+    shown = [repr(group[index][:_MAX_SHOWN]) if index < len(group) else "nothing" for group in (lines, others)]
+    counts = f", and {len(lines)} -> {len(others)} lines" if len(lines) != len(others) else ""
+    return f"line {index + 1}: {' -> '.join(shown)}{counts}"

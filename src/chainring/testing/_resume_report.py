@@ -52,6 +52,11 @@ _NOT_RESTORED = (
     "saved state is not restored: a serialize(serializer), or a load_state_dict, leaves it out, or the program changes "
     "it in initialize, after it was loaded"
 )
+_FILES = (
+    "the file is written apart from the state: lines of iterations that are computed again are there twice, or those before "
+    "the kill are gone. Write it from the state, or cut it back to the length that serialize(serializer) restores, as the "
+    "writers of a LogReport do"
+)
 _SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
 _MADE = {
     "Generator": "numpy.random.default_rng(0), or torch.Generator().manual_seed(0)",
@@ -63,11 +68,13 @@ _MADE = {
 def format_exact(findings: Findings, kills: list[str], repetition: Repetition) -> list[str]:
     """Return the lines for a run that is the uninterrupted one."""
     times = "once" if len(kills) == 1 else f"{len(kills)} times"
+    count = findings.compared_files
+    files = f" In {count} files beside the logs no difference was found." if count else ""
     return [
         f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {findings.count} values are the "
-        f"same after iteration {findings.iterations[0]}, and those of each iteration on the way.",
+        f"same after iteration {findings.iterations[0]}, and those of each iteration on the way.{files}",
         *(f"  killed {kill}" for kill in kills),
-        *_left_out_lines(repetition),
+        *_left_out_lines(repetition, findings.left_out_files),
     ]
 
 
@@ -85,13 +92,16 @@ def format_difference(findings: Findings, kill: str, repetition: Repetition, fac
         ordered = sorted(findings.last, key=lambda item: item.name not in first)
         lines.append(f"At the end {len(ordered)} of {findings.count} values differ:")
         lines += shortened([f"  {item.name}: {item.text}" for item in ordered])
+    if findings.files:
+        lines.append("Files that the run has written beside its logs differ:")
+        lines += shortened([f"  {path}: {text}" for path, text in findings.files.items()])
     lines += ["Why it might:", *(f"- {cause}" for cause in _causes(findings, facts))]
     if findings.warnings:
         lines += ["The resumed run was warned:", *(f"  {text}" for text in findings.warnings[:_MAX_LINES])]
-    return lines + _left_out_lines(repetition)
+    return lines + _left_out_lines(repetition, findings.left_out_files)
 
 
-def format_repetition(repetition: Repetition, facts: Mapping[str, Any]) -> list[str]:
+def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: list[str]) -> list[str]:
     """Return the lines for a program of which two uninterrupted runs differ."""
     lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
     if repetition.first:
@@ -102,6 +112,8 @@ def format_repetition(repetition: Repetition, facts: Mapping[str, Any]) -> list[
     if repetition.generators or repetition.own_generators:
         names = [f"the global one of {name}" for name in repetition.generators] + list(repetition.own_generators)
         lines.append(f"Random generators that begin otherwise each time: {', '.join(names[:_MAX_LINES])}")
+    if shared:
+        lines.append(f"All runs share files that it has written outside of its out: {', '.join(shared[:_MAX_LINES])}")
     lines.append("Add:")
     lines += [f"  {line}" for line in _lines_to_add(repetition, facts)]
     return lines
@@ -135,8 +147,8 @@ def shortened(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MAX_LINES], f"  and {more} more"]
 
 
-def _left_out_lines(repetition: Repetition) -> list[str]:
-    left_out = [*sorted(repetition.keys), *sorted(repetition.paths)]
+def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
+    left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
     if not left_out:
         return []
     more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
@@ -180,6 +192,8 @@ def _causes(findings: Findings, facts: tuple[Any, Any]) -> list[str]:
         causes = list(_CAUSES.get(findings.first[0].what, [_UNSAVED]))
     else:
         causes = [_ONLY_REPORTED] if findings.last else []
+    if findings.files:
+        causes.append(_FILES)
     if findings.iterations[0] != findings.iterations[1]:
         causes.insert(0, "a stop trigger that counts, and does not save its count, ends the run at another iteration")
     whole, resumed = facts

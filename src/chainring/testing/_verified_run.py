@@ -36,6 +36,7 @@ MODULE = "chainring.testing._verified_run"
 _ENOUGH = 40  # iterations, where the run itself chooses its length
 _MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
 _AFTER_EPOCHS = 5  # iterations after the end of the second epoch
+_CACHES = frozenset(["__pycache__", ".cache", "matplotlib"])  # folders of files that are no results
 _SPEEDS = ("Throughput", "SystemMetrics")
 _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # in the keys that an evaluation reports
 
@@ -81,12 +82,36 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
 
 
 def _begin(task: Task) -> None:
-    """Seed what a program may leave unseeded, and have written down where it hangs."""
+    """Seed what a program may leave unseeded, and have written down what it writes and where it hangs."""
     os.environ[MARK] = task.mark
     if task.deadline < float("inf"):
         stack = open(task.path("stack"), "w")  # noqa: SIM115 - for as long as the process lives
         faulthandler.dump_traceback_later(max(task.deadline - time.monotonic() - 1, 0.1), file=stack)
+    _record_written(task)
     _random.seed_all("verify-resume", task.seed)
+
+
+def _record_written(task: Task) -> None:
+    """Have this process write down each file elsewhere that it opens for writing, and how much of it was there before."""
+    seen: set[str] = set()
+    not_elsewhere = (os.path.join(os.path.realpath(task.directory), ""), "/dev/", "/proc/")
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], (str, bytes)):
+            return
+        mode, flags = arguments[1] or "", arguments[2] or 0
+        if not (any(letter in mode for letter in "wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR)):
+            return
+        path = os.path.realpath(os.fsdecode(arguments[0]))
+        if path in seen or path.startswith(not_elsewhere) or not _CACHES.isdisjoint(path.split(os.sep)):
+            return
+        seen.add(path)
+        appends = "a" in mode or flags & os.O_APPEND
+        start = os.path.getsize(path) if appends and os.path.isfile(path) else 0
+        with open(task.path("written"), "a") as file:
+            file.write(json.dumps([path, start]) + "\n")
+
+    sys.addaudithook(audit)
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:

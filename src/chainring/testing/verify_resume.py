@@ -20,13 +20,16 @@ from chainring.serializers._checkpoint import STATE
 from chainring.testing import _resume_report
 from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
 from chainring.testing._resume_findings import (
+    Files,
     Findings,
     Repetition,
+    compare_files,
     compare_repeated,
     compare_resumed,
     differing_generators,
     forgotten,
     read_events,
+    read_files,
 )
 from chainring.testing._verified_run import MODULE, Task, run_made_trainer
 
@@ -85,8 +88,8 @@ def verify_resume(
     Each run creates the trainer again in a new process. Two runs are not interrupted, and must be equal; another is saved
     and killed by SIGKILL within an epoch, right after the end of one, right after an evaluation, and some iterations
     after a snapshot, and is resumed each time. After each iteration the batches, the random generators, the reported
-    values, the models and the optimizers are compared, and at the end every tensor and value of the state and every row of
-    the logs; other files that the program writes are not. The trainer keeps its own extensions and stop trigger,
+    values, the models and the optimizers are compared, and at the end every tensor and value of the state, every row of
+    the logs, and the files that the run has written beside them. The trainer keeps its own extensions and stop trigger,
     and gets a separate ``out``. Python's, NumPy's and torch's generators are seeded before ``make_trainer`` is called:
     differently in a resumed process, as in a program that does not seed them.
 
@@ -223,6 +226,7 @@ class _Verification:
         self._length = 0  # of the runs after the first
         self._mark = secrets.token_hex(16)
         self._seeds = secrets.randbits(32), secrets.randbits(32)
+        self._whole_files: list[Files] = []  # of the two uninterrupted runs, read before another run adds to them
         self._verdict = Verdict("exact")
         self._has_searched = False  # True once a resumed run was looked through for what no state holds
 
@@ -253,7 +257,7 @@ class _Verification:
         if repetition.differs:
             verdict.name = "inconclusive"
             self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
-            return _resume_report.format_repetition(repetition, facts)
+            return _resume_report.format_repetition(repetition, facts, list(filter(os.path.isabs, self._whole_files[0])))
         findings, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
         if not findings.differs:
             return _resume_report.format_exact(findings, list(map(str, verdict.kills)), repetition)
@@ -288,6 +292,7 @@ class _Verification:
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
             raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
+        self._whole_files.append(read_files([task], task.read("facts")["logs"]))
         return task
 
     def _resume(
@@ -298,23 +303,26 @@ class _Verification:
         code = self._launch(task, f"a run that is killed {kills[0]}")
         if code != -signal.SIGKILL or not (task.snapshot / STATE).exists():
             raise NotTried(failure_of(task, code, "the run that was to be killed ended before"))
-        killed = task
+        runs = [task]
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
             resumed = replace(
-                task, run=f"resumed{suffix} {index + 1}", seed=seed, resume_from=killed.snapshot.name,
+                task, run=f"resumed{suffix} {index + 1}", seed=seed, resume_from=runs[-1].snapshot.name,
                 save_at=following.saved_at if following else None, kill_at=following.at if following else None,
             )  # fmt: skip
             then = f", then killed {following}" if following else ""
             code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
             if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
                 return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed")), kill, resumed
-            findings = compare_resumed(first, killed, resumed, repetition)
-            self._verdict.unsaved |= forgotten(killed, resumed)
+            findings = compare_resumed(first, runs[-1], resumed, repetition)
+            self._verdict.unsaved |= forgotten(runs[-1], resumed)
             self._has_searched = True
-            killed = resumed
+            runs.append(resumed)
             if findings.differs:
                 break
+        if not findings.first:
+            files, files_again = self._whole_files
+            compare_files(findings, files, files_again, read_files(runs, first.read("facts")["logs"]))
         return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
