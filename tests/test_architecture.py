@@ -124,6 +124,32 @@ def test_a_function_is_one_story():
     assert not long
 
 
+def test_no_imports_go_round():
+    """Not through functions either; for annotations alone, objects may know those that hold them."""
+    imports = {parts_of(path): {module for module, _ in imports_of(ast.parse(path.read_text()))} for path in FILES}
+    while ends := {module for module, imported in imports.items() if not imported & imports.keys()}:
+        imports = {module: imported for module, imported in imports.items() if module not in ends}
+    assert not imports
+
+
+LARGE = {"iterators.serial: IndexedIterator"}  # settings that ranks compare are attributes of their own
+"""Classes with more attributes than others, each with its reason."""
+
+
+def test_a_class_has_one_subject():
+    """It has at most 25 methods and sets at most 15 attributes of its objects."""
+    large = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = [child for child in node.body if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))]
+                stored = [child for child in ast.walk(node) if isinstance(child, ast.Attribute) and is_own(child.value)]
+                attributes = {child.attr for child in stored if isinstance(child.ctx, ast.Store)}
+                if len(methods) > 25 or len(attributes) > 15:
+                    large.add(f"{parts_of(path)}: {node.name}")
+    assert large == LARGE
+
+
 def test_a_walk_has_a_length():
     """No event of a run takes a reader through more files or functions than its limit, which contributors read."""
     counted = forked.run([ROOT / "benchmarks" / "trace_files.py"])

@@ -16,7 +16,7 @@ import pytest
 from races import Racer, race
 from stepped import Stepper, TimedBucket, World, orders
 
-from chainring._places import STAMP, digest_of
+from chainring._places.base import STAMP, digest_of
 from chainring._places.bucket import Bucket, RemoteError
 from chainring._places.index import Index, LeaseLostError, read_record, seal
 from chainring._places.remote import RemotePlace

@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from chainring._files import temporary_path
-from chainring._places import MANIFEST
+from chainring._places.base import MANIFEST
 from chainring._places.local import Directory
 from chainring.serializers._store import CorruptError, Snapshots, find_newest, open_store
 

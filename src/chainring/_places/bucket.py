@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from chainring._files import SCHEMES
-from chainring._places import RemoteError
+from chainring._places.base import RemoteError
 from chainring._places.connection import PATIENCE, ChangedError, Connection, Patience, obstore
 from chainring._places.streams import PART, RangeReader, Upload
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-from chainring._places import RemoteError
+from chainring._places.base import RemoteError
 
 Result = TypeVar("Result")
 

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from chainring._files import parse_strict
 from chainring._messages import warn
-from chainring._places import STAMP
+from chainring._places.base import STAMP
 from chainring._places.bucket import MISSING, Bucket, ChangedError, Found, RemoteError, Tag
 
 SECONDS = 30  # for which nobody else takes an index that was replaced

@@ -26,7 +26,7 @@ from chainring._files import (
     write_bytes,
     write_error,
 )
-from chainring._places import MANIFEST, Place, StoredFile
+from chainring._places.base import MANIFEST, Place, StoredFile
 
 _LARGEST_MANIFEST = 256 << 20
 

@@ -29,7 +29,7 @@ from typing import BinaryIO, NamedTuple
 
 from chainring._files import open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
-from chainring._places import MANIFEST
+from chainring._places.base import MANIFEST
 from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, Found, RemoteError, Tag
 from chainring._places.index import Index, LeaseLostError
 

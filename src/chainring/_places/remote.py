@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from chainring._files import Sink, parse_strict
-from chainring._places import MANIFEST, Place, StoredFile, check_name, digest_of
+from chainring._places.base import MANIFEST, Place, StoredFile, check_name, digest_of
 from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, Tag
 from chainring._places.index import Index, Record, read_record, stamp_of
 from chainring._places.mirror import Mirror, working_directory

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from chainring._places import RemoteError
+from chainring._places.base import RemoteError
 from chainring._places.connection import Connection, obstore
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from chainring._files import is_url, parse_strict
 from chainring._messages import warn
-from chainring._places import MANIFEST
+from chainring._places.base import MANIFEST
 from chainring._runs.rows import read_rows
 from chainring.serializers._checkpoint import STATE, opened_state
 from chainring.serializers._store import (

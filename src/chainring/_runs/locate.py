@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 from chainring._files import is_url
-from chainring._places import MANIFEST, StoredFile
+from chainring._places.base import MANIFEST, StoredFile
 from chainring.serializers._absence import explain_absence
 from chainring.serializers._safetensors import is_pickle
 from chainring.serializers._store import Place, SavedSnapshot, find_snapshot, has_name, open_file, open_store, split

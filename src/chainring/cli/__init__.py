@@ -94,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_to(commands)
+    parser.set_defaults(root=parser)  # which `completion` describes
     return parser
 
 

@@ -35,15 +35,12 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ImportError: shtab is not installed.
     """
-    from chainring.cli import make_parser  # which has this command
-
     try:
         shtab = importlib.import_module("shtab")
     except ImportError:
         raise ImportError('chainring completion needs shtab: pip install "chainring[completion]"') from None
-    parser = make_parser()
-    _complete_paths(parser, shtab.FILE)
-    print(shtab.complete(parser, options.shell))
+    _complete_paths(options.root, shtab.FILE)
+    print(shtab.complete(options.root, options.shell))
 
 
 def _complete_paths(parser: argparse.ArgumentParser, completion: Any) -> None:

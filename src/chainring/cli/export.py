@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
-from chainring._places import StoredFile
+from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, is_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chainring._places import StoredFile
+from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._absence import list_names

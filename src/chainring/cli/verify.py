@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from chainring._places import StoredFile
+from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, describe_foreign_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers import _safetensors

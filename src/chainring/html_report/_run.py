@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chainring._files import from_json, read_regular
-from chainring._places import RemoteError
+from chainring._places.base import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
 from chainring.html_report._log import MAX_ROWS, MAX_SIZE, Log, LogFile, read_media
 from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots

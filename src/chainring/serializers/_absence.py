@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from chainring._files import is_url
-from chainring._places import MANIFEST
+from chainring._places.base import MANIFEST
 from chainring.serializers._store import CorruptError, Place, has_name, open_store, split
 
 _RECORD = "run.json"

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from chainring import _random
 from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
-from chainring._distributed.gathering import Load, holders_of, write_on_one_rank
 from chainring._distributed.sharding import assign_writers, is_sharded, shard_like
 from chainring._environment import versions
 from chainring._files import Sink, atomic_write, is_url
 from chainring._messages import info, warn
 from chainring._naming import name_cleaner, unwrap
-from chainring._places import MANIFEST, open_place
+from chainring._places import open_place
+from chainring._places.base import MANIFEST
 from chainring.serializers import _safetensors, _values
-from chainring.serializers._absence import explain_absence
 from chainring.serializers._models import buffer_layouts, restore_layouts
 from chainring.serializers._objects import entry_names, is_module, load_entries, own_states, serialize_method, state_entries
 from chainring.serializers._parts import StoredTensors
@@ -48,6 +47,7 @@ from chainring.serializers._store import (
 from chainring.serializers.protocol import DictionaryDeserializer, StateCollector, capture
 
 if TYPE_CHECKING:
+    from chainring._distributed.gathering import Load
     from chainring.serializers._background import BackgroundWriter, StagingBuffers
     from chainring.serializers.foreign import ForeignPlan
 
@@ -98,6 +98,8 @@ def save(path: str | os.PathLike[str], obj: Any) -> None:
         Checkpoint(state).commit(open_store(place), name, count, load=load)
 
     if is_module(obj) and any(map(is_sharded, state.target.values())):
+        from chainring._distributed.gathering import write_on_one_rank  # which few programs need
+
         write_on_one_rank(state.target, commit, _identity(path))
     elif not is_module(obj) or _rank() == 0:  # a directory is never written over, not even by the same
         commit(state.target)
@@ -175,6 +177,8 @@ def _find_communicator(obj: Any, snapshot: SavedSnapshot) -> Communicator:
     """Return the ranks that load an object together; of a model alone those that hold it, if it is far to the snapshot."""
     if snapshot.is_local or not is_module(obj):
         return as_communicator(getattr(obj, "comm", Communicator()))
+    from chainring._distributed.gathering import holders_of
+
     return as_communicator(getattr(obj, "comm", holders_of(state_entries(obj).values())))
 
 
@@ -243,6 +247,8 @@ def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPla
 
 def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
     """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
+    from chainring.serializers._absence import explain_absence  # which few programs need
+
     try:
         file = open_file(url)
     except FileNotFoundError:
@@ -517,6 +523,8 @@ def save_tensors(target: Place, tensors: Mapping[str, Tensor], place: str | None
             _safetensors.write_with_checksum(file, whole, load)
 
     if any(map(is_sharded, tensors.values())):
+        from chainring._distributed.gathering import write_on_one_rank
+
         write_on_one_rank(tensors, write, _identity(target) if place is None else place)
     else:
         write(tensors)

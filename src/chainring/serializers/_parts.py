@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chainring._distributed.communicator import Communicator, RankFailed
 from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of
-from chainring._places import StoredFile
+from chainring._places.base import StoredFile
 from chainring.serializers import _safetensors
 from chainring.serializers._restoring import StoredTensor
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from chainring._files import Sink, parse_strict
-from chainring._places import StoredFile
+from chainring._places.base import StoredFile
 from chainring._places.local import LocalFile
 from chainring.serializers._restoring import find_aliases, find_dtypes, require_dtype
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from chainring import _places
 from chainring._files import Sink, is_regular, is_url, parse_strict, write_error
-from chainring._places import MANIFEST, STAMP, StoredFile, check_name, digest_of, open_place
+from chainring._places import base, open_place
+from chainring._places.base import MANIFEST, STAMP, StoredFile, check_name, digest_of
 
 Place = str | os.PathLike[str]
 """A path, or an address in an object store such as ``s3://bucket/run``."""
@@ -88,7 +88,7 @@ class SavedSnapshot:
         is_local: whether it lies in a directory.
     """
 
-    def __init__(self, files: _places.Place, name: str) -> None:
+    def __init__(self, files: base.Place, name: str) -> None:
         self._files, self._key = files, name
         self.path, self.is_local = files.path_of(name), files.is_local
         self.place = files.url if files.is_local else self.path.rpartition("/")[0]
@@ -192,7 +192,7 @@ class Snapshots:
         place: its absolute path or address, the same for all who reach it.
     """
 
-    def __init__(self, files: _places.Place) -> None:
+    def __init__(self, files: base.Place) -> None:
         self.files, self.place = files, files.url
 
     def __str__(self) -> str:
@@ -478,7 +478,7 @@ def find_snapshot(place: Place) -> SavedSnapshot:
     return saved if target is None else _snapshot_at(files, target)
 
 
-def _snapshot_at(files: _places.Place, name: str) -> SavedSnapshot:
+def _snapshot_at(files: base.Place, name: str) -> SavedSnapshot:
     """Return the snapshot of a name; in an object store the files of one in an archive lie elsewhere in the run."""
     if not files.is_local and (match := _ARCHIVE.fullmatch(files.url)):
         return SavedSnapshot(open_place(match["run"]), f"{match['archive']}/{name}")

@@ -429,7 +429,7 @@ def visit_setting(serializer: AbstractSerializer, key: str, value: Any, name: st
     if not isinstance(serializer, Deserializer):
         serializer(key, value)
         return
-    saved = serializer(key, _MISSING)  # and not the value, which would be filled with the saved one
+    saved = visit_optional(serializer, key, _MISSING)  # and not the value, which would be filled with the saved one
     if saved is not _MISSING and not is_same_value(saved, value):
         announce_change(name, saved, value)
 

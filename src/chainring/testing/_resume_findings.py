@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json, is_temporary
-from chainring._places import MANIFEST
+from chainring._places.base import MANIFEST
 from chainring._runs.traces import Difference, Trace, describe_difference, differences
 from chainring.serializers._checkpoint import read_state
 from chainring.testing._verified_run import Task

@@ -53,7 +53,8 @@ class Scheme:
         spans_batches: True if an update may take several batches.
         stashes: True if gradients wait apart for the last micro-batch: an own ``update_core`` may add those of another loss.
         ends_with_epoch: True if an update that the end of an epoch cuts short is made of the micro-batches that there are.
-        update: the one that is under way, or the last one; of virtual ranks that of the part which is being computed.
+        update: the one that is under way; of virtual ranks that of the part which is being computed.
+        idle: stands for it between two updates, so that the graph of a loss is let go of with its update.
     """
 
     updater: StandardUpdater
@@ -74,6 +75,7 @@ class Scheme:
     stashes: bool = field(init=False)
     ends_with_epoch: bool = field(init=False)
     update: Update = field(init=False)
+    idle: Update = field(init=False)
 
     def __post_init__(self) -> None:
         accumulates = self.updater.accumulate > 1

@@ -180,7 +180,7 @@ class StandardUpdater(Updater):
         )
         self._choose_means(communicates=comm is not None)
         self.weight = 0
-        self._scheme.update = Update(self._scheme, UpdateContext(self, 0, 0))
+        self._scheme.update = self._scheme.idle = Update(self._scheme, UpdateContext(self, 0, 0))
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(StandardUpdater, name) for name in names)
@@ -250,10 +250,9 @@ class StandardUpdater(Updater):
         """
         scheme, main = self._scheme, self._scheme.iterators.get("main")
         marks = [(source, source.mark()) for source in scheme.iterators.values() if hasattr(source, "mark")]
-        spans_batches = scheme.has_own_core or self.accumulate > 1  # an epoch then counts from their first to their last
-        epoch, epoch_detail = (
-            (getattr(main, "epoch", 0), getattr(main, "epoch_detail", None)) if spans_batches else (0, None)
-        )
+        epoch, epoch_detail = 0, None
+        if scheme.spans_batches:
+            epoch, epoch_detail = getattr(main, "epoch", 0), getattr(main, "epoch_detail", None)
         update = scheme.update = Update(scheme, UpdateContext(self, self.iteration, 0), epoch)
         self.weight = 0
         try:
@@ -271,6 +270,8 @@ class StandardUpdater(Updater):
             if isinstance(error, StopIteration):
                 raise_unless_end(self, error)
             raise
+        finally:
+            scheme.update = scheme.idle
         if scheme.spans_batches:  # an epoch then counts from the first of them to the last
             self.previous_epoch_detail, self.is_new_epoch = epoch_detail, getattr(main, "epoch", 0) != update.epoch
         self.iteration += 1

@@ -1,0 +1,223 @@
+"""A place: where snapshots and the files beside them lie, a directory or the objects under an address."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chainring._files import Sink
+
+MANIFEST = "manifest.json"
+STAMP = "lease"  # the key of what a manifest says of the run that has written it
+
+_CHUNK = 8 << 20  # bytes read at once
+
+
+class RemoteError(OSError):
+    """The store does not answer, or refuses."""
+
+
+def check_name(name: str) -> str:
+    """Return a name that cannot lead elsewhere."""
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise ValueError(f"a name in a snapshot store has no slash and begins with no dot, got {name!r}")
+    return name
+
+
+def digest_of(manifest: bytes) -> str:
+    """Return by what a manifest is known."""
+    return hashlib.sha256(manifest).hexdigest()[:16]
+
+
+class StoredFile(ABC):
+    """A file of which any range of bytes can be read.
+
+    Attributes:
+        path: where it lies, for messages.
+        size: its bytes.
+    """
+
+    path: str
+    size: int
+
+    @abstractmethod
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        """Fill a buffer with the bytes from ``start`` on. The bytes up to ``until``, by default the end, will be read next.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before.
+        """
+
+    def read(self, start: int, size: int, until: int | None = None) -> Tensor:
+        """Return bytes of the file; see `read_into`."""
+        content = torch.empty(size, dtype=torch.uint8)
+        array: Any = content.numpy()
+        self.read_into(start, memoryview(array), until)
+        return content
+
+    def read_all(self) -> bytes:
+        """Return the whole content; raise as `read_into` does."""
+        content = bytearray(self.size)
+        self.read_into(0, memoryview(content))
+        return bytes(content)
+
+    def copy_to(self, path: Path) -> None:
+        """Copy the content to a new file in chunks; raise as `read_into` does."""
+        starts = range(0, self.size, _CHUNK)
+        with open(path, "xb") as copy:
+            copy.writelines(bytes(self.read(start, min(_CHUNK, self.size - start)).numpy()) for start in starts)
+
+    def checksum(self, start: int = 0, crc: int = 0) -> int:
+        """Return the CRC-32 of the content from ``start`` on, which is read in chunks; raise as `read_into` does.
+
+        ``crc`` is that of what stands before.
+        """
+        buffer = bytearray(min(self.size, _CHUNK))
+        for position in range(start, self.size, _CHUNK):
+            view = memoryview(buffer)[: min(_CHUNK, self.size - position)]
+            self.read_into(position, view)
+            crc = zlib.crc32(view, crc)
+        return crc
+
+
+class Place(ABC):
+    """Named bytes in a directory or under an address: the snapshots of a run, each in a folder, and the files beside them.
+
+    Names are relative, with slashes. A snapshot is written in three steps: `draft` begins it, any process can `create` files
+    of the draft, and `publish` gives them, with a manifest, the name, at once or not at all.
+
+    Attributes:
+        url: an absolute path or an address, the same for all who reach the place.
+        is_local: whether it is a directory.
+    """
+
+    url: str
+    is_local: bool
+
+    def __str__(self) -> str:
+        return self.url
+
+    def path_of(self, name: str) -> str:
+        """Return the path or the address of a name."""
+        return f"{self.url}/{name}"
+
+    @abstractmethod
+    def states(self) -> dict[str, Hashable | None]:
+        """Return of all that may be snapshots what changes when the manifest does, by name; ``None`` where there is none."""
+
+    def state(self, name: str) -> Hashable | None:
+        """Return that of one."""
+        return self.states().get(name)
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Return whether anything has that name: a snapshot, sound or not, a link or a file."""
+
+    @abstractmethod
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the bytes of what is in a folder; ``None`` of what is not a regular file."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return a small file, such as a manifest.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            ValueError: it is not a regular file.
+            OSError: it cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, name: str) -> StoredFile:
+        """Open a file; raise as `read` does."""
+
+    @abstractmethod
+    def folder_beside(self, name: str, files: Iterable[str]) -> Path:
+        """Return a directory with the files beside a snapshot, or a copy of those that are there."""
+
+    @abstractmethod
+    def draft(self, name: str) -> str:
+        """Return a new folder for the files of a snapshot; behind its slash, if it has one, is their folder in that.
+
+        Raises:
+            FileExistsError: there is something of that name.
+            OSError: it could not be made.
+        """
+
+    @abstractmethod
+    def create(self, name: str) -> AbstractContextManager[Sink]:
+        """Open a new file of a draft, which is there for good when the block ends."""
+
+    @abstractmethod
+    def publish(self, draft: str, name: str, manifest: bytes) -> None:
+        """Give a draft, of which all files are written, its manifest and its name; discard it where that cannot be done."""
+
+    @abstractmethod
+    def discard(self, draft: str) -> None:
+        """Remove a draft, as far as that can be done."""
+
+    def stamp(self, name: str) -> str | None:
+        """Return what the manifest of a snapshot has to carry for `admits`."""
+        return None
+
+    def admits(self, name: str, stamp: str | None, digest: str) -> bool:
+        """Return whether a manifest is valid; one is not that its writer has put when the place was not its own any more."""
+        return True
+
+    @abstractmethod
+    def remove(self, name: str, files: Iterable[str]) -> None:
+        """Remove a snapshot with its files, given by their paths; it is never there in part."""
+
+    @abstractmethod
+    def move(self, name: str, archive: str, manifest: bytes | None) -> None:
+        """Move a snapshot or a link into a folder of the run, such as ``"previous/1"``.
+
+        ``manifest`` is that of the snapshot there, where its files stay where they are.
+        """
+
+    @abstractmethod
+    def link(self, name: str, target: str | None) -> None:
+        """Make ``name`` a link to the snapshot ``target``, in the place of an earlier link at once; with ``None`` remove it.
+
+        Raises:
+            FileExistsError: something that is not a link has that name.
+        """
+
+    @abstractmethod
+    def links(self) -> dict[str, str]:
+        """Return the links by name, with their targets."""
+
+    @abstractmethod
+    def link_target(self, name: str) -> str | None:
+        """Return the snapshot to which the link ``name`` points, or ``None`` if there is no such link."""
+
+    @abstractmethod
+    def persist(self, path: Path) -> None:
+        """Bring a file to which a snapshot refers, such as the log, where it outlives this process and a loss of power."""
+
+    @contextmanager
+    def probe(self) -> Iterator[str]:
+        """Leave something during the block by whose name, and `exists`, others find out whether they see the same place."""
+        draft = self.draft(f"probe-{secrets.token_hex(8)}")
+        try:
+            with self.create(f"{draft}/probe") as sink:
+                sink.write(b"")
+            yield f"{draft}/probe"
+        finally:
+            self.discard(draft)
+
+    @abstractmethod
+    def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
+        """Remove what killed runs have left unfinished, and return its names. Only the run that writes there may.
+
+        ``folders_of`` returns for names of snapshots that are valid the folders of their files, ``None`` for damaged ones.
+        """
