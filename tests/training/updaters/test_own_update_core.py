@@ -7,7 +7,7 @@ from toys import assert_close, parameters_of
 
 from chainring.iterators import SerialIterator
 from chainring.parallel import Communicator
-from chainring.training import StandardUpdater
+from chainring.training import StandardUpdater, UpdateCallbacks
 
 
 def networks():
@@ -145,3 +145,15 @@ def test_models_of_other_names_need_an_update_core_of_ones_own():
     """The default update says which name it works with, and the remedy."""
     with pytest.raises(ValueError, match=r"works with the model \"main\".*\['critic', 'generator'\].*write update_core"):
         gan(kind=StandardUpdater)
+
+
+def test_clipping_before_a_step_sees_the_gradients_of_that_optimizer_alone():
+    """Those of the critic, which the generator's loss has reached, are nobody's yet when the generator steps."""
+    seen = []
+
+    def look(context):
+        models = context.updater.get_all_models()
+        seen.append({name: any(p.grad is not None for p in models[name].parameters()) for name in sorted(models)})
+
+    gan(callbacks=UpdateCallbacks(update_on_start=look)).update()
+    assert seen == [{"critic": True, "generator": False}, {"critic": False, "generator": True}]
