@@ -283,11 +283,8 @@ class Update:
 
     def step_optimizers(self, names: list[str]) -> None:
         """Run the stages after the last backward: communication, unscaling, the steps of the optimizers."""
-        scheme, scaler, optimizers = (
-            self.scheme,
-            self.scheme.precision.scaler,
-            [self.scheme.optimizers[name] for name in names],
-        )
+        scheme, scaler = self.scheme, self.scheme.precision.scaler
+        optimizers = [scheme.optimizers[name] for name in names]
         if scheme.mean is not None or scaler is not None or scheme.updater.callbacks.update_on_start:
             self.finish_gradients(names, optimizers)
         step = step_optimizer if scaler is None else scaler.step
