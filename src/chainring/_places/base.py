@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,10 @@ class Place(ABC):
     def path_of(self, name: str) -> str:
         """Return the path or the address of a name."""
         return f"{self.url}/{name}"
+
+    def folders(self) -> Set[str]:
+        """Return the names of all that may be snapshots."""
+        return self.states().keys()
 
     @abstractmethod
     def states(self) -> dict[str, Hashable | None]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,10 +52,12 @@ class Directory(Place):
     def path_of(self, name: str) -> str:
         return str(self.root / name)
 
-    def states(self) -> dict[str, Hashable | None]:
+    def folders(self) -> Set[str]:
         with os.scandir(self.root) as entries:  # which knows what each is, so that none of a thousand is asked for that
-            names = [e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
-        return {name: self.state(name) for name in names}
+            return {e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)}
+
+    def states(self) -> dict[str, Hashable | None]:
+        return {name: self.state(name) for name in self.folders()}
 
     def state(self, name: str) -> Hashable | None:
         try:

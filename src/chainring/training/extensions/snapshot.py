@@ -519,12 +519,12 @@ class Series:
         known = self._known
         if known is None:  # called by hand before the run
             known = {name: manifest for name, manifest in self.listing(store) if manifest is not None}
-        if not (known.keys() - self._kept(known) - {newest}):
-            return
-        present = store.files.states().keys()  # a person may have removed some, which are not counted
-        for name in known.keys() - present:
-            del known[name]
-        for name in sorted(known.keys() - self._kept(known) - {newest}, key=lambda name: known[name].iteration):
+        unwanted = known.keys() - self._kept(known) - {newest}
+        if unwanted and (missing := known.keys() - store.files.folders()):  # which a person has removed: they do not count
+            for name in missing:
+                del known[name]
+            unwanted = known.keys() - self._kept(known) - {newest}
+        for name in sorted(unwanted, key=lambda name: known[name].iteration):
             del known[name]
             if self._has_links and store.link_target(_link_of(name)) == name:
                 store.files.link(_link_of(name), None)
