@@ -1,5 +1,6 @@
 """Ranks that do not arrive where others wait, and errors in process groups that the script has made: nothing hangs."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from chainring import training
-from chainring._distributed.group import BESIDE, OWN
+from chainring._distributed.group import BESIDE, OWN, is_connection_error, is_timeout
 from chainring._distributed.late import find_late
 from chainring._distributed.progress import Record
 from chainring.iterators import SerialIterator
@@ -302,6 +304,39 @@ def test_ranks_that_all_compute_longer_than_the_timeout_are_not_late(tmp_path):
         for process in ranks.processes:
             process.join(60)
     assert [process.exitcode for process in ranks.processes] == [0, 0], ranks.said(0)
+
+
+def pair_of_gloo():
+    """Two ranks of gloo in this process, whose exchanges take at most a tenth of a second."""
+    store, limit = dist.HashStore(), timedelta(seconds=0.1)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), (0, 1)))
+
+
+def test_what_gloo_says_of_a_timeout_is_taken_for_one_also_of_the_exchanges_that_it_ends():
+    """Of several that wait for one rank, only the first to end is said to have timed out."""
+    waiting, _other = pair_of_gloo()
+    receives = [waiting.recv([torch.zeros(1)], 1, tag) for tag in (1, 2)]
+    said = []
+    for wait in (receives[0].wait, receives[1].wait, lambda: waiting.send([torch.zeros(1)], 1, 3).wait()):
+        with pytest.raises(RuntimeError) as failure:
+            wait()
+        assert is_timeout(failure.value)
+        assert is_connection_error(failure.value)
+        said.append(str(failure.value))
+    assert "Timed out" in said[0]
+    assert "Timed out" not in said[1]
+
+
+def test_a_rank_that_has_left_gloo_is_not_one_that_is_late():
+    waiting, other = pair_of_gloo()
+    receive = waiting.recv([torch.zeros(1)], 1, 1)
+    del other
+    gc.collect()
+    with pytest.raises(RuntimeError) as failure:
+        receive.wait()
+    assert is_connection_error(failure.value)
+    assert not is_timeout(failure.value)
 
 
 def records(*counts):

@@ -143,6 +143,17 @@ def count_collectives() -> dict[str, tuple[int, list[int], str]]:
     return counts
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Return whether an exchange took too long, or, as gloo says of what follows, one before it in the same group."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("imed out", "Application timeout"))
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether an exchange has failed because another rank has left it, or has not come."""
+    words = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")  # gloo gives its source file
+    return is_timeout(error) or (isinstance(error, RuntimeError) and any(word in str(error) for word in words))
+
+
 def _all_groups() -> list[Any]:
     """Return all process groups of torch.distributed that this rank belongs to."""
     return list(attrgetter("_world.pg_map")(dist.distributed_c10d)) if dist.is_initialized() else []

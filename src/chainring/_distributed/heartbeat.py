@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from chainring._distributed.communicator import RankFailed
-from chainring._distributed.group import BESIDE, OWN, count_collectives, lower_timeouts
+from chainring._distributed.group import BESIDE, OWN, count_collectives, is_timeout, lower_timeouts
 from chainring._distributed.late import judge
 from chainring._distributed.progress import Process, Progress, Record, this_process
 
@@ -153,7 +153,7 @@ class Heartbeat:
         try:
             yield
         except RuntimeError as error:
-            if "imed out" in str(error):
+            if is_timeout(error):
                 self._inquire()
             if self._failure is None or self._failure.late is None:
                 raise

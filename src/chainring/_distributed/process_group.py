@@ -26,6 +26,8 @@ from chainring._distributed.group import (
     GroupCommunicator,
     connect_timeout,
     end_groups,
+    is_connection_error,
+    is_timeout,
     new_group,
     set_timeout,
 )
@@ -223,8 +225,7 @@ class ProcessGroupCommunicator(GroupCommunicator):
             failures.wait_for_others()
             return error
         text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
-        is_timeout = "imed out" in str(error)
-        first = failures.poll(is_timeout) if _is_connection_error(error) else failures.publish(text)
+        first = failures.poll(is_timeout(error)) if is_connection_error(error) else failures.publish(text)
         self._leave()
         if first is None:
             error.add_note("another rank ended without publishing an error: it was killed, or ended outside of the training")
@@ -361,9 +362,3 @@ def _check_columns(columns: list[tuple[int, ...]], world: Communicator) -> None:
 def _is_gloo_on_host(group: Any) -> bool:
     """Return whether a group exchanges tensors on the host, and objects with them, by gloo."""
     return "cpu:gloo" in dist.get_backend_config(group)
-
-
-def _is_connection_error(error: BaseException) -> bool:
-    """Return whether an exchange has failed because another rank has left it."""
-    words = ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
