@@ -9,7 +9,7 @@ import torch
 from program import Fault, Options
 from worlds import Row, first_difference, newest
 
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from tries import WrongEndError
 
 BOTH = {"net": "batchnorm dropout"}

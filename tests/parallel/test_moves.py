@@ -12,7 +12,7 @@ from chainring import serializers
 from chainring.cli import main
 from chainring.parallel import RankFailed
 from chainring.serializers import CorruptError
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from rank_pair import on_ranks
 
 WIDTH = 16384  # so that tensors are read in parts, and not at once as small ones are

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from chainring.serializers._background import BackgroundWriter, StagingBuffers
+from chainring.serializers._saving import BackgroundWriter, StagingBuffers
 
 
 def place(tensor):

@@ -10,7 +10,7 @@ import torch
 
 from chainring._places.local import Directory
 from chainring.parallel import Communicator
-from chainring.serializers import _checkpoint, _safetensors
+from chainring.serializers import _loading, _safetensors, _saving
 from chainring.serializers._store import CorruptError, Snapshots, open_store
 
 SIZE, PATIENCE = 3, 20.0
@@ -70,9 +70,9 @@ def saved(store, writers=writer, at_rank_0=None):
         try:
             if comm.rank == 0:
                 files = {"state.json": text_writer("weight", "bias", "step")}
-                _checkpoint.coordinate(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
+                _saving.coordinate(comm, at_rank_0 or store, "snapshot_iter_5", writers(0), files, 5, {})
             else:
-                _checkpoint.participate(comm, store, writers(comm.rank))
+                _saving.participate(comm, store, writers(comm.rank))
         except OSError as error:
             return error
         return None
@@ -87,7 +87,7 @@ def test_every_rank_writes_a_file_and_together_they_hold_the_whole(tmp_path):
     manifest = store.verify("snapshot_iter_5")
     files = [f"rank{rank:05d}-of-00003.safetensors" for rank in range(SIZE)]
     assert sorted(manifest.files) == [*files, "state.json"]
-    tensors = _checkpoint.read_state(tmp_path / "snapshot_iter_5")
+    tensors = _loading.read_state(tmp_path / "snapshot_iter_5")
     assert tensors["weight"].tolist() == [[float(row // 2)] * 4 for row in range(2 * SIZE)]
     assert tensors["bias"].tolist() == [0.0, 1.0]
     assert tensors["step"].item() == 7
@@ -137,7 +137,7 @@ def read_back(directory, *places):
 
     files = {f"{number}.safetensors": writer(place) for number, place in enumerate(places)}
     open_store(directory).commit("snapshot", {"state.json": text_writer("weight"), **files}, 5)
-    return _checkpoint.read_state(directory / "snapshot")
+    return _loading.read_state(directory / "snapshot")
 
 
 BROKEN = {

@@ -3,7 +3,7 @@
 import forgetful_programs as programs
 import pytest
 
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from chainring.testing import Inconclusive, NotTried, ResumeDiffers, verify_resume
 
 

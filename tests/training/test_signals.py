@@ -12,7 +12,7 @@ from extensions.snapshots import differing, fail_rename
 import forked
 import resume_program
 from chainring import serializers, training
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from chainring.serializers._store import find_snapshot
 from chainring.training import Interrupted, extensions, triggers
 

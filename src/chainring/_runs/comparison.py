@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from chainring._runs.finished import FinishedRun, LogRow
 from chainring._runs.traces import CAUSES, Difference, describe_difference, units_apart
-from chainring.serializers._restoring import StoredTensor, read_stored
 from chainring.serializers._store import CorruptError
+from chainring.serializers._values import StoredTensor, read_stored
 from chainring.training._ledger import Ledger, loss_value
 from chainring.training._settings import Settings
 from chainring.training._unsaved import leaves

@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from chainring._runs.finished import FinishedRun, first_iteration, read_values, recorder_of, saved_trainers
 from chainring._runs.rows import Rows, read_rows
-from chainring.serializers._checkpoint import opened_state
-from chainring.serializers._restoring import read_stored
+from chainring.serializers._loading import opened_state
 from chainring.serializers._store import SavedSnapshot
+from chainring.serializers._values import read_stored
 from chainring.training._ledger import loss_value
 from chainring.training._run_directory import read_record
 

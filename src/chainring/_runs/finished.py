@@ -21,8 +21,9 @@ from chainring._files import is_url, parse_strict
 from chainring._messages import warn
 from chainring._places.base import MANIFEST
 from chainring._runs.rows import read_rows
-from chainring.serializers._checkpoint import STATE, opened_state
+from chainring.serializers._loading import opened_state
 from chainring.serializers._store import (
+    STATE,
     CorruptError,
     Manifest,
     Place,

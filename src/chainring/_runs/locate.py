@@ -7,9 +7,17 @@ from contextlib import suppress
 
 from chainring._files import is_url
 from chainring._places.base import MANIFEST, StoredFile
-from chainring.serializers._absence import explain_absence
 from chainring.serializers._safetensors import is_pickle
-from chainring.serializers._store import Place, SavedSnapshot, find_snapshot, has_name, open_file, open_store, split
+from chainring.serializers._store import (
+    Place,
+    SavedSnapshot,
+    explain_absence,
+    find_snapshot,
+    has_name,
+    open_file,
+    open_store,
+    split,
+)
 from chainring.training._run_directory import RECORD
 
 _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))

@@ -19,9 +19,10 @@ from chainring._files import flush, is_url, temporary_path
 from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, is_file, locate
 from chainring.cli._common import add_command, print_json, printable
-from chainring.serializers._checkpoint import model_prefix, opened_state, replacing, save_tensors
-from chainring.serializers._restoring import find_aliases, read_stored
+from chainring.serializers._loading import model_prefix, opened_state
+from chainring.serializers._saving import replacing, save_tensors
 from chainring.serializers._store import SavedSnapshot, find_snapshot, open_file
+from chainring.serializers._values import find_aliases, read_stored
 
 _MODEL = "updater/model:"
 MAX_FILE = 5 * 10**9  # bytes of a file of the format of Hugging Face

@@ -11,9 +11,8 @@ from typing import Any
 from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
-from chainring.serializers._absence import list_names
 from chainring.serializers._safetensors import read_entries
-from chainring.serializers._store import SavedSnapshot
+from chainring.serializers._store import SavedSnapshot, list_names
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60

@@ -18,7 +18,7 @@ from chainring._messages import warn
 from chainring._random import preserve_host_rng, seed_host, stable_hash
 from chainring.iterators._sources import Source, is_from_data
 from chainring.iterators.base import Batch, Iterator, make_batch, not_the_end
-from chainring.serializers._objects import has_state
+from chainring.serializers.protocol import has_state
 
 
 class Position(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any
 from chainring._checks import find_call_error, is_integer
 from chainring._random import digest, preserve_rng, seed_all, stable_hash
 from chainring.iterators.base import Batch, Iterator, make_batch
-from chainring.serializers._changes import announce_change
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change
 
 
 class FunctionIterator(Iterator):

@@ -24,8 +24,7 @@ from chainring._random import (
 from chainring.datasets._columns import Batch, make_gather
 from chainring.datasets.base import Dataset, size_of
 from chainring.iterators.base import Iterator, not_the_end
-from chainring.serializers._changes import announce_change
-from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_setting
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""

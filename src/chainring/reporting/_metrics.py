@@ -18,7 +18,7 @@ from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import shared_by_copies
 from chainring._messages import warn
-from chainring.serializers._objects import has_state, serialize_method
+from chainring.serializers.protocol import has_state, serialize_method
 
 _PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
 """Types of most attributes of a module, which are not metrics."""

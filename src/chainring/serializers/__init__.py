@@ -1,6 +1,7 @@
 """Saving and loading state: declared once by an object, and stored in memory, npz files and snapshots (checkpoints)."""
 
-from chainring.serializers._checkpoint import load, save
+from chainring.serializers._loading import load
+from chainring.serializers._saving import save
 from chainring.serializers._store import CorruptError
 from chainring.serializers.npz import load_npz, save_npz
 from chainring.serializers.protocol import (

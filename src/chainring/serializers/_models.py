@@ -1,16 +1,20 @@
-"""What a run has changed in a model since the script made it: the shapes of buffers, and which parts are trained."""
+"""What a run changes in a model since the script made it, and the state of optimizers by the names of parameters."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from chainring._naming import has_buffers, name_cleaner, submodules
-from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional
+from chainring._distributed.sharding import is_sharded, shard_like
+from chainring._naming import has_buffers, name_cleaner, parameter_names, submodules
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_optional
 
 Layouts = dict[str, Any]
 """By the path of a buffer its dtype and shape, or ``None``."""
@@ -160,3 +164,254 @@ def _flag_owners(model: nn.Module) -> dict[_Flag, list[Any]]:
             if parameter is not None:
                 owners["requires_grad", f"{path}/{own_name}".removeprefix("/")] = [parameter]
     return owners
+
+
+class OptimizerState:
+    """An optimizer's state as an object with ``serialize``.
+
+    ``state`` maps the name of a parameter to its entries; a parameter that never had a gradient has none.
+    ``param_groups`` are the hyperparameters, with names of parameters instead of positions.
+
+    Args:
+        optimizer: the optimizer, which is not changed by saving.
+        models: the models whose parameters it trains, by name.
+        label: the name of the optimizer in the updater.
+        constructed: `hyperparameters` as the script set them at construction; ``None`` if that is not known. A value that
+            the script of a resumed run sets differently is a changed setting and is kept; all others, which a scheduler
+            or an extension may have changed since, come from the saved run.
+        groups: the names of the parameters in each group, as the script set them up; ``None`` if that is not known. If
+            the groups have changed since, a resumed run builds those of the saved run.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        models: Mapping[str, nn.Module],
+        label: str = "main",
+        constructed: list[Any] | None = None,
+        groups: list[list[str]] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._models = models
+        self._label = label
+        self._constructed = constructed
+        self._groups = groups
+        self._model_names = parameter_names(models)
+        self._names = _names_in(optimizer, self._model_names)
+
+    def serialize(self, serializer: AbstractSerializer) -> None:
+        """Save the state as it is, or restore saved state, each tensor in the dtype in which it was saved."""
+        if isinstance(serializer, Serializer):
+            self._check_state()
+        live = self._optimizer.state_dict()
+        made = [dict(group) for group in self._optimizer.param_groups]
+        named = {self._names[key]: entries for key, entries in live["state"].items() if type(key) is int}
+        other = {key: entries for key, entries in live["state"].items() if type(key) is not int}
+        groups = [{**group, "params": [self._names[i] for i in group["params"]]} for group in live["param_groups"]]
+        for group in groups:
+            group.pop("param_names", None)  # torch's own names follow the order at hand
+        extra = {key: value for key, value in live.items() if key not in ("state", "param_groups")}
+        state = serializer.visit_like("state", named, dict(zip(self._names, _parameters(self._optimizer), strict=True)))
+        saved_groups = serializer("param_groups", groups)
+        extra = serializer("extra", extra)
+        constructed = serializer("constructed", self._constructed)
+        if isinstance(serializer, Serializer):
+            if other:
+                serializer("other_state", other)
+            if self._groups is not None and [group["params"] for group in groups] != self._groups:
+                self._check_groups()
+                serializer("initial_groups", self._groups)
+            return
+        other = visit_optional(serializer, "other_state", None) or {}
+        theirs, ours = ([group["params"] for group in run] for run in (saved_groups, groups))
+        initial = visit_optional(serializer, "initial_groups", None) or theirs
+        if list(map(sorted, ours)) != list(map(sorted, theirs)):
+            if list(map(sorted, initial)) != list(map(sorted, self._groups or [])):
+                raise _refusal(theirs, ours)
+            self._regroup(saved_groups)
+        parameters = dict(zip(self._names, enumerate(_parameters(self._optimizer)), strict=True))
+        by_position: dict[Any, Any] = {}
+        for name, entries in state.items():
+            position, parameter = parameters[name]
+            by_position[position] = _shard_like(entries, parameter)
+        positions = itertools.count()
+        groups = [
+            {**group, "params": _Positions(itertools.islice(positions, len(group["params"])))} for group in saved_groups
+        ]
+        load_optimizer(self._optimizer, {**by_position, **other}, groups, extra, made)
+        self._apply_changes(constructed, made)
+
+    def _check_state(self) -> None:
+        """Refuse to save state of what is not a parameter, unless its key is a name of the optimizer's own."""
+        path = f"updater/optimizer:{self._label}"
+        known = set(map(id, _parameters(self._optimizer)))
+        for key in getattr(self._optimizer, "state", ()):
+            if id(key) in known:
+                continue
+            if isinstance(key, Tensor):
+                name = self._model_names.get(id(key), f"a tensor of shape {list(key.shape)}")
+                raise ValueError(
+                    f"{path}/state has state of {name}, which is in no parameter group, so that it could not be loaded "
+                    "again: remove it by optimizer.state.pop(tensor), or give its parameter to add_param_group"
+                )
+            if isinstance(key, int):
+                raise ValueError(
+                    f"{path}/state has the key {key!r}, which PyTorch takes for the number of a parameter; use a str"
+                )
+
+    def _check_groups(self) -> None:
+        """Refuse to save changed groups that have parameters of no model, by whose names they could be made again."""
+        path = f"updater/optimizer:{self._label}/param_groups"
+        for index, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._model_names:
+                    raise ValueError(
+                        f"{path}/{index} has changed since the trainer was made, and has a parameter of shape "
+                        f"{list(parameter.shape)} that belongs to no model of the updater, so that a resumed run could not "
+                        "find it: register it in a module"
+                    )
+
+    def _regroup(self, saved: list[Any]) -> None:
+        """Give the optimizer the parameter groups of the saved run; their settings are not loaded."""
+        parameters = {self._model_names[id(p)]: p for model in self._models.values() for p in model.parameters()}
+        if missing := [name for group in saved for name in group["params"] if name not in parameters]:
+            raise ValueError(
+                f"the saved optimizer {self._label!r} has the parameters {missing}, which no model here has; "
+                "resume with the same model"
+            )
+        groups = self._optimizer.param_groups
+        is_named = any("param_names" in group for group in groups)  # by the script, which gave named_parameters()
+        del groups[len(saved) :]
+        for index, names in enumerate(group["params"] for group in saved):
+            members = [parameters[name] for name in names]
+            dotted = [name.partition("/")[2].replace("/", ".") for name in names]
+            if index < len(groups):
+                groups[index].update({"params": members, **({"param_names": dotted} if is_named else {})})
+            else:
+                self._optimizer.add_param_group({"params": list(zip(dotted, members, strict=True)) if is_named else members})
+        self._names = _names_in(self._optimizer, self._model_names)
+
+    def _apply_changes(self, saved: list[Any] | None, made: list[dict[str, Any]]) -> None:
+        """Apply the hyperparameters that the script now constructs otherwise than the script of the saved run."""
+        for index, (settings, before) in enumerate(zip(self._constructed or (), saved or (), strict=False)):
+            group = self._optimizer.param_groups[index]
+            for key, value in settings.items():
+                if key in before and before[key] != value:
+                    group[key] = _filled(made[index].get(key), value)
+                    if key == "lr" and "initial_lr" in group:
+                        group["initial_lr"] = _filled(group["initial_lr"], value)
+                    announce_change(f"{key} of optimizer {self._label!r}, group {index}", before[key], value)
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    state: Mapping[Any, Any],
+    groups: list[dict[str, Any]],
+    extra: Mapping[str, Any] | None = None,
+    made: list[dict[str, Any]] | None = None,
+) -> None:
+    """Load state by the positions of parameters: PyTorch would give entries of floats the dtype of their parameter.
+
+    Settings go into the tensors in the groups that the script has ``made``, by default those of now: a captured step reads
+    these.
+    """
+    made = [dict(group) for group in optimizer.param_groups] if made is None else made
+    optimizer.load_state_dict({**(extra or {}), "state": state, "param_groups": groups})
+    for position, parameter in enumerate(_parameters(optimizer)):
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in state.get(position, {}).items():
+            loaded[key] = _with_dtypes(loaded[key], value)
+    for group, settings in zip(optimizer.param_groups, made, strict=False):
+        group.update({key: _filled(settings[key], value) for key, value in group.items() if _has_tensor(settings.get(key))})
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the plain settings of each parameter group; the learning rate is the one before a scheduler changed it.
+
+    A tensor of one number, such as a learning rate, is that number.
+    """
+    plain = (bool, int, float, str, tuple, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: _as_number(value) for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in settings.items() if isinstance(value, plain)}
+        initial = settings.pop("initial_lr", None)
+        groups.append(settings if initial is None else {**settings, "lr": initial})
+    return groups
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_as_number, value))
+    is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex()
+    return value.item() if is_number else value
+
+
+def _has_tensor(setting: Any) -> bool:
+    return isinstance(setting, Tensor) or (isinstance(setting, tuple) and any(map(_has_tensor, setting)))
+
+
+def _filled(setting: Any, value: Any) -> Any:
+    """Return a value in the form of the setting: where that is a tensor, it is filled in place."""
+    if isinstance(setting, tuple) and isinstance(value, (tuple, list)) and len(setting) == len(value):
+        return tuple(map(_filled, setting, value))
+    if not isinstance(setting, Tensor) or not isinstance(value, (Tensor, bool, int, float)):
+        return value
+    with torch.no_grad():
+        return setting.copy_(value) if isinstance(value, Tensor) else setting.fill_(value)
+
+
+def _shard_like(entries: Any, parameter: Tensor) -> Any:
+    """Shard entries that are as large as a sharded parameter in the same way."""
+    if not is_sharded(parameter) or not isinstance(entries, dict):
+        return entries
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == parameter.shape and not is_sharded(value)
+
+    return {key: shard_like(value, parameter) if fits(value) else value for key, value in entries.items()}
+
+
+def _with_dtypes(loaded: Any, saved: Any) -> Any:
+    """Return ``loaded`` in the types of ``saved``: torch also splits a str into letters, and makes a dict of a Counter."""
+    if isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        restored = copy.copy(saved)
+        for key, value in saved.items():
+            restored[key] = _with_dtypes(loaded[key], value)
+        return restored
+    if type(saved) in (list, tuple):
+        return type(saved)(map(_with_dtypes, loaded, saved))
+    return saved if isinstance(saved, str) else loaded
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+class _Positions(list[int]):
+    """Consecutive numbers. PyTorch looks for each parameter among those of a group, which takes long in a long list."""
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and len(self) > 0 and self[0] <= number <= self[-1]
+
+
+def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the name of each parameter of an optimizer, of one that belongs to no model its number."""
+    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(optimizer))]
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of the parameters in each group."""
+    in_order = iter(_names_in(optimizer, names))
+    return [list(itertools.islice(in_order, len(group["params"]))) for group in optimizer.param_groups]
+
+
+def _refusal(theirs: list[list[str]], ours: list[list[str]]) -> ValueError:
+    had, has = ({name for names in groups for name in names} for groups in (theirs, ours))
+    return ValueError(
+        f"the saved optimizer has {len(theirs)} groups of parameters and this one {len(ours)}; "
+        f"only in the saved one: {sorted(had - has)}; only here: {sorted(has - had)}. "
+        "Resume with the same model and the same groups of parameters"
+    )

@@ -28,7 +28,7 @@ import torch
 from chainring._files import Sink, parse_strict
 from chainring._places.base import StoredFile
 from chainring._places.local import LocalFile
-from chainring.serializers._restoring import find_aliases, find_dtypes, require_dtype
+from chainring.serializers._values import find_aliases, find_dtypes, require_dtype
 
 CHUNK = 8 * 2**20  # bytes per write
 

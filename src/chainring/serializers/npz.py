@@ -29,10 +29,8 @@ from torch import Tensor
 
 from chainring._files import atomic_write, parse_strict
 from chainring._naming import unwrap
-from chainring.serializers._objects import is_module, state_entries
-from chainring.serializers._restoring import as_array, find_dtypes, require_dtype
-from chainring.serializers._values import Array, decode_values, encode_values
-from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer
+from chainring.serializers._values import Array, as_array, decode_values, encode_values, find_dtypes, require_dtype
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, is_module, state_entries
 
 _JSON = "chainring.json"
 _VERSION = 1

@@ -23,7 +23,7 @@ from chainring._naming import parameter_names
 from chainring._runs.comparison import first_recorded_difference
 from chainring._runs.finished import FinishedRun, recorder_of, saved_trainers
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._checkpoint import load
+from chainring.serializers._loading import load
 from chainring.serializers._store import CorruptError, open_store
 from chainring.testing._batches import BatchIndices
 from chainring.training._observer import Observer

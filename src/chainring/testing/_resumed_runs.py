@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from chainring import _random
-from chainring.serializers._checkpoint import load, save
+from chainring.serializers._loading import load
+from chainring.serializers._saving import save
 from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
 from chainring.testing._live_traces import fingerprint
 from chainring.testing.fakes import ManualClock

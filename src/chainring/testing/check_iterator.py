@@ -14,7 +14,8 @@ import torch
 
 from chainring import _random
 from chainring._distributed.virtual_ranks import block_of
-from chainring.serializers._checkpoint import load, save
+from chainring.serializers._loading import load
+from chainring.serializers._saving import save
 from chainring.testing._resumed_runs import require, require_equal, require_no_error
 from chainring.training._unsaved import checksum, describe_leaves
 

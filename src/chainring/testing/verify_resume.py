@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from chainring._messages import info
-from chainring.serializers._checkpoint import STATE
+from chainring.serializers._store import STATE
 from chainring.testing import _resume_report
 from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
 from chainring.testing._resume_findings import (

@@ -24,7 +24,7 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import Shard, assign_writers, is_sharded
 from chainring._naming import unwrap
 from chainring._random import digest, stable_hash
-from chainring.serializers._optimizers import OptimizerState
+from chainring.serializers._models import OptimizerState
 from chainring.serializers.protocol import StateCollector
 
 if TYPE_CHECKING:

@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from chainring import _random
 from chainring._distributed.communicator import Communicator
 from chainring._messages import warn
-from chainring.serializers._changes import ChangedSetting, announce_change, recording_changes
-from chainring.serializers.protocol import AbstractSerializer, Deserializer, conclude_reading, visit_if_stateful
+from chainring.serializers.protocol import (
+    AbstractSerializer,
+    ChangedSetting,
+    Deserializer,
+    announce_change,
+    conclude_reading,
+    recording_changes,
+    visit_if_stateful,
+)
 from chainring.training.triggers import IntervalTrigger
 from chainring.training.triggers.base import describe_setting, serialize_extension_trigger
 

@@ -18,8 +18,8 @@ from chainring._messages import info
 from chainring._naming import named_submodules
 from chainring.iterators.base import share_among_ranks
 from chainring.serializers import CorruptError
-from chainring.serializers._changes import telling_changes
 from chainring.serializers._store import Snapshots
+from chainring.serializers.protocol import telling_changes
 from chainring.training._agreement import check_agreement, check_generators, check_out
 from chainring.training._loaded_state import LoadedState
 from chainring.training._run_directory import RECORD, RunDirectory, create_out, read_record, write_record

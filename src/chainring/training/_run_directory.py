@@ -24,8 +24,8 @@ from chainring._files import (
     temporary_path,
 )
 from chainring._messages import info, warn
-from chainring.serializers._changes import announce_change
 from chainring.serializers._store import Snapshots
+from chainring.serializers.protocol import announce_change
 from chainring.training._settings import Settings, as_json, to_record
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from chainring import _environment
 from chainring._distributed.sharding import describe_fsdp, is_sharded
 from chainring._files import to_json
 from chainring._naming import name_cleaner, parameter_names, unwrap
-from chainring.serializers._optimizers import hyperparameters
+from chainring.serializers._models import hyperparameters
 from chainring.training.extension import Extension
 from chainring.training.triggers.base import Trigger, describe, describe_setting
 from chainring.training.updaters.callbacks import UpdateCallbacks

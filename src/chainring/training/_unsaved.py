@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from chainring._naming import unwrap
-from chainring.serializers._objects import has_state
+from chainring.serializers.protocol import has_state
 
 if TYPE_CHECKING:
     from chainring.training.trainer import Trainer

@@ -16,12 +16,13 @@ from chainring._messages import info, warn
 from chainring._progress import raise_unless_end
 from chainring.reporting.reporter import Reported, Reporter
 from chainring.reporting.summary import is_scalar
-from chainring.serializers._changes import recording_changes, telling_changes
 from chainring.serializers._store import open_store
 from chainring.serializers.protocol import (
     AbstractSerializer,
     Deserializer,
     Stateful,
+    recording_changes,
+    telling_changes,
     visit_if_stateful,
     visit_setting,
 )

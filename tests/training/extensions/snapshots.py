@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from chainring import report, training
 from chainring.iterators import SerialIterator
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 
 PER_EPOCH = 3  # iterations
 

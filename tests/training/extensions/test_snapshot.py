@@ -10,7 +10,7 @@ from snapshots import EVERY, Net, Witness, differing, holds, names, only, run, t
 
 from chainring import serializers, training
 from chainring.cli import main
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from chainring.training.extensions import snapshot, snapshot_object
 from chainring.training.triggers import MinValueTrigger
 

@@ -10,7 +10,7 @@ from snapshots import EVERY, Witness, fail_rename, holds, names, only, run, trai
 
 from chainring import serializers, training
 from chainring._files import is_temporary
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from chainring.training.extensions import snapshot
 
 AUTO = "snapshot_iter_{.updater.iteration}"

@@ -11,7 +11,7 @@ import torch
 from snapshots import EVERY, Gate, Net, Witness, at, differing, fail_rename, holds, names, only, run, trainer_of
 
 from chainring import serializers, training
-from chainring.serializers._checkpoint import read_state
+from chainring.serializers._loading import read_state
 from chainring.training.extensions import snapshot, snapshot_object
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._naming import name_cleaner
-from chainring.serializers._objects import load_entries, own_states, state_entries
-from chainring.serializers._restoring import find_aliases
+from chainring.serializers._values import find_aliases
 from chainring.serializers.foreign.content import Entries
+from chainring.serializers.protocol import load_entries, own_states, state_entries
 
 _SHOWN = 5
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from chainring._distributed.sharding import shard_like
 from chainring._naming import name_cleaner
-from chainring.serializers._optimizers import load_optimizer
-from chainring.serializers._restoring import copy_value, is_same_value
+from chainring.serializers._models import load_optimizer
+from chainring.serializers._values import copy_value, is_same_value
 from chainring.serializers.foreign._models import ModelPlan, kind_of
 from chainring.serializers.foreign.content import SavedOptimizer, check_plain
 

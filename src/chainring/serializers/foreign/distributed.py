@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chainring.serializers._restoring import find_dtypes, require_dtype
+from chainring.serializers._values import find_dtypes, require_dtype
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.directories import find_inside
 from chainring.serializers.foreign.torch_files import from_dictionary, read_torch_stream

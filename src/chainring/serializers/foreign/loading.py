@@ -11,12 +11,11 @@ from typing import Any
 from torch import nn
 
 from chainring._naming import unwrap
-from chainring.serializers._objects import has_state, is_module
-from chainring.serializers._restoring import copy_value, is_same_value
+from chainring.serializers._values import copy_value, is_same_value
 from chainring.serializers.foreign._models import ModelPlan, plan_model
 from chainring.serializers.foreign._optimizers import plan_optimizer
 from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
-from chainring.serializers.protocol import DictionaryDeserializer, capture
+from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
 
 _ITERATOR = "updater/iterator:main/"
 _COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings

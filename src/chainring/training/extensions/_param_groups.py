@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from chainring.serializers._restoring import copy_value
+from chainring.serializers._values import copy_value
 
 OptimizerLike: TypeAlias = Optimizer | str | None
 """An optimizer, or something that wraps one; its name in the updater; or ``None`` for the updater's main one."""

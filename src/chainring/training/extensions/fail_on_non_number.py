@@ -20,10 +20,10 @@ from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import to_full, to_local
 from chainring._messages import info
 from chainring._naming import parameter_names, unwrap
-from chainring.serializers._checkpoint import Checkpoint, read_state
-from chainring.serializers._objects import own_states
-from chainring.serializers._restoring import copy_value
-from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, StateCollector
+from chainring.serializers._loading import read_state
+from chainring.serializers._saving import Checkpoint
+from chainring.serializers._values import copy_value
+from chainring.serializers.protocol import DictionaryDeserializer, DictionarySerializer, StateCollector, own_states
 from chainring.training.extension import Extension, RollBack
 from chainring.training.updaters.callbacks import UpdateCallbacks, UpdateContext
 

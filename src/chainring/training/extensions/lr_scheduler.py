@@ -11,10 +11,8 @@ from torch.optim.swa_utils import SWALR
 
 from chainring._messages import OneTimeWarning
 from chainring.reporting.summary import IntervalMeans
-from chainring.serializers._changes import announce_change
-from chainring.serializers._objects import has_state
-from chainring.serializers._restoring import copy_value
-from chainring.serializers.protocol import AbstractSerializer, Serializer
+from chainring.serializers._values import copy_value
+from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, has_state
 from chainring.training.extension import Extension
 from chainring.training.extensions._param_groups import (
     are_equal,

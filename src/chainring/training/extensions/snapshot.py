@@ -17,19 +17,19 @@ from chainring._checks import is_integer
 from chainring._distributed.sharding import is_sharded
 from chainring._messages import warn
 from chainring._naming import name_cleaner
-from chainring.serializers._background import BackgroundWriter, StagingBuffers
-from chainring.serializers._checkpoint import (
+from chainring.serializers._loading import load_snapshot
+from chainring.serializers._saving import (
+    BackgroundWriter,
     Checkpoint,
+    StagingBuffers,
     checkpoint_of_copies,
     is_saved_as_file,
-    load_snapshot,
     module_tensors,
     save_tensors,
 )
-from chainring.serializers._objects import has_state, is_module, serialize_method
-from chainring.serializers._restoring import without_collections
 from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot, Snapshots, find_newest
-from chainring.serializers.protocol import StateCollector, capture
+from chainring.serializers._values import without_collections
+from chainring.serializers.protocol import StateCollector, capture, has_state, is_module, serialize_method
 from chainring.training._run_directory import NamePattern
 from chainring.training.extension import Extension
 

@@ -24,7 +24,7 @@ from chainring._naming import unwrap
 from chainring.datasets._columns import Batch, count_examples, take_examples
 from chainring.reporting._metrics import uncounted
 from chainring.reporting.reporter import current
-from chainring.serializers._objects import own_states
+from chainring.serializers.protocol import own_states
 from chainring.training.updaters._closures import NO_VIRTUAL_RANKS, needs_closure
 from chainring.training.updaters._gradients import list_trained, unstash
 from chainring.training.updaters._means import BucketedSum, WeightedMean

@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import exchanged_by_fsdp, find_misplaced, fsdp_modules, is_sharded, to_local
 from chainring._messages import warn
-from chainring.serializers._objects import has_state, serialize_method
-from chainring.serializers._restoring import copy_value
+from chainring.serializers._values import copy_value
 from chainring.serializers.protocol import (
     AbstractSerializer,
     DictionaryDeserializer,
     DictionarySerializer,
     Serializer,
+    has_state,
+    serialize_method,
     visit_optional,
 )
 

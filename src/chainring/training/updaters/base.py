@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from chainring._distributed.communicator import Communicator
 from chainring._naming import parameter_names, unwrap
 from chainring._progress import find_main_iterator, raise_unless_end
-from chainring.serializers._models import Flags, Layouts, buffer_layouts, serialize_layouts
-from chainring.serializers._optimizers import OptimizerState, group_names
+from chainring.serializers._models import Flags, Layouts, OptimizerState, buffer_layouts, group_names, serialize_layouts
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from chainring._progress import raise_unless_end
 from chainring.converters import Converter, Device, concat_examples
 from chainring.datasets._columns import count_examples
 from chainring.iterators.base import Iterator
-from chainring.serializers._optimizers import hyperparameters
+from chainring.serializers._models import hyperparameters
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 from chainring.training.updaters._arguments import (
     as_iterators,

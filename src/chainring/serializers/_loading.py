@@ -1,29 +1,294 @@
-"""The tensors of a snapshot in parts: each is read by one of the ranks that load it, which hands it to those that need it.
+"""`load`, and the tensors of a snapshot in parts: each is read by one of the ranks, which hands it to those that need it.
 
 The ranks load in program order: all read the same tensors at the same time, each into what it holds of them. In a read every
 rank says which regions of them it needs, then which parts of them lie in its files, and who needs some of each; these are
-streamed in blocks, and verified on the way. Ranks that read different tensors are an error on all of them.
+streamed in blocks, and verified on the way. Ranks that read different tensors are an error on all of them. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chainring._distributed.communicator import Communicator, RankFailed
-from chainring._distributed.sharding import Region, Shard, is_partition, is_sharded, local_shards, region_of
-from chainring._places.base import StoredFile
-from chainring.serializers import _safetensors
-from chainring.serializers._restoring import StoredTensor
-from chainring.serializers._store import CorruptError, Manifest, SavedSnapshot
+from chainring._distributed.communicator import Communicator, RankFailed, as_communicator
+from chainring._distributed.sharding import (
+    Region,
+    Shard,
+    is_partition,
+    is_sharded,
+    local_shards,
+    region_of,
+    shard_like,
+)
+from chainring._files import is_url
+from chainring._messages import info, warn
+from chainring._naming import name_cleaner, unwrap
+from chainring._places.base import MANIFEST, StoredFile
+from chainring.serializers import _safetensors, _values
+from chainring.serializers._models import buffer_layouts, restore_layouts
+from chainring.serializers._saving import process_rank
+from chainring.serializers._store import (
+    STATE,
+    CorruptError,
+    Manifest,
+    Place,
+    SavedSnapshot,
+    explain_absence,
+    fetched,
+    find_snapshot,
+    open_file,
+    split,
+)
+from chainring.serializers._values import StoredTensor, read_stored, without_collections
+from chainring.serializers.protocol import (
+    DictionaryDeserializer,
+    is_module,
+    load_entries,
+    own_states,
+    serialize_method,
+    state_entries,
+)
 
+if TYPE_CHECKING:
+    from chainring.serializers.foreign import ForeignPlan
+
+
+def load(path: str | os.PathLike[str], obj: Any, path_in_snapshot: str = "", strict: bool = True) -> None:
+    """Load a checkpoint into an object, after every byte has been verified.
+
+    Checkpoints of other libraries can be loaded too: into a model its parameters and buffers, into a trainer also the
+    states of optimizers and schedulers and the counts, if the checkpoint has them. A summary of what was loaded, and what
+    was not, is printed.
+
+    Ranks that train together load a trainer together, and so they do a sharded model from an object store.
+
+    Args:
+        path: a file or directory of `save` or of a snapshot; or a checkpoint of Lightning; a directory of Hugging Face's
+            ``Trainer``, of ``save_pretrained``, of Accelerate's ``save_state`` or of ``torch.distributed.checkpoint``; a
+            snapshot of pytorch-pfn-extras; an npz of Chainer; or a file of ``torch.save`` with one or several state
+            dicts. It can also be the address of a snapshot or a file in an object store.
+        obj: the object to load into; its shapes must match.
+        path_in_snapshot: the part to load, such as ``"updater/model:main/predictor"``; by default, a module gets the only
+            model of the snapshot, or the main one.
+        strict: True if a missing or unexpected entry is an error; otherwise missing entries stay as they are.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``path``.
+        CorruptError: a file is damaged.
+        ValueError, TypeError: a checkpoint of a model is loaded into a trainer, or the snapshot has no such part.
+        KeyError, RuntimeError: entries are missing, unexpected, or have another shape.
+        RankFailed: another rank of the trainer's ``comm`` could not load it.
+    """
+    snapshot = find_snapshot(path)
+    comm = _find_communicator(obj, snapshot)
+    if snapshot.is_local or not snapshot.exists():
+        plan = _plan_together(comm.world, path, obj, path_in_snapshot, strict)
+        if plan is not None:
+            report = plan.apply()
+            if comm.is_main if comm.world.size > 1 else process_rank() == 0:
+                info(report)
+            return
+        if not snapshot.is_local or not Path(path).is_dir():
+            tensors = _read_file(path, Communicator() if snapshot.is_local else comm)
+            _load_file(path, tensors, obj, path_in_snapshot, strict)
+            return
+    load_snapshot(snapshot, obj, comm, path_in_snapshot, strict)
+
+
+def _read_file(source: Place, comm: Communicator) -> dict[str, Tensor]:
+    """Return the tensors of the file of a model, which the first of the ranks reads for all."""
+    found: dict[str, Tensor] | None = None
+    failure: Exception | None = None
+    if comm.rank == 0:
+        try:
+            found = _safetensors.read(open_file(source))
+        except (OSError, ValueError) as error:
+            failure = error
+    found, failure = comm.broadcast_object((found, failure))
+    if found is None:
+        assert failure is not None
+        raise failure
+    return found
+
+
+def _find_communicator(obj: Any, snapshot: SavedSnapshot) -> Communicator:
+    """Return the ranks that load an object together; of a model alone those that hold it, if it is far to the snapshot."""
+    if snapshot.is_local or not is_module(obj):
+        return as_communicator(getattr(obj, "comm", Communicator()))
+    from chainring._distributed.gathering import holders_of
+
+    return as_communicator(getattr(obj, "comm", holders_of(state_entries(obj).values())))
+
+
+def _load_file(source: Place, tensors: dict[str, Tensor], obj: Any, path_in_snapshot: str, strict: bool) -> None:
+    """Load the file of a model."""
+    if not is_module(obj):
+        raise TypeError(
+            f"{source} holds a model, and a {type(obj).__name__} is loaded from a snapshot directory; load a model by "
+            "load(path, model)"
+        )
+    if path_in_snapshot:
+        prefix = f"{path_in_snapshot.strip('/').replace('/', '.')}."
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    _load_entries(obj, tensors, strict)
+    if parts := own_states(unwrap(obj)):
+        paths = ", ".join(f"{type(part).__name__} at {path!r}" for path, part in parts)
+        warn(
+            f"{source} contains only parameters and buffers: the state that serialize of {paths} declares stays as it is. "
+            "serializers.save(path, model) writes a directory with both",
+        )
+
+
+def _plan_together(comm: Communicator, source: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how a checkpoint of another library is loaded by all ranks, ``None`` if it is none for any of them.
+
+    Raises:
+        RankFailed: another rank cannot load it.
+        ValueError: rank 0 has read something else.
+    """
+    plan, failure, content = None, None, None
+    try:
+        plan = _plan_foreign(source, obj, path, strict)
+        content = None if plan is None or comm.size == 1 else plan.fingerprint()
+    except Exception as error:
+        failure = error
+    answers = comm.gather_object((failure and f"{type(failure).__name__}: {failure}", content))
+    if failure is not None:
+        raise failure
+    for rank, (reason, found) in enumerate(answers):
+        if reason is not None:
+            raise RankFailed(f"{source} could not be loaded by rank {rank}: {reason}")
+        if found != answers[0][1]:
+            raise ValueError(f"{source} is not the same on rank {rank} as on rank 0: give all ranks the same checkpoint")
+    return plan
+
+
+def _plan_foreign(place: Place, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how a checkpoint of another library is loaded; ``None`` for what `save` wrote."""
+    if is_url(place):
+        return _plan_object(os.fspath(place), obj, path, strict)
+    source = Path(place)
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}; give the path of a snapshot directory, or of a model's file")
+    if (source / MANIFEST).exists() or (source.is_file() and not _safetensors.is_pickle(open_file(source))):
+        return None
+    from chainring.serializers.foreign import plan_loading  # which few programs need
+
+    plan = plan_loading(source, obj, path, strict)
+    if plan is None and source.is_file():
+        raise ValueError(
+            f"{source} is a file such as torch.save or NumPy write, which is not opened, because a pickle can run code; "
+            "read it by torch.load(path, weights_only=True) and model.load_state_dict, an npz by serializers.load_npz"
+        )
+    return plan
+
+
+def _plan_object(url: str, obj: Any, path: str, strict: bool) -> ForeignPlan | None:
+    """Return how an object of another library is loaded, which is copied to the disk; see `_plan_foreign`."""
+    try:
+        file = open_file(url)
+    except FileNotFoundError:
+        raise explain_absence(url) from None
+    if find_snapshot(url).name != split(url)[1]:  # a link, and to nothing
+        raise explain_absence(url)
+    if not _safetensors.is_pickle(file):
+        return None
+    with fetched(file) as copy:
+        return _plan_foreign(copy, obj, path, strict)
+
+
+def load_snapshot(
+    source: SavedSnapshot, obj: Any, comm: Communicator, path_in_snapshot: str = "", strict: bool = True
+) -> None:
+    """Load a snapshot into an object by all ranks of a communicator together, see `load`.
+
+    Each part is read and verified by one of them. Where there are several, and where the snapshot lies in an object store,
+    what is damaged may show only when some of the object has been filled.
+    """
+    with without_collections(), StoredTensors(source, STATE, comm.world) as stored:
+        state = _values.decode(stored.text, stored.tensors)
+        _load_state(state, obj, path_in_snapshot, strict, source, stored)
+
+
+def _load_entries(module: Any, tensors: Mapping[str, Any], strict: bool) -> None:
+    """Load parameters and buffers by their dotted names into a module, whose own may stand below prefixes of wrappers."""
+    entries, clean = state_entries(module), name_cleaner(module)
+    names = {clean(name): name for name in entries}
+    found = {names.get(name, name): value for name, value in tensors.items()}
+    load_entries(module, {name: shard_like(value, entries.get(name)) for name, value in found.items()}, strict)
+
+
+def read_state(source: SavedSnapshot | Place) -> dict[str, Any]:
+    """Return the flat state in a snapshot, verified and with all of its tensors; raise as `opened_state` does."""
+    with opened_state(source if isinstance(source, SavedSnapshot) else find_snapshot(source)) as state:
+        return read_stored(state)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def opened_state(source: SavedSnapshot) -> Iterator[dict[str, Any]]:
+    """Open a snapshot for one process: its flat state, in which `read_stored` reads large tensors during the block.
+
+    Of a snapshot on a disk every byte is verified first, elsewhere what is read.
+
+    Raises:
+        CorruptError: it is not what was written.
+    """
+    with StoredTensors(source, STATE, Communicator()) as stored:
+        yield _values.decode(stored.text, stored.tensors)
+
+
+def _load_state(
+    state: dict[str, Any], obj: Any, path: str, strict: bool, source: SavedSnapshot, stored: StoredTensors
+) -> None:
+    if path or is_module(obj):
+        prefix = f"{path.strip('/')}/" if path else model_prefix(state, source)
+        if is_module(obj) and prefix.startswith(_MODEL):
+            _restore_layouts(unwrap(obj), state, prefix)
+        state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if prefix and not state:
+            raise ValueError(f"{source} has nothing under {prefix!r}; `chainring inspect` lists what it has")
+    if not is_module(obj) and serialize_method(obj) is None and "state_dict" not in state:
+        raise ValueError(f"{source} does not hold a {type(obj).__name__}; `chainring inspect` lists what it has")
+    saved = DictionaryDeserializer(state, strict)
+    saved.place, saved.origin = source.place, stored
+    saved.directory = None if is_module(obj) else source.folder_beside(stored.manifest)
+    saved.comm = as_communicator(getattr(obj, "comm", saved.comm))
+    saved.visit("", unwrap(obj))
+
+
+def _restore_layouts(module: Any, state: Mapping[str, Any], prefix: str) -> None:
+    """Give a model, or a part of one, the buffers whose form the saved run has changed."""
+    name, _, below = prefix.removeprefix(_MODEL).partition("/")
+    changed = state.get(f"updater/changed_buffers:{name}", {})
+    recorded = {path.removeprefix(below): layouts for path, layouts in changed.items() if path.startswith(below)}
+    if recorded:
+        restore_layouts(module, buffer_layouts(module), recorded, lambda path: read_stored(state.get(prefix + path)))
+
+
+def model_prefix(state: Mapping[str, Any], source: object) -> str:
+    """Return the prefix of the only model in a snapshot, or of the main one; an empty one where there is no model.
+
+    Raises:
+        ValueError: there are several, and none is the main one.
+    """
+    names = sorted({key.removeprefix(_MODEL).partition("/")[0] for key in state if key.startswith(_MODEL)})
+    if len(names) > 1 and "main" not in names:
+        raise ValueError(f"{source} has the models {names}; name one by path_in_snapshot, such as {_MODEL + names[0]!r}")
+    return f"{_MODEL}{'main' if 'main' in names else names[0]}/" if names else ""
+
+
+_MODEL = "updater/model:"
 T = TypeVar("T")
 Request = Mapping[str, list[Region]]
 """By the names of the tensors that are read, the regions of them that a rank needs."""
