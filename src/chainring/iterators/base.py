@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator as PythonIterator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,8 +22,8 @@ from chainring.serializers.protocol import AbstractSerializer, Stateful
 if TYPE_CHECKING:
     from chainring._distributed.communicator import Communicator
 
-Counters = tuple[int, float, float | None, bool]
-"""``epoch``, ``epoch_detail``, ``previous_epoch_detail`` and ``is_new_epoch``."""
+_COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
+counters_of = attrgetter(*_COUNTERS)
 
 
 class Iterator(Stateful):
@@ -111,9 +112,8 @@ class Iterator(Stateful):
         if not 0 <= rank < size:
             raise ValueError(f"a rank is from 0 to size - 1, got rank {rank} of {size}")
         self.check_share(size)
-        self.rank, self.size = rank, size
-        is_plain = self.virtual_ranks is None or self.virtual_ranks == size
-        self._block = None if is_plain else block_of(rank, size, self.virtual_ranks or 1)
+        self.rank, self.size, count = rank, size, self.virtual_ranks
+        self._block = None if count in (None, size) else block_of(rank, size, count or 1)
 
     def use_virtual_ranks(self, count: int) -> None:
         """Let `share`, which is called next, give this rank the rows of a block of virtual ranks.
@@ -122,17 +122,13 @@ class Iterator(Stateful):
         ``(r + 1) * count // n - 1``; a single rank has the whole batch.
 
         Raises:
-            TypeError: ``count`` is not an integer.
-            ValueError: ``count`` is below 1, or more than the examples of a repeated batch.
+            TypeError, ValueError: ``count`` is no integer of at least 1, or more than the examples of a repeated batch.
         """
         self.virtual_ranks = require_virtual_ranks(count)
         self.check_share(self.size)
 
     def rows_of_share(self, length: int, first: int = 0) -> slice | Indices:
-        """Return which of the rows of a batch from ``first`` on, of which there are ``length``, are those of this rank.
-
-        They count from ``first``; an array or a `Batch` is indexed by the result.
-        """
+        """Return which of ``length`` rows of a batch from ``first`` on are those of this rank, counted from ``first``."""
         if self._block is None:
             return slice((self.rank - first) % self.size, None, self.size)
         virtual = np.arange(first, first + length) % (self.virtual_ranks or 1)
@@ -165,24 +161,23 @@ class Iterator(Stateful):
             ValueError: a repeated batch has fewer examples than there are ranks or virtual ranks; or there are fewer virtual
                 ranks than ranks, or ``__next__`` does not know of them.
         """
-        if self.virtual_ranks is not None:
-            self._check_virtual_ranks(self.virtual_ranks, size)
-        if size > 1 and self.repeat and self._batch_size_is_known and self.batch_size < size:
+        rows = self.batch_size if self.repeat and self._batch_size_is_known else None  # of every batch
+        if size > 1 and rows is not None and rows < size and self.virtual_ranks is None:
             raise ValueError(
-                f"a batch of {self.batch_size} examples cannot be shared by {size} ranks; "
+                f"a batch of {rows} examples cannot be shared by {size} ranks; "
                 "the batch size is that of all ranks together: raise it, or use fewer ranks"
             )
-
-    def _check_virtual_ranks(self, count: int, size: int) -> None:
+        if (count := self.virtual_ranks) is None:
+            return
         if count < size:
             raise ValueError(
                 f"every rank computes one virtual rank or more, and there are virtual_ranks={count} and {size} ranks; start "
                 f"at most {count} ranks, or take virtual_ranks={size} or more in a new run"
             )
-        if self.repeat and self._batch_size_is_known and self.batch_size < count:
+        if rows is not None and rows < count:
             raise ValueError(
                 f"every virtual rank has rows of every full batch, and a batch of iterator {self.name!r} has "
-                f"{self.batch_size} examples for virtual_ranks={count}; raise the batch size, or take fewer virtual ranks"
+                f"{rows} examples for virtual_ranks={count}; raise the batch size, or take fewer virtual ranks"
             )
         cls = next(cls for cls in type(self).__mro__ if {"__next__", "serves_virtual_ranks"} & vars(cls).keys())
         if size > 1 and not ("serves_virtual_ranks" in vars(cls) and self.serves_virtual_ranks):
@@ -197,18 +192,14 @@ class Iterator(Stateful):
         self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, epoch != self.epoch
         self.epoch, self.epoch_detail = epoch, epoch_detail
 
-    def _counters(self) -> Counters:
-        return self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch
-
-    def _restore_counters(self, counts: Counters) -> None:
+    def _restore_counters(self, counts: Sequence[Any] = (0, 0.0, None, False)) -> None:
         self.epoch, self.epoch_detail, self.previous_epoch_detail, self.is_new_epoch = counts
 
     def _serialize_counters(self, serializer: AbstractSerializer) -> None:
-        names = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
-        self._restore_counters(tuple([serializer(name, getattr(self, name)) for name in names]))
+        self._restore_counters([serializer(name, getattr(self, name)) for name in _COUNTERS])
 
     def batch_end(self) -> Any:
-        """Return where the batch last returned ends, for `batch_digest`; ``None`` if it cannot be told."""
+        """Return where the batch last returned ends, for `batch_digest`."""
         return None
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
@@ -241,10 +232,10 @@ PythonIterator.register(Iterator)
 
 
 def make_batch(item: Any) -> Batch:
-    """Return an item of a loader as a batch; a list, which ``default_collate`` makes, counts as a tuple of columns."""
+    """Return an item of a loader as a batch."""
     if isinstance(item, Batch):
         return item
-    columns = tuple(item) if type(item) is list else item
+    columns = tuple(item) if type(item) is list else item  # which default_collate makes
     if (rows := count_rows(columns)) is None:
         column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
         rows = len(column) if hasattr(column, "__len__") else 1
@@ -252,7 +243,7 @@ def make_batch(item: Any) -> Batch:
 
 
 def not_the_end(what: str) -> RuntimeError:
-    """Return the error to be raised in place of a ``StopIteration`` that does not mean the end of the data."""
+    """Return what is raised in place of a ``StopIteration`` that does not mean the end of the data."""
     return RuntimeError(
         f"{what} raised StopIteration, which would look like the end of the data; write next(iterator, None) there, or "
         "raise another error"
@@ -260,12 +251,7 @@ def not_the_end(what: str) -> RuntimeError:
 
 
 def require_virtual_ranks(count: Any) -> int:
-    """Check a number of virtual ranks, and return it.
-
-    Raises:
-        TypeError: it is not an integer.
-        ValueError: it is below 1.
-    """
+    """Return the number, or refuse it."""
     if not is_integer(count):
         raise TypeError(f"virtual_ranks is an integer of at least 1, or None, got {count!r}")
     if count < 1:
@@ -274,12 +260,7 @@ def require_virtual_ranks(count: Any) -> int:
 
 
 def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | None = None) -> None:
-    """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks.
-
-    Raises:
-        ValueError: ranks were given different seeds, so that they would take shares of different batches; or an iterator
-            of another library is to serve a block of virtual ranks.
-    """
+    """Give an iterator its rank; a seed that is not given becomes that of rank 0 on all ranks."""
     if virtual_ranks is not None and hasattr(iterator, "use_virtual_ranks"):
         iterator.use_virtual_ranks(virtual_ranks)
     elif virtual_ranks is not None and comm.size > 1:
@@ -287,15 +268,17 @@ def share_among_ranks(iterator: Any, comm: Communicator, virtual_ranks: int | No
             f"each of {comm.size} ranks takes the rows of its block of {virtual_ranks} virtual ranks, which the iterator "
             f"{type(iterator).__name__} cannot give; derive it from chainring.iterators.Iterator, or pass what it reads"
         )
-    if hasattr(iterator, "share"):
-        if comm.world.size > 1:
-            iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
-            if isinstance(iterator, Iterator):
-                iterator.comm = comm
-        iterator.share(comm.rank, comm.size)
-        seeds = comm.world.gather_object(getattr(iterator, "seed", None))
-        if (rank := next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)) is not None:
+    if not hasattr(iterator, "share"):
+        return
+    if comm.world.size > 1:
+        iterator.initial_seed = comm.broadcast_object(torch.initial_seed())
+        if isinstance(iterator, Iterator):
+            iterator.comm = comm
+    iterator.share(comm.rank, comm.size)
+    seeds = comm.world.gather_object(getattr(iterator, "seed", None))
+    for rank, seed in enumerate(seeds):
+        if seed != seeds[0]:
             raise ValueError(
                 f"all ranks take their shares of the same batches, and iterator {iterator.name!r} has the seed {seeds[0]} "
-                f"on rank 0 and {seeds[rank]} on rank {rank}; give all ranks the same, or none, which is rank 0's"
+                f"on rank 0 and {seed} on rank {rank}; give all ranks the same, or none, which is rank 0's"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from chainring._checks import find_call_error, is_integer
 from chainring._random import digest, preserve_rng, seed_all, stable_hash
-from chainring.iterators.base import Batch, Iterator, make_batch
+from chainring.iterators.base import Batch, Iterator, counters_of, make_batch
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change
 
 
@@ -84,17 +84,7 @@ class FunctionIterator(Iterator):
             RuntimeError: the function has raised ``StopIteration``.
             TypeError: the function has not returned a batch.
         """
-        batch = self.take_share(self._call(self._index))
-        self._index += 1
-        if self.epoch_length is None:
-            self._count_batch(0, 0.0)
-            return batch
-        self._epoch_position = (self._epoch_position + 1) % self.epoch_length
-        epoch = self.epoch + (self._epoch_position == 0)
-        self._count_batch(epoch, epoch + self._epoch_position / self.epoch_length)
-        return batch
-
-    def _call(self, index: int) -> Batch:
+        index, length = self._index, self.epoch_length
         try:
             with preserve_rng():
                 seed_all("batch", self.seed, index)
@@ -112,7 +102,15 @@ class FunctionIterator(Iterator):
                 f"function({index}) of iterator {self.name!r} returned {type(item).__name__}; it returns one batch, such as "
                 "a tuple of arrays (a generator is a loader: give it to the updater, or to LoaderIterator)"
             )
-        return make_batch(item)
+        batch = self.take_share(make_batch(item))
+        self._index += 1
+        if length is None:
+            self._count_batch(0, 0.0)
+        else:
+            self._epoch_position = (self._epoch_position + 1) % length
+            epoch = self.epoch + (self._epoch_position == 0)
+            self._count_batch(epoch, epoch + self._epoch_position / length)
+        return batch
 
     def reset(self) -> None:
         self._first_index = self._index + -self._epoch_position % (self.epoch_length or 1)
@@ -120,11 +118,11 @@ class FunctionIterator(Iterator):
 
     def rewind(self) -> None:
         self._index, self._epoch_position = self._first_index, 0
-        self._restore_counters((0, 0.0, None, False))
+        self._restore_counters()
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""
-        return self._index, self._epoch_position, self._counters()
+        return self._index, self._epoch_position, counters_of(self)
 
     def return_to(self, mark: Any) -> None:
         """Return to a position of `mark`: the batches since then will be generated again."""

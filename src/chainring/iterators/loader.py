@@ -18,7 +18,7 @@ from chainring._messages import warn
 from chainring._random import digest
 from chainring.iterators._passes import Passes, Position, RankShares
 from chainring.iterators._sources import source_of
-from chainring.iterators.base import Batch, Iterator
+from chainring.iterators.base import Batch, Iterator, counters_of
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
 
 _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
@@ -267,12 +267,12 @@ class LoaderIterator(Iterator):
         self._returned = self._passes.position
         self._epoch_position = 0
         self._pending, self._since_mark, self._error, self._resumed = [], None, None, None
-        self._restore_counters((0, 0.0, None, False))
+        self._restore_counters()
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""
         self._since_mark = []
-        return self._counters(), self._epoch_position, self._returned
+        return counters_of(self), self._epoch_position, self._returned
 
     def return_to(self, mark: Any) -> None:
         """Return to a position of `mark`: the batches since then will be returned again."""

@@ -133,7 +133,7 @@ class MultiprocessIterator(IndexedIterator):
             error = RuntimeError(f"a worker raised {failure.summary}")
         origin = "the converter" if failure.example is None else f"dataset[{failure.example}]"
         error.add_note(f"in a worker process (pid {failure.pid}):\n{failure.traceback}")
-        error.add_note(f"raised by {origin}, epoch {failure.order - self._first_order}, in iterator {self.name!r}")
+        error.add_note(f"raised by {origin}, epoch {failure.order - self._orders.first}, in iterator {self.name!r}")
         assert isinstance(error, BaseException)
         return error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,14 +23,13 @@ from chainring._random import (
 )
 from chainring.datasets._columns import Batch, make_gather
 from chainring.datasets.base import Dataset, size_of
-from chainring.iterators.base import Iterator, not_the_end
+from chainring.iterators.base import Iterator, counters_of, not_the_end
 from chainring.serializers.protocol import AbstractSerializer, Serializer, announce_change, visit_setting
 
 OrderSampler = Callable[[int, int, int], ArrayLike]
 """``sampler(seed, epoch, dataset_size)`` returns the indices of a whole epoch."""
 
 _BLOCK_SIZE = 65_536  # positions of an order that are computed at once
-_LITTLE_ENDIAN = np.dtype("<i8")
 _SAMPLED = ("seed", "epoch", "size")
 
 OrderKey = tuple[int, int]
@@ -64,19 +63,22 @@ class IndexedIterator(Iterator):
         order_sampler: OrderSampler | None = None,
         example_rng: bool = True,
     ) -> None:
-        _check(dataset, batch_size, shuffle, seed)
-        if order_sampler is not None:
-            _check_sampler(order_sampler)
+        is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
+            raise TypeError(
+                f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; "
+                "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
+            )
+        self.batch_size = self.step = require_integer("a batch size", batch_size, 1)
+        if shuffle is not None and not isinstance(shuffle, (bool, np.bool_, int)):
+            raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
+        if seed is not None and not is_integer(seed):
+            raise TypeError(f"a seed is an integer or None, got {seed!r}")
         self.dataset: Any = dataset
-        self.batch_size = self.step = int(batch_size)
         self.repeat = repeat
         self.shuffle = shuffle is None or bool(shuffle)
         self.order_sampler = order_sampler
-        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler)
-        self._seed = None if seed is None else int(seed)
-        self._earlier = self._seed, 0  # an order that was begun before a resume keeps its seed: up to which index
-        self._first_order = 0  # the index of the order that epoch 0 has
-        self._current_key: OrderKey | None = None  # of the current epoch, while it is known
+        self._orders = _EpochOrders(size_of(dataset), self.shuffle, order_sampler, None if seed is None else int(seed))
         self._gather = make_gather(dataset)
         # A plain list or tuple runs no code when it is indexed, so nothing can draw.
         self._seeds_examples = example_rng and type(dataset) not in (list, tuple)
@@ -86,40 +88,35 @@ class IndexedIterator(Iterator):
     @property
     def seed(self) -> int:
         """The seed of the current order. ``None`` at construction becomes one derived from ``torch.initial_seed()``."""
-        return self._order_key(self.epoch)[0]
+        return self._seeded_orders().key_of(self.epoch)[0]
 
     @property
     def progress(self) -> tuple[int, int, int | None]:
         return self.epoch, self.current_position, self._orders.size
 
     def __next__(self) -> Batch:
-        start, size = self.current_position, self._orders.size
+        orders, epoch, start = self._orders, self.epoch, self.current_position
         stop = start + self.batch_size
         # hot path: "an iteration with no extension" of benchmarks/overhead.py. Nearly always a batch is inside an epoch.
-        if stop < size and self.size == 1 and self._current_key is not None:
-            batch = self._fetch([(self._current_key, self._orders.indices(*self._current_key, start, stop))])
-            self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, False
-            self.current_position = stop
-            self.epoch_detail = self.epoch + stop / size
-            return batch
-        segments, epoch, position = self._next_segments()
-        if not segments:
-            raise StopIteration
-        share, is_empty = self._share_of_rank(segments)
-        batch = self._fetch(share)
-        if is_empty:
-            batch.weight = 0
-        self._advance(epoch, position)
-        return batch
-
-    def _fetch(self, segments: list[Segment]) -> Batch:
+        if stop < orders.size and self.size == 1 and orders.seed is not None and (self.repeat or epoch == 0):
+            share, is_empty = [orders.segment(epoch, start, stop)], False
+        else:
+            share, is_empty, epoch, stop = self._next_share()
+            if not share:
+                raise StopIteration
         try:
             if self._gather is None:
-                return self._fetch_examples(segments)
-            indices = segments[0][1] if len(segments) == 1 else np.concatenate([indices for _, indices in segments])
-            return Batch(columns=self._gather(indices), length=len(indices))
+                batch = self._fetch_examples(share)
+            else:
+                indices = share[0][1] if len(share) == 1 else np.concatenate([indices for _, indices in share])
+                batch = Batch(columns=self._gather(indices), length=len(indices))
         except StopIteration as error:
             raise not_the_end(f"the dataset {type(self.dataset).__name__} of iterator {self.name!r}") from error
+        if is_empty:
+            batch.weight = 0
+        self.previous_epoch_detail, self.is_new_epoch = self.epoch_detail, epoch != self.epoch
+        self.epoch, self.current_position, self.epoch_detail = epoch, stop, epoch + stop / orders.size
+        return batch
 
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         """Return the examples of a dataset that is not gathered."""
@@ -128,88 +125,62 @@ class IndexedIterator(Iterator):
     def iterate_segments(self) -> Generator[list[Segment]]:
         """Yield the segments of each batch from here on, and advance without fetching them."""
         while True:
-            segments, epoch, position = self._next_segments()
-            if not segments:
+            share, _, self.epoch, self.current_position = self._next_share()
+            if not share:
                 return
-            yield self._share_of_rank(segments)[0]
-            self._advance(epoch, position)
+            yield share
 
-    def _next_segments(self) -> tuple[list[Segment], int, int]:
-        """Return the segments of the next batch, over all ranks, and the epoch and the position after it.
+    def _next_share(self) -> tuple[list[Segment], bool, int, int]:
+        """Return the segments of this rank's next batch, whether it is empty, and the epoch and the position after it.
 
         With ``repeat`` a batch is always full: one that crosses the end of an epoch is completed from the next, as often
-        as it takes. Without, the batch at the end may be short, and after it there are no segments.
+        as it takes. Without, the batch at the end may be short, and after it there are no segments. An empty share is
+        replaced by one example, of weight 0, that keeps the rank in step with the others.
         """
-        epoch, position, size = self.epoch, self.current_position, self._orders.size
+        orders, epoch, position = self._seeded_orders(), self.epoch, self.current_position
         segments: list[Segment] = []
-        missing = self.batch_size if size else 0
+        missing = self.batch_size if orders.size else 0
         while missing and (self.repeat or epoch == 0):
-            stop = min(size, position + missing)
-            key = self._order_key(epoch)
-            segments.append((key, self._orders.indices(*key, position, stop)))
+            stop = min(orders.size, position + missing)
+            segments.append(orders.segment(epoch, position, stop))
             missing -= stop - position
-            epoch, position = (epoch + 1, 0) if stop == size else (epoch, stop)
-        return segments, epoch, position
-
-    def _share_of_rank(self, segments: list[Segment]) -> tuple[list[Segment], bool]:
-        """Return the segments of this rank's share of the whole batch, and whether it is empty.
-
-        An empty share is replaced by one example, of weight 0, that keeps the rank in step with the others.
-        """
-        if self.size == 1:
-            return segments, False
+            epoch, position = (epoch + 1, 0) if stop == orders.size else (epoch, stop)
+        if self.size == 1 or not segments:
+            return segments, False, epoch, position
         share, offset = [], 0
         for key, indices in segments:
             share.append((key, indices[self.rows_of_share(len(indices), offset)]))
             offset += len(indices)
         if any(len(indices) for _, indices in share):
-            return share, False
+            return share, False, epoch, position
         key, indices = segments[0]
-        return [(key, indices[:1])], True
+        return [(key, indices[:1])], True, epoch, position
 
-    def _advance(self, epoch: int, position: int) -> None:
-        self._count_batch(epoch, self._detail_at(epoch, position))
-        self._go_to(position)
-
-    def _detail_at(self, epoch: int, position: int) -> float:
-        return epoch + position / self._orders.size if self._orders.size else 0.0
-
-    def _go_to(self, position: int) -> None:
-        """Go to a position of the current epoch."""
-        self.current_position = position
-        has_ended = self.epoch > 0 and not self.repeat
-        self._current_key = None if self._seed is None or has_ended else self._order_key(self.epoch)
-
-    def _order_key(self, epoch: int) -> OrderKey:
-        order = self._first_order + epoch
-        earlier_seed, switch = self._earlier
-        return self._get_seed() if earlier_seed is None or order >= switch else earlier_seed, order
-
-    def _get_seed(self) -> int:
-        if self._seed is None:
-            self._seed = stable_hash("order", self.base_seed(), self.name)
-        return self._seed
+    def _seeded_orders(self) -> _EpochOrders:
+        """Return the orders, with a seed that is derived when it is first used."""
+        if self._orders.seed is None:
+            self._orders.seed = stable_hash("order", self.base_seed(), self.name)
+        return self._orders
 
     def reset(self) -> None:
-        self._first_order += self.epoch + (self.current_position > 0)
+        self._orders.first += self.epoch + (self.current_position > 0)
         self.rewind()
 
     def rewind(self) -> None:
-        self._restore_counters((0, 0.0, None, False))
-        self._go_to(0)
+        self._restore_counters()
+        self.current_position = 0
 
     def mark(self) -> Any:
         """Return this position, for `return_to` after a failed update."""
-        return self._counters(), self.current_position
+        return counters_of(self), self.current_position
 
     def return_to(self, mark: Any) -> None:
         """Go back to a position that `mark` returned: the batches since then will be returned again."""
-        counters, position = mark
+        counters, self.current_position = mark
         self._restore_counters(counters)
-        self._go_to(position)
 
     def batch_end(self) -> Any:
-        return self._first_order + self.epoch, self.current_position
+        return self._orders.first + self.epoch, self.current_position
 
     def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
         """Return the indices of the examples between the ends of two batches, of all ranks, in the order in which they came.
@@ -222,44 +193,47 @@ class IndexedIterator(Iterator):
             An int64 array; ``None`` if the iterator was set back in between.
         """
         (order, position), stop = start, self.batch_end() if stop is None else stop
-        size, indices = self._orders.size, [np.empty(0, np.int64)]
+        orders, indices = self._seeded_orders(), [np.empty(0, np.int64)]
         if (order, position) > stop:
             return None
         while (order, position) < stop:
-            end = stop[1] if order == stop[0] else size
-            indices.append(self._orders.indices(*self._order_key(order - self._first_order), position, end))
+            end = stop[1] if order == stop[0] else orders.size
+            indices.append(orders.segment(order - orders.first, position, end)[1])
             order, position = order + 1, 0
         return indices[1] if len(indices) == 2 else np.concatenate(indices)
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
-        return None if indices is None else digest(np.ascontiguousarray(indices, _LITTLE_ENDIAN))
+        return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
-        size = serializer("size", self._orders.size)
-        if size != self._orders.size:
+        orders = self._seeded_orders() if saving else self._orders
+        size = serializer("size", orders.size)
+        if size != orders.size:
             raise ValueError(
-                f"the dataset of iterator {self.name!r} has {self._orders.size} examples an epoch, "
+                f"the dataset of iterator {self.name!r} has {orders.size} examples an epoch, "
                 f"the saved run had {size}. A position in one means nothing in the other: "
                 "resume with the same dataset, or start a new run"
             )
         visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
-        seed = serializer("seed", self._get_seed() if saving else self._seed)
-        earlier = serializer("earlier_seed", self._earlier[0]), serializer("switch", self._earlier[1])
-        self._first_order = serializer("first_order", self._first_order)
+        seed = serializer("seed", orders.seed)
+        earlier = serializer("earlier_seed", orders.earlier[0]), serializer("switch", orders.earlier[1])
+        first = serializer("first_order", orders.first)
         epoch, position = serializer("epoch", self.epoch), serializer("position", self.current_position)
         is_new_epoch = serializer("is_new_epoch", self.is_new_epoch)
         previous = serializer("previous_epoch_detail", self.previous_epoch_detail)
-        if not saving:
-            self._restore_counters((epoch, self._detail_at(epoch, position), previous, is_new_epoch))
-            given, self._seed, self._earlier = self._seed, seed, earlier
-            if given is not None and given != seed:
-                current_seed, order = self._order_key(epoch)
-                self._seed, self._earlier = given, (current_seed, order + (position > 0))
-                holds = "the current epoch keeps its order, the next has that of the new seed"
-                announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
-            self._go_to(position)
+        if saving:
+            return
+        self.current_position = position
+        self._restore_counters((epoch, epoch + position / size if size else 0.0, previous, is_new_epoch))
+        given = orders.seed
+        orders.begin(seed, earlier, first)
+        if given is not None and given != seed:
+            current_seed, order = orders.key_of(epoch)
+            orders.begin(given, (current_seed, order + (position > 0)), first)
+            holds = "the current epoch keeps its order, the next has that of the new seed"
+            announce_change(f"seed of iterator {self.name!r}", seed, given, holds)
 
 
 class SerialIterator(IndexedIterator):
@@ -310,62 +284,71 @@ class SerialIterator(IndexedIterator):
         return Batch(examples)
 
 
-class _Block(NamedTuple):
-    """A part of the order of an epoch."""
-
-    seed: int
-    epoch: int
-    first: int
-    last: int
-    indices: Indices
-
-
 class _EpochOrders:
-    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept."""
+    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept.
 
-    def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None) -> None:
-        self._dataset_size = dataset_size
-        self._shuffle = shuffle
-        self._sampler = sampler
-        # The newest first, and if it is not large the one before, since a Recorder asks for the epoch that has just ended.
-        self._blocks: list[_Block] = []
-        self.size = dataset_size if sampler is None else len(self._sample_twice(sampler))
-        self._block_size = _BLOCK_SIZE if sampler is None else max(self.size, 1)
+    Attributes:
+        size: the number of examples in an epoch.
+        seed: ``None`` until it is known.
+        earlier: the seed that an order begun before a resume keeps, and the order from which on ``seed`` holds.
+        first: the index of the order that epoch 0 has.
+    """
 
-    def indices(self, seed: int, epoch: int, start: int, stop: int) -> Indices:
-        """Return the indices at positions ``start`` to ``stop`` of an epoch's order."""
-        for block_seed, block_epoch, first, last, block in self._blocks:
-            if epoch == block_epoch and seed == block_seed and first <= start and stop <= last:
-                return block[start - first : stop - first]
-        if self._sampler is None and not self._shuffle:
-            return np.arange(start, stop)
-        boundary = start - start % self._block_size + self._block_size
-        if stop > boundary:
-            return np.concatenate([self.indices(seed, epoch, start, boundary), self.indices(seed, epoch, boundary, stop)])
-        first, last = boundary - self._block_size, min(self.size, boundary)
-        if self._sampler is None:
-            block = epoch_order(seed, epoch, self._dataset_size, first, last)
-        else:
-            block = self._sample(self._sampler, seed, epoch)
+    def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:
+        self._dataset_size, self._shuffle, self._sampler = dataset_size, shuffle, sampler
+        self.begin(seed, (seed, 0), 0)
+        self.size, self._block_size = dataset_size, _BLOCK_SIZE
+        if sampler is None:
+            return
+        _check_sampler(sampler)
+        order, again = (self._sample(sampler, 0, 0, trial) for trial in range(2))
+        if not np.array_equal(order, again):
+            shown, shown_again = (
+                ", ".join(map(str, indices[:8])) + ", ..." * (len(indices) > 8) for indices in (order, again)
+            )
+            raise ValueError(
+                "an order sampler is a pure function of (seed, epoch, size), since workers and resumed runs call it again; "
+                f"called twice with (0, 0, {dataset_size}), {_name_of(sampler)} gave [{shown}] and "
+                f"[{shown_again}]. Draw from a generator made in it, such as np.random.default_rng((seed, epoch))"
+            )
+        self.size, self._block_size = len(order), max(len(order), 1)
+
+    def begin(self, seed: int | None, earlier: tuple[int | None, int], first: int) -> None:
+        self.seed, self.earlier, self.first = seed, earlier, first
+        # Key, first position, end and indices of the newest block, and if it is not large of the one before, since a
+        # Recorder asks for the epoch that has just ended.
+        self._blocks: list[tuple[OrderKey, int, int, Indices]] = []
+
+    def key_of(self, epoch: int) -> OrderKey:
+        order, (earlier_seed, switch) = self.first + epoch, self.earlier
+        seed = self.seed if earlier_seed is None or order >= switch else earlier_seed
+        assert seed is not None
+        return seed, order
+
+    def segment(self, epoch: int, start: int, stop: int) -> Segment:
+        """Return the examples at positions ``start`` to ``stop`` of an epoch."""
+        order = self.first + epoch
+        for key, first, last, block in self._blocks:
+            if key[1] == order and first <= start and stop <= last:
+                return key, block[start - first : stop - first]
+        key = self.key_of(epoch)
+        first = start - start % self._block_size
+        last = min(self.size, first + self._block_size)
+        if stop > last:
+            return key, np.concatenate([self.segment(epoch, start, last)[1], self.segment(epoch, last, stop)[1]])
+        if self._sampler is not None:
+            block = self._sample(self._sampler, *key)
             if len(block) != self.size:
                 raise ValueError(
                     "an order sampler must return as many indices for every epoch; "
-                    f"it gave {self.size} for the first and {len(block)} for epoch {epoch}"
+                    f"it gave {self.size} for the first and {len(block)} for epoch {order}"
                 )
-        earlier = [block for block in self._blocks[:1] if len(block.indices) <= _BLOCK_SIZE]
-        self._blocks = [_Block(seed, epoch, first, last, block), *earlier]
-        return block[start - first : stop - first]
-
-    def _sample_twice(self, sampler: OrderSampler) -> Indices:
-        """Return the order of the first epoch; refuse a sampler that draws it from a generator."""
-        order, again = (self._sample(sampler, 0, 0, trial) for trial in range(2))
-        if not np.array_equal(order, again):
-            raise ValueError(
-                "an order sampler is a pure function of (seed, epoch, size), since workers and resumed runs call it again; "
-                f"called twice with (0, 0, {self._dataset_size}), {_name_of(sampler)} gave {_shorten(order)} and "
-                f"{_shorten(again)}. Draw from a generator made in it, such as np.random.default_rng((seed, epoch))"
-            )
-        return order
+        elif self._shuffle:
+            block = epoch_order(*key, self._dataset_size, first, last)
+        else:
+            block = np.arange(first, last)
+        self._blocks = [(key, first, last, block), *[old for old in self._blocks[:1] if len(old[-1]) <= _BLOCK_SIZE]]
+        return key, block[start - first : stop - first]
 
     def _sample(self, sampler: OrderSampler, seed: int, epoch: int, trial: int = 0) -> Indices:
         with preserve_host_rng():
@@ -382,20 +365,6 @@ class _EpochOrders:
             got = f"some from {order.min()} to {order.max()}"
             raise ValueError(f"an order sampler returns indices from 0 to {self._dataset_size - 1}, got {got}")
         return order
-
-
-def _check(dataset: Any, batch_size: int, shuffle: bool | None, seed: int | None) -> None:
-    is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not is_indexed or isinstance(dataset, (IterableDataset, str, Mapping)):
-        raise TypeError(
-            f"a dataset has __len__ and __getitem__(i), got {type(dataset).__name__}; "
-            "hand a DataLoader or another iterable to the updater as it is, or wrap it in LoaderIterator"
-        )
-    require_integer("a batch size", batch_size, 1)
-    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_, int)):
-        raise TypeError(f"shuffle is True, False or None, got {shuffle!r}")
-    if seed is not None and not is_integer(seed):
-        raise TypeError(f"a seed is an integer or None, got {seed!r}")
 
 
 def _check_sampler(sampler: Any) -> None:
@@ -424,16 +393,8 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _shorten(order: Indices) -> str:
-    return f"[{', '.join(map(str, order[:8]))}{', ...' if len(order) > 8 else ''}]"
-
-
 def require_integer(name: str, value: Any, least: int) -> int:
-    """Return an integer that is large enough.
-
-    Raises:
-        ValueError: ``value`` is not an integer, or is below ``least``.
-    """
+    """Return the number, or refuse it."""
     if not is_integer(value) or value < least:
         raise ValueError(f"{name} is an integer of at least {least}, got {value!r}")
     return int(value)
