@@ -1,24 +1,256 @@
-"""Passes over a source of batches, with seeded draws: how they begin, end, and are taken up again."""
+"""What is known of a source of batches, and passes over it: how they begin, end, and are taken up again."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Generator
+import multiprocessing
+import multiprocessing.util
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import pairwise
+from traceback import walk_tb
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data._utils import fetch as torch_fetch
 
-from chainring._distributed.communicator import Communicator
 from chainring._messages import warn
-from chainring._random import preserve_host_rng, seed_host, stable_hash
-from chainring.iterators._sources import Source, is_from_data
-from chainring.iterators.base import Batch, Iterator, make_batch, not_the_end
+from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
+from chainring.iterators._worker_main import exit_with_parent
+from chainring.iterators.base import Batch, make_batch, not_the_end
 from chainring.serializers.protocol import has_state
+
+if TYPE_CHECKING:
+    from chainring.iterators.loader import LoaderIterator
+
+_SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
+
+
+class Source:
+    """A source of batches: a list, a function that returns an iterable, or any other iterable, as the user gave it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    @property
+    def length(self) -> int | None:
+        return _length(self.loader)
+
+    @property
+    def n_examples(self) -> int | None:
+        """The number of examples in a pass, if the source indexes its dataset."""
+        return None
+
+    @property
+    def is_single_pass(self) -> bool:
+        return hasattr(self.loader, "__next__")
+
+    @cached_property
+    def may_draw(self) -> bool:
+        """True if it may draw in this process amid a pass; seeding and restoring takes 0.1 ms a batch."""
+        return type(self.loader) not in (list, tuple)
+
+    @property
+    def has_end(self) -> bool:
+        """True if it is known that a pass without a known length ends."""
+        return False
+
+    @property
+    def samplers(self) -> list[Any]:
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
+        return [sampler for sampler in samplers if sampler is not None]
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        """Those of the loader and its samplers, which have another state at the start of each pass."""
+        generators = [getattr(owner, "generator", None) for owner in (self.loader, *self.samplers)]
+        return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
+
+    def find_state_gap(self) -> str | None:
+        """Return what the loader's own state lacks to continue a pass bit for bit, if it has a state."""
+        return None
+
+    def find_inexactness(self) -> str | None:
+        """Return why batches do not come in the same order again, and the remedy."""
+        return None
+
+    def find_cut(self) -> str | None:
+        """Return what has visibly given each rank its own share of the data, and the remedy."""
+        for sampler in self.samplers:
+            ranks = max(getattr(sampler, "num_replicas", 1) or 1, getattr(sampler, "num_processes", 1) or 1)
+            if ranks > 1 or isinstance(sampler, DistributedSampler):
+                return f"the {type(sampler).__name__} has already split the data: leave the sampler out"
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it."""
+        for target in (self.loader, *[getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")]):
+            if callable(set_epoch := getattr(target, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def get_generators(self) -> dict[str, Any]:
+        return {str(i): generator.get_state() for i, generator in enumerate(self._generators)}
+
+    def set_generators(self, states: Mapping[str, Any]) -> None:
+        for i, generator in enumerate(self._generators):
+            if str(i) in states:
+                generator.set_state(states[str(i)])
+
+    def begin(self, releases: list[Callable[[], Any]]) -> Any:
+        """Begin a pass; to ``releases`` is added what is to be called before it is ended."""
+        if callable(self.loader) and not isinstance(self.loader, Iterable):
+            return source_of(self.loader()).begin(releases)
+        return iter(self.loader)
+
+
+class TorchLoader(Source):
+    """A `DataLoader`, or a loader with its attributes, such as torchdata's."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._n_workers = loader.num_workers
+        self._dataset = source_of(getattr(loader, "dataset", None))
+
+    @property
+    def n_examples(self) -> int | None:
+        is_indexed = isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset)
+        return _length(self.loader.dataset) if is_indexed else None
+
+    @cached_property
+    def may_draw(self) -> bool:
+        # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
+        return not self._n_workers or not all(_is_of(sampler, "torch.utils.data") for sampler in self.samplers)
+
+    @property
+    def has_end(self) -> bool:
+        return self._dataset.has_end
+
+    def find_state_gap(self) -> str | None:
+        dataset = self._dataset.loader
+        is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
+        has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
+        if self._n_workers and not (has_no_code and _is_of(getattr(self.loader, "collate_fn", None), "torch.utils.data")):
+            return "the random generators of its workers"
+        return self._dataset.find_state_gap()
+
+    def find_inexactness(self) -> str | None:
+        reason = self._dataset.find_inexactness()
+        if reason is None and self._n_workers and not getattr(self.loader, "in_order", True):
+            reason = "with in_order=False batches come in the order in which the workers finish; leave it True"
+        return reason
+
+    def find_cut(self) -> str | None:
+        return super().find_cut() or self._dataset.find_cut()
+
+    def begin(self, releases: list[Callable[[], Any]]) -> Any:
+        """Begin a pass, with workers that leave signals to the trainer and end with the pass."""
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or not self._n_workers:
+            return iter(loader)
+        init_fn, is_persistent = loader.worker_init_fn, loader.persistent_workers
+        guard = _WorkerGuard(loader.multiprocessing_context or multiprocessing.get_context(), init_fn)
+        # Called by multiprocessing before it waits for its processes: at exit, and in a Process, where atexit is not.
+        releases.append(multiprocessing.util.Finalize(None, guard.released.set, exitpriority=20))
+        loader.worker_init_fn = guard
+        vars(loader)["persistent_workers"] = False  # torch refuses to set the attribute
+        try:
+            return iter(loader)
+        finally:
+            loader.worker_init_fn = init_fn
+            vars(loader)["persistent_workers"] = is_persistent
+
+
+class Stream(Source):
+    """A Hugging Face ``IterableDataset``: a chain of steps, some of which keep what their state does not have."""
+
+    @property
+    def _steps(self) -> list[Any]:
+        waiting, steps = [self.loader._ex_iterable], []
+        while waiting:
+            if (step := waiting.pop()) is not None:
+                steps.append(step)
+                waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
+        return steps
+
+    @property
+    def has_end(self) -> bool:
+        return not any(getattr(step, "num_times", 0) is None for step in self._steps)  # repeated for ever
+
+    def find_state_gap(self) -> str | None:
+        for step in self._steps:
+            if hasattr(step, "buffer_size"):
+                return "the examples in its shuffle buffer"
+            if getattr(step, "batched", False) and not _is_of(getattr(step, "function", None), "datasets."):
+                return "the position in a batched map, which may draw for many examples at once"
+        return None
+
+    def find_inexactness(self) -> str | None:
+        for step in self._steps:
+            generator: Any = getattr(step, "generator", None)
+            seeds: Any = generator.bit_generator.seed_seq if isinstance(generator, np.random.Generator) else None
+            entropy = getattr(seeds, "entropy", None)
+            if isinstance(entropy, int) and entropy.bit_length() > 64:  # that of the system
+                return "its stream is shuffled without a seed, in another order each time; write shuffle(seed=...)"
+        return None
+
+    def find_cut(self) -> str | None:
+        world_size = getattr(getattr(self.loader, "_distributed", None), "world_size", 1)
+        cut = f"split_dataset_by_node has already split the data into {world_size} shares: leave it out"
+        return cut if world_size > 1 else super().find_cut()
+
+
+def source_of(loader: Any) -> Source:
+    """Return what is known of a source."""
+    if hasattr(loader, "num_workers"):
+        return TorchLoader(loader)
+    return Stream(loader) if hasattr(loader, "_ex_iterable") else Source(loader)
+
+
+def is_from_data(error: StopIteration, begun: Any) -> bool:
+    """Return whether an error of ``next(begun)`` is that of a dataset, a ``collate_fn`` or a function that ``map`` calls."""
+    names = [(frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)][1:]
+    if not isinstance(type(begun).__next__, FunctionType):  # as of map, through which the end of another iterator may come
+        return bool(names) and names[0][1] != "__next__"
+    if (torch._utils.__file__, "reraise") in names:  # of an error in a worker
+        return True
+    called = [name for (file, _), (_, name) in pairwise(names) if file == torch_fetch.__file__]
+    return bool(called) and called[0] != "__next__"  # in which an iterable dataset may end
+
+
+def _is_of(value: Any, package: str) -> bool:
+    """Return whether a function, or the class of an object, was defined in a package."""
+    return str(getattr(value, "__module__", "") or "").startswith(package)
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except TypeError:
+        return None
+
+
+class _WorkerGuard:
+    """A ``worker_init_fn`` for workers that ignore SIGINT, and until they are released SIGTERM, by which torch ends them."""
+
+    def __init__(self, context: Any, init_fn: Callable[[int], Any] | None) -> None:
+        self.released = context.Event()
+        self._init_fn = init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if self.released.is_set() or os.getppid() == 1 else None)
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+        if self._init_fn is not None:
+            self._init_fn(worker_id)
 
 
 class Position(NamedTuple):
@@ -38,45 +270,44 @@ class Passes:
     batch, and from the rank where each has its own share. Without ``owner.repeat`` the source's own generators are restored
     after each pass.
 
-    Args:
-        source: the source.
-        owner: the iterator that returns the batches; its name, seed and ranks hold.
-        per_rank: True if the source gives each rank its own share.
-
     Attributes:
         position: the position behind the batch fetched last.
         length: the number of batches in a pass; ``None`` if it is unknown.
         seed: the seed, once it is known.
-        shares: of ranks that each have their own share.
         has_ended: True if there is no other pass.
         uses_state: True if a pass is taken up again by the source's own state, and nothing is fetched again.
     """
 
-    def __init__(self, source: Source, owner: Iterator, *, per_rank: bool = False) -> None:
-        self._source, self._owner, self._per_rank = source, owner, per_rank
-        self._state_lacks = "the last batch of a rank whose share has ended" if per_rank else None
+    def __init__(self, source: Source, owner: LoaderIterator) -> None:
+        self._source, self._owner = source, owner
+        self._state_lacks = "the last batch of a rank whose share has ended" if owner.per_rank else None
         if self._state_lacks is None and has_state(source.loader):
             self._state_lacks = source.find_state_gap()
         self.uses_state = has_state(source.loader) and self._state_lacks is None
         self.length = source.length
         self.seed: int | None = None
-        self.shares: RankShares | None = None
         self.has_ended = False
         self._pass: PythonIterator[Any] | None = None
         self._is_spent = False  # a source of a single pass was begun
+        self._last_batch: Batch | None = None  # of this rank in the pass, where each has its own share
         self._releases: list[Callable[[], Any]] = []  # to be called when the pass ends
-        self._initial_generators = source.get_generators()
+        self.initial_generators = source.get_generators()
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
-        self.position = Position(0, 0, self._initial_generators)
+        self.position = Position(0, 0, self.initial_generators)
 
     @property
     def is_open(self) -> bool:
         return self._pass is not None
 
+    @property
+    def has_shares(self) -> bool:
+        """True if ranks each have a share of their own, and end a pass together."""
+        return self._owner.per_rank and self._owner.size > 1
+
     def begin(self) -> None:
         if not self._owner.repeat:
             self._releases.append(partial(self._source.set_generators, self._source.get_generators()))
-            self._source.set_generators(self._initial_generators)
+            self._source.set_generators(self.initial_generators)
         self._source.set_epoch(self.position.passes)
         self._open(self.position.passes)
 
@@ -87,8 +318,7 @@ class Passes:
         self._source.set_generators(self._resumed_generators)
         self._resumed_generators = {}
         self._is_spent = self._source.is_single_pass
-        if self.shares is not None:
-            self.shares.last_batch = None
+        self._last_batch = None
         self.position = Position(number + 1, 0, generators)
 
     def end(self) -> None:
@@ -105,18 +335,52 @@ class Passes:
         self._pass = None
 
     def take(self) -> Batch:
-        """Return the next batch of the pass.
+        """Return the next batch of the pass, or raise ``StopIteration`` at its end."""
+        batch = self._take_together() if self.has_shares else self._fetch()
+        comm, is_cut = self._owner.comm, self._owner.per_rank
+        if self.position.taken == 0 and comm is not None and (not is_cut or comm.world.size > comm.size):
+            sums = comm.world.gather_object((comm.rank, digest(*contents(batch))))
+            name, kind = self._owner.name, type(self._source.loader).__name__
+            # Each would take its rows of a part of the data, or compute a part of the model for other examples.
+            if not is_cut and len({checksum for _, checksum in sums}) > 1:
+                raise ValueError(
+                    f"the {len(sums)} ranks share every batch of iterator {name!r} by its rows, and its loader "
+                    f"({kind}) gives them different ones. If it gives each rank its own share, "
+                    "write LoaderIterator(loader, per_rank=True); otherwise seed what it draws alike on all ranks"
+                )
+            if len(set(sums)) > comm.size:
+                raise ValueError(
+                    f"ranks that compute one model together see the same rows, and the loader of iterator {name!r} "
+                    f"({kind}) gives them different ones: cut its data by the rank of the communicator, "
+                    "which is that of the data, and seed what it draws alike on all ranks"
+                )
+        self.position = Position(self.position.passes, self.position.taken + 1, self.position.generators)
+        return batch
 
-        Raises:
-            StopIteration: the pass has ended.
-            ValueError: ranks that share the batches are given different ones.
-        """
-        batch = self._fetch() if self.shares is None else self.shares.take(self._fetch)
-        passes, taken, generators = self.position[:3]
-        comm = self._owner.comm
-        if taken == 0 and comm is not None and (not self._per_rank or comm.world.size > comm.size):
-            self._check_same_on_all_ranks(batch, comm)
-        self.position = Position(passes, taken + 1, generators)
+    def _take_together(self) -> Batch:
+        """Return this rank's next batch; if it has none and others have, its last one again with weight 0."""
+        name, rank, size, comm = self._owner.name, self._owner.rank, self._owner.size, self._owner.comm
+        if comm is None:
+            raise ValueError(
+                f"with per_rank=True the {size} ranks of iterator {name!r} agree on the end of a pass, for which "
+                "they need a communicator: StandardUpdater(..., comm=create_communicator())"
+            )
+        try:
+            batch: Batch | None = self._fetch()
+        except StopIteration:
+            batch = None
+        if not comm.start_max(int(batch is not None))():
+            raise StopIteration
+        if batch is not None:
+            self._last_batch = batch
+            return batch
+        if self._last_batch is None:
+            raise ValueError(
+                f"the loader of iterator {name!r} gave rank {rank} of {size} no batch in a whole pass, and "
+                "others have some: give every rank a share, for example by more shards or a smaller batch size"
+            )
+        batch = self._last_batch[:]
+        batch.weight = 0
         return batch
 
     def _fetch(self) -> Batch:
@@ -133,9 +397,8 @@ class Passes:
 
     @contextmanager
     def _seeded(self, *keys: int) -> Generator[None]:
-        rank = [] if self.shares is None else [self._owner.rank]
         with preserve_host_rng():
-            seed_host(self.get_seed(), *keys, *rank)
+            seed_host(self.get_seed(), *keys, *([self._owner.rank] if self.has_shares else ()))
             yield
 
     def get_seed(self) -> int:
@@ -144,34 +407,10 @@ class Passes:
             self.seed = stable_hash("loader", self._owner.base_seed(), self._owner.name)
         return self.seed
 
-    def _check_same_on_all_ranks(self, batch: Batch, comm: Communicator) -> None:
-        """Refuse a source that gives other batches to ranks that share them, or that see the same rows.
-
-        Each would take its rows of a part of the data, or compute a part of the model for other examples.
-        """
-        sums = comm.world.gather_object((comm.rank, _checksum(batch)))
-        kind = type(self._source.loader).__name__
-        if not self._per_rank and len({checksum for _, checksum in sums}) > 1:
-            raise ValueError(
-                f"the {len(sums)} ranks share every batch of iterator {self._owner.name!r} by its rows, and its loader "
-                f"({kind}) gives them different ones. If it gives each rank its own share, "
-                "write LoaderIterator(loader, per_rank=True); otherwise seed what it draws alike on all ranks"
-            )
-        if len(set(sums)) > comm.size:
-            raise ValueError(
-                f"ranks that compute one model together see the same rows, and the loader of iterator {self._owner.name!r} "
-                f"({kind}) gives them different ones: cut its data by the rank of the communicator, "
-                "which is that of the data, and seed what it draws alike on all ranks"
-            )
-
     # --- going elsewhere ---
 
     def restart(self, passes: int, generators: dict[str, Any] | None) -> None:
-        """Let pass number ``passes`` be the next, with the source's own generators in these states, if they are given.
-
-        Raises:
-            ValueError: the source gives one pass, which was begun.
-        """
+        """Let pass number ``passes`` be the next, with the source's own generators in these states, if they are given."""
         if self._is_spent:
             raise ValueError(
                 f"the loader of iterator {self._owner.name!r} ({type(self._source.loader).__name__}) gives one pass, which "
@@ -181,10 +420,6 @@ class Passes:
         self._source.set_generators(generators or {})
         self.position = Position(passes, 0, self._source.get_generators())
         self.has_ended = False
-
-    def rewind(self) -> None:
-        """Let the next pass be as the first was, after a `restart`."""
-        self._source.set_generators(self._initial_generators)
 
     def describe(self) -> Position:
         """Return the position with all that is to be saved of it."""
@@ -203,30 +438,27 @@ class Passes:
         with self._seeded(self.position.passes, -1):  # some begin a pass for it
             return self._source.loader.state_dict()
 
-    def get_generators(self) -> dict[str, Any]:
-        return self._source.get_generators()
-
     def resume(self, saved: Position) -> None:
         """Go to a saved position: by the source's own state, or by fetching the batches of the pass again."""
         passes, taken, generators, state, current_generators = saved
         self.close()
-        if state is None or not self.uses_state:
-            if self._owner.repeat or not taken:
-                self._source.set_generators(generators)
-            self.position = Position(passes - (taken > 0), 0, generators)
+        if state is not None and self.uses_state:
+            # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
+            # workers), and the next pass would be another one.
+            self._resumed_generators = current_generators or {} if self._owner.repeat else {}
             if taken:
-                self._skip(taken)
+                self._source.set_epoch(passes - 1)
+            with preserve_host_rng():
+                self._source.loader.load_state_dict(state)
+            if taken:
+                self._open(passes - 1)
+            self.position = Position(passes, taken, generators)
             return
-        # A loader restores its position with other draws than in the saved run (torchdata's draws no seed for its
-        # workers), and the next pass would be another one.
-        self._resumed_generators = current_generators or {} if self._owner.repeat else {}
+        if self._owner.repeat or not taken:
+            self._source.set_generators(generators)
+        self.position = Position(passes - (taken > 0), 0, generators)
         if taken:
-            self._source.set_epoch(passes - 1)
-        with preserve_host_rng():
-            self._source.loader.load_state_dict(state)
-        if taken:
-            self._open(passes - 1)
-        self.position = Position(passes, taken, generators)
+            self._skip(taken)
 
     def _skip(self, count: int) -> None:
         kind, name = type(self._source.loader).__name__, self._owner.name
@@ -240,77 +472,31 @@ class Passes:
         self.begin()
         for skipped in range(count):
             try:
-                if self.shares is None:
-                    self._fetch()
-                else:
-                    self.shares.skip(self._fetch)
+                batch = self._fetch()
+                if self.has_shares:
+                    self._last_batch = batch
             except StopIteration:
-                raise ValueError(
-                    f"the saved run had taken {count} batches of this pass, and the loader of iterator {name!r} "
-                    f"gives only {skipped}: resume with the same data and batch size"
-                ) from None
+                if self._last_batch is None:  # otherwise other ranks had one; they are not asked
+                    raise ValueError(
+                        f"the saved run had taken {count} batches of this pass, and the loader of iterator {name!r} "
+                        f"gives only {skipped}: resume with the same data and batch size"
+                    ) from None
             self.position = Position(self.position.passes, skipped + 1, self.position.generators)
 
 
-class RankShares:
-    """The batches of ranks that each have a share of their own, and end a pass together.
-
-    Attributes:
-        last_batch: the last batch of this rank in the pass.
-    """
-
-    def __init__(self, owner: Iterator) -> None:
-        self._owner = owner
-        self.last_batch: Batch | None = None
-
-    def take(self, fetch: Callable[[], Batch]) -> Batch:
-        """Return this rank's next batch; if it has none and others have, its last one again with weight 0.
-
-        Raises:
-            StopIteration: no rank has another batch.
-        """
-        name, rank, size, comm = self._owner.name, self._owner.rank, self._owner.size, self._owner.comm
-        if comm is None:
-            raise ValueError(
-                f"with per_rank=True the {size} ranks of iterator {name!r} agree on the end of a pass, for which "
-                "they need a communicator: StandardUpdater(..., comm=create_communicator())"
-            )
-        try:
-            batch = self.last_batch = fetch()
-            has_ended = False
-        except StopIteration:
-            has_ended = True
-        if not comm.start_max(int(not has_ended))():
-            raise StopIteration
-        if not has_ended:
-            return batch
-        if self.last_batch is None:
-            raise ValueError(
-                f"the loader of iterator {name!r} gave rank {rank} of {size} no batch in a whole pass, and "
-                "others have some: give every rank a share, for example by more shards or a smaller batch size"
-            )
-        batch = self.last_batch[:]
-        batch.weight = 0
-        return batch
-
-    def skip(self, fetch: Callable[[], Batch]) -> None:
-        """Fetch a batch that was taken before. Other ranks are not asked: it is known that one of them had it."""
-        try:
-            self.last_batch = fetch()
-        except StopIteration:
-            if self.last_batch is None:
-                raise
-
-
-def _checksum(batch: Batch) -> int:
-    """Return a number that differs if the content of a batch does, as far as it is tensors, arrays and plain values."""
-    checksum = 0
-    for leaf in tree_leaves([*batch] if batch.columns is None else batch.columns):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-            content: Any = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            content = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-        else:
-            content = repr(leaf).encode() if isinstance(leaf, (int, float, str, bytes)) else b""
-        checksum = zlib.crc32(content, checksum)
-    return checksum
+def contents(batch: Batch, *, sampled: bool = False) -> PythonIterator[bytes]:
+    """Yield the content of a batch, as far as it is tensors, arrays and plain values; or samples of what is on the host."""
+    leaves = tree_leaves([*batch] if batch.columns is None else batch.columns)
+    for leaf in leaves[:_SAMPLED_ARRAYS] if sampled else leaves:
+        if isinstance(leaf, (int, float, str, bytes)):
+            yield repr(leaf).encode()
+            continue
+        is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if not is_tensor and not (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"):
+            continue
+        if is_tensor and sampled and leaf.device.type != "cpu":
+            continue
+        flat = leaf.detach().cpu().reshape(-1) if is_tensor else leaf.reshape(-1)
+        sample = flat[:: -(-len(flat) // _SAMPLED_NUMBERS) or 1] if sampled else flat
+        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
+        yield (sample.clone().view(torch.uint8).numpy() if is_tensor else sample).tobytes()

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Iterator as PythonIterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from chainring._checks import is_integer
-from chainring._distributed.communicator import Communicator
 from chainring._messages import warn
 from chainring._random import digest
-from chainring.iterators._passes import Passes, Position, RankShares
-from chainring.iterators._sources import source_of
+from chainring.iterators._passes import Passes, Position, contents, source_of
 from chainring.iterators.base import Batch, Iterator, counters_of
 from chainring.serializers.protocol import AbstractSerializer, Serializer, visit_optional, visit_setting
-
-_SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its arrays, for a digest
 
 
 class _Fetched(NamedTuple):
@@ -89,7 +82,12 @@ class LoaderIterator(Iterator):
         per_rank: bool = False,
         repeat: bool = True,
     ) -> None:
-        _check(loader, epoch_length)
+        iterates = isinstance(loader, Iterable) or callable(loader) or hasattr(loader, "__getitem__")
+        if isinstance(loader, (str, bytes, dict)) or not iterates:
+            got = type(loader).__name__
+            raise TypeError(f"a loader is an iterable of batches, or a function that returns one; got {got}")
+        if epoch_length is not None and (not is_integer(epoch_length) or epoch_length < 1):
+            raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
         self.loader: Any = loader  # first, so that what it does not save is named by this path
         self._source = source = source_of(loader)
         self.epoch_length = epoch_length
@@ -97,7 +95,7 @@ class LoaderIterator(Iterator):
         self.repeat = repeat
         self.batch_size = getattr(loader, "batch_size", None) or 1
         self._batch_size_is_known = getattr(loader, "batch_size", None) is not None
-        self._passes = Passes(source, self, per_rank=per_rank)
+        self._passes = Passes(source, self)
         if repeat and source.length == 0:
             raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
         if repeat and (reason := source.find_inexactness()) is not None:
@@ -142,9 +140,15 @@ class LoaderIterator(Iterator):
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if self._resumed is not None:
-            self._resume_share(*self._resumed)
         passes = self._passes
+        if self._resumed is not None:
+            (position, ranks), self._resumed = self._resumed, None
+            if ranks != self.size and position.taken:
+                raise ValueError(
+                    f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
+                    f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
+                )
+            passes.resume(position)
         if not self.repeat and self.epoch:  # epoch_length batches have come
             passes.end()
         is_new_pass = not passes.is_open
@@ -188,7 +192,7 @@ class LoaderIterator(Iterator):
         if is_last or not passes.is_open:
             return
         if passes.uses_state:  # of which only the newest can be had
-            position = Position(*position[:3], passes.loader_state(), passes.get_generators())
+            position = Position(*position[:3], passes.loader_state(), self._source.get_generators())
             self._pending[0] = _Fetched(batch, position)
         try:
             self._pending.append(self._take())
@@ -197,7 +201,7 @@ class LoaderIterator(Iterator):
             # A loader with a state continues from there, and is found at its end when the run is resumed.
             self._pending[0] = _Fetched(batch, position if passes.uses_state else passes.position, is_last=True)
         except Exception as error:
-            if passes.shares is not None:  # the other ranks have not waited for it
+            if passes.has_shares:  # the other ranks have not waited for it
                 raise
             self._error = error
 
@@ -221,23 +225,11 @@ class LoaderIterator(Iterator):
 
     def share(self, rank: int, size: int) -> None:
         super().share(rank, size)
-        self._passes.shares = None
         if self.per_rank and size > 1:
-            self._passes.shares = RankShares(self)
             self.batch_size = size * (getattr(self.loader, "batch_size", None) or 1)
             lengths = [None] if self.comm is None else self.comm.gather_object(self._source.length)
             # Passes are as long as the longest share.
             self._passes.length = None if None in lengths else max(lengths)
-
-    def _resume_share(self, position: Position, ranks: int) -> None:
-        """Fetch this rank's batches again up to the position in which the run was saved."""
-        self._resumed = None
-        if ranks != self.size and position.taken:
-            raise ValueError(
-                f"iterator {self.name!r} was saved by {ranks} ranks, each in the middle of its own share, and there "
-                f"are {self.size}: resume with as many, or from a snapshot of the end of an epoch"
-            )
-        self._passes.resume(position)
 
     def batch_end(self) -> Any:
         """Return a digest of the content of the batches since the last `mark`, of the whole ones where ranks share them.
@@ -245,7 +237,7 @@ class LoaderIterator(Iterator):
         Of each array 1,024 evenly spaced numbers count. It is ``None`` if none of them lies on the host, or there was no
         `mark`.
         """
-        samples = [sample for fetched in self._since_mark or () for sample in _samples(fetched.batch)]
+        samples = [sample for fetched in self._since_mark or () for sample in contents(fetched.batch, sampled=True)]
         return (digest(*samples) if samples else None,)
 
     def batch_digest(self, start: Any, stop: Any) -> int | None:
@@ -255,15 +247,13 @@ class LoaderIterator(Iterator):
     # --- going back ---
 
     def reset(self) -> None:
-        self._restart(self._returned.passes)
+        self._restart(self._returned.passes, self._returned.current_generators)  # before the batch that was read ahead
 
     def rewind(self) -> None:
-        self._restart(0)
-        if self.repeat:
-            self._passes.rewind()
+        self._restart(0, self._passes.initial_generators if self.repeat else self._returned.current_generators)
 
-    def _restart(self, number: int) -> None:
-        self._passes.restart(number, self._returned.current_generators)  # before the batch that was read ahead
+    def _restart(self, number: int, generators: dict[str, Any] | None) -> None:
+        self._passes.restart(number, generators)
         self._returned = self._passes.position
         self._epoch_position = 0
         self._pending, self._since_mark, self._error, self._resumed = [], None, None, None
@@ -287,7 +277,7 @@ class LoaderIterator(Iterator):
     # --- state ---
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saving, passes = isinstance(serializer, Serializer), self._passes
+        saving, passes, now = isinstance(serializer, Serializer), self._passes, self._source.get_generators
         sizes = {key: serializer(key, value) for key, value in self._sizes().items()}
         if self._batch_size_is_known:
             visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
@@ -295,15 +285,21 @@ class LoaderIterator(Iterator):
         self._epoch_position = serializer("position", self._epoch_position)
         self._serialize_counters(serializer)
         has_ended = serializer("has_ended", passes.has_ended and not self._pending)
-        now = passes.get_generators
-        position = self._describe_position() if saving else Position(0, 0, now(), None, now())
-        ranks = serializer.comm.size
+        if not saving:
+            position = Position(0, 0, now(), None, now())
+        elif self._resumed is None and not self._pending and self._returned.loader_state is None:
+            position = passes.describe()
+        else:
+            position = self._returned if self._resumed is None else self._resumed[0]
+            if position.current_generators is None:
+                position = Position(*position[:4], now())
+        comm = serializer.comm
         if saving and self.per_rank:
-            states = serializer.comm.gather_object(position.generators)
-            position = Position(*position[:2], dict(zip(map(str, range(ranks)), states, strict=True)), *position[3:])
+            states = comm.gather_object(position.generators)
+            position = Position(*position[:2], {str(rank): state for rank, state in enumerate(states)}, *position[3:])
         names = ("passes", "taken", "generators", "loader", "generators_now")
         position = Position(*[serializer(name, value) for name, value in zip(names, position, strict=True)])
-        saved_ranks = visit_optional(serializer, "ranks", max(ranks, self.size) if saving and self.per_rank else 0)
+        saved_ranks = visit_optional(serializer, "ranks", max(comm.size, self.size) if saving and self.per_rank else 0)
         if saving:
             return
         self._check_sizes(sizes, position.taken)
@@ -315,21 +311,13 @@ class LoaderIterator(Iterator):
         self._pending, self._since_mark, self._error = [], None, None
         if self.per_rank:  # brought there by the first batch, when the rank is known
             passes.close()
-            passes.position = _of_this_rank(position, serializer.comm)
+            rank = str(comm.rank) if len(position.generators) > 1 else "0"  # one state in memory is the rank's own
+            passes.position = Position(*position[:2], position.generators.get(rank, {}), *position[3:])
             self._resumed = passes.position, saved_ranks or 1
         else:
             passes.resume(position)
         self._returned = passes.position
         passes.has_ended = has_ended
-
-    def _describe_position(self) -> Position:
-        """Return the position after the batch last returned, with all that is to be saved of it."""
-        if self._resumed is None and not self._pending and self._returned.loader_state is None:
-            return self._passes.describe()
-        position = self._returned if self._resumed is None else self._resumed[0]
-        if position.current_generators is None:
-            position = Position(*position[:4], self._passes.get_generators())
-        return position
 
     def _sizes(self) -> dict[str, int | None]:
         if self.per_rank:
@@ -349,13 +337,6 @@ class LoaderIterator(Iterator):
                 raise ValueError(f"iterator {self.name!r} has {sizes}; {remedy}")
 
 
-def _of_this_rank(position: Position, comm: Communicator) -> Position:
-    """Return a saved position with the generators of this rank; one state in memory is the rank's own."""
-    states = position.generators
-    rank = str(comm.rank) if len(states) > 1 else "0"
-    return Position(*position[:2], states.get(rank, {}), *position[3:])
-
-
 def as_iterator(source: Any, repeat: bool = True) -> Any:
     """Return an iterator as it is, and any other source of batches wrapped in a `LoaderIterator`.
 
@@ -367,7 +348,13 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
         raise TypeError(f"{rule}; make an object of it, such as SerialIterator(dataset, batch_size)")
     if isinstance(source, Iterator) or (hasattr(source, "__next__") and hasattr(source, "epoch_detail")):
         return source
-    if _is_dataset(source):
+    gives_examples = not isinstance(source, (IterableDataset, DataLoader)) and (
+        isinstance(source, (Dataset, np.ndarray, torch.Tensor))
+        or hasattr(source, "get_example")
+        or hasattr(source, "__getitems__")  # which torch's DataLoader calls
+        or (hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__"))
+    )
+    if gives_examples:
         raise TypeError(
             f"an iterator of batches is needed, got the dataset {type(source).__name__}, which returns single examples; "
             "wrap it: SerialIterator(dataset, batch_size), or LoaderIterator(dataset) if its items are batches"
@@ -375,38 +362,3 @@ def as_iterator(source: Any, repeat: bool = True) -> Any:
     if isinstance(source, (torch.nn.Module, torch.optim.Optimizer, Mapping)):
         raise TypeError(f"an iterator of batches is needed, got {type(source).__name__}")
     return LoaderIterator(source, repeat=repeat)
-
-
-def _check(loader: Any, epoch_length: int | None) -> None:
-    iterates = isinstance(loader, Iterable) or callable(loader) or hasattr(loader, "__getitem__")
-    if isinstance(loader, (str, bytes, dict)) or not iterates:
-        raise TypeError(f"a loader is an iterable of batches, or a function that returns one; got {type(loader).__name__}")
-    if epoch_length is not None and (not is_integer(epoch_length) or epoch_length < 1):
-        raise ValueError(f"epoch_length counts batches and is at least 1, got {epoch_length!r}")
-
-
-def _is_dataset(source: Any) -> bool:
-    """Return whether a source gives single examples: it can be indexed, and not iterated in another way."""
-    if isinstance(source, (IterableDataset, DataLoader)):
-        return False
-    is_known = isinstance(source, (Dataset, np.ndarray, torch.Tensor))
-    if is_known or hasattr(source, "get_example") or hasattr(source, "__getitems__"):  # which torch's DataLoader calls
-        return True
-    return hasattr(source, "__getitem__") and not hasattr(source, "__iter__") and not hasattr(source, "__next__")
-
-
-def _samples(batch: Batch) -> PythonIterator[bytes]:
-    """Yield a sample of the content of a batch as far as it lies on the host."""
-    for leaf in itertools.islice(tree_leaves([*batch] if batch.columns is None else batch.columns), _SAMPLED_ARRAYS):
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
-            flat = leaf.detach().reshape(-1)
-            sample = flat[:: -(-len(flat) // _SAMPLED_NUMBERS) or 1].clone().view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
-            sample = leaf.reshape(-1)[:: -(-leaf.size // _SAMPLED_NUMBERS) or 1].tobytes()
-        elif isinstance(leaf, (int, float, str, bytes)):
-            yield repr(leaf).encode()
-            continue
-        else:
-            continue
-        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-        yield sample
