@@ -24,7 +24,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from chainring._messages import warn
 from chainring._random import digest, preserve_host_rng, seed_host, stable_hash
-from chainring.iterators._worker_main import exit_with_parent
+from chainring.iterators._workers import exit_with_parent
 from chainring.iterators.base import Batch, make_batch, not_the_end
 from chainring.serializers.protocol import has_state
 

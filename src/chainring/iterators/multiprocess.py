@@ -15,8 +15,7 @@ from chainring._random import stable_hash
 from chainring.converters import Converter, concat_examples
 from chainring.datasets._columns import make_gather
 from chainring.datasets.base import Dataset
-from chainring.iterators._worker_main import BatchDataset, Failure
-from chainring.iterators._worker_pool import WorkerPool
+from chainring.iterators._workers import BatchDataset, WorkerPool
 from chainring.iterators.base import Batch
 from chainring.iterators.serial import IndexedIterator, OrderSampler, Segment, require_integer
 
@@ -121,21 +120,16 @@ class MultiprocessIterator(IndexedIterator):
             )
         # A copy makes the plan: one that held this iterator, which holds the pool, would keep the workers alive.
         result = self._pool.take(segments, lambda: copy.copy(self).iterate_segments())
-        if result.failure is not None:
-            raise self._make_error(result.failure)
+        if (failure := result.failure) is not None:
+            error: Any = None if failure.error is None else pickle.loads(failure.error)
+            if error is None or isinstance(error, StopIteration):  # which would look like the end of the data
+                error = RuntimeError(f"a worker raised {failure.summary}")
+            origin = "the converter" if failure.example is None else f"dataset[{failure.example}]"
+            error.add_note(f"in a worker process (pid {failure.pid}):\n{failure.traceback}")
+            error.add_note(f"raised by {origin}, epoch {failure.order - self._orders.first}, in iterator {self.name!r}")
+            raise error
         length = sum(len(indices) for _, indices in segments)
         return Batch(result.examples) if result.examples is not None else Batch(columns=result.columns, length=length)
-
-    def _make_error(self, failure: Failure) -> BaseException:
-        """Return the worker's exception, with its traceback and its origin as notes."""
-        error: Any = None if failure.error is None else pickle.loads(failure.error)
-        if error is None or isinstance(error, StopIteration):  # which would look like the end of the data
-            error = RuntimeError(f"a worker raised {failure.summary}")
-        origin = "the converter" if failure.example is None else f"dataset[{failure.example}]"
-        error.add_note(f"in a worker process (pid {failure.pid}):\n{failure.traceback}")
-        error.add_note(f"raised by {origin}, epoch {failure.order - self._orders.first}, in iterator {self.name!r}")
-        assert isinstance(error, BaseException)
-        return error
 
     def finalize(self) -> None:
         if self._pool is not None:

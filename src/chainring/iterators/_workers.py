@@ -1,4 +1,4 @@
-"""WorkerPool: the worker processes of a `MultiprocessIterator`, started, watched and ended by the main process.
+"""The worker processes of a `MultiprocessIterator`: what they run, and how they are started, watched and ended.
 
 They are those of ``torch.utils.data.DataLoader``. Ours are the sampler that tells them what to fetch, and a context that
 makes their queues and processes, so that a wait ends at once when a worker dies or stalls.
@@ -6,8 +6,8 @@ makes their queues and processes, so that a wait ends at once when a worker dies
 
 from __future__ import annotations
 
-import atexit
 import gc
+import io
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.process
@@ -18,26 +18,181 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Iterator as PythonIterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import repeat
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from chainring.iterators._worker_main import IGNORED_SIGNALS, BatchDataset, SharedStatus, Task, WorkerResult, init_worker
+from chainring._random import example_keys, set_seed
+from chainring.converters import concat_examples
 from chainring.iterators.serial import Segment
 
+Task = tuple[int, list[Segment]]
+"""The generation that a batch belongs to, and its segments."""
+
+_IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+"""Signals that are sent to a whole process group: the main process acts on them."""
+
+_MAX_BYTES_BY_VALUE = 1 << 18  # handing over a file takes longer than copying so many (0.7 against 0.3 ms)
 _GRACE = 1.0  # seconds that all workers together have to end by themselves
 _GRACE_AFTER_ERROR = 0.2  # after a worker has died or stalled, which is to be reported at once
+
+# --- in a worker ---
+
+
+def _init_worker(worker: int) -> None:
+    for ignored in _IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED_SIGNALS)  # blocked while the processes were started
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent() -> None:
+    """End this process when the main process is gone, even if the dataset or a full pipe blocks it."""
+    parent, parent_pid = multiprocessing.parent_process(), os.getppid()
+    while os.getppid() == parent_pid and (parent is None or parent.is_alive()):
+        time.sleep(1)
+    os._exit(1)
+
+
+class BatchDataset(Dataset[Any]):
+    """A dataset for torch whose examples are whole batches; without a converter the user's examples are sent."""
+
+    def __init__(
+        self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
+    ) -> None:
+        self._dataset = dataset
+        self._seeds_examples = seeds_examples
+        self._converter = converter
+        self._status = status
+
+    def __getitem__(self, task: Task) -> _PickledResult:
+        generation, segments = task
+        info = get_worker_info()
+        assert info is not None
+        index: int | None = None
+        order = segments[0][0][1]
+        try:
+            examples = []
+            for (seed, order), indices in segments:
+                keys = example_keys(seed, order, indices) if self._seeds_examples else repeat(None)
+                for index, key in zip(indices.tolist(), keys, strict=False):
+                    if self._status.generation.value != generation:
+                        return _PickledResult(WorkerResult())
+                    if key is not None:
+                        set_seed(key)
+                    self._status.report(info.id, index)
+                    examples.append(self._dataset[index])
+            index = None
+            return _PickledResult(self._collate(examples))
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            pickled: bytes | None = None
+            with suppress(Exception):  # exceptions with their own constructor or attributes often cannot be pickled
+                content = pickle.dumps(error.with_traceback(None))
+                pickled = content if type(pickle.loads(content)) is type(error) else None
+            failure = Failure(pickled, f"{type(error).__name__}: {error}", text, index, order, os.getpid())
+            return _PickledResult(WorkerResult(failure=failure))
+        finally:
+            self._status.report(info.id)
+
+    def _collate(self, examples: list[Any]) -> WorkerResult:
+        if self._converter is None:
+            return WorkerResult(examples=examples)
+        if self._converter is not concat_examples:
+            return WorkerResult(columns=self._converter(examples, None))
+        try:
+            return WorkerResult(columns=concat_examples(examples))
+        except (ValueError, TypeError):  # ragged, or not of numbers: left to the updater's converter
+            return WorkerResult(examples=examples)
+
+
+class SharedStatus:
+    """The progress of the workers, in memory that they share with the main process.
+
+    Attributes:
+        generation: that of the batches that are wanted; workers skip others.
+        examples: the index of the example that each worker fetches, or -1.
+        last_seen: the time of its last report on the monotonic clock, which all processes share.
+    """
+
+    def __init__(self, n_workers: int, context: Any) -> None:
+        self.generation = context.RawValue("q", 0)
+        self.examples = context.RawArray("q", [-1] * n_workers)
+        self.last_seen = context.RawArray("d", n_workers)
+
+    def report(self, worker: int, example: int = -1) -> None:
+        self.examples[worker], self.last_seen[worker] = example, time.monotonic()
+
+
+class Failure(NamedTuple):
+    """An exception of the dataset or the converter on its way to the main process."""
+
+    error: bytes | None  # the pickled exception, if it can be pickled
+    summary: str
+    traceback: str
+    example: int | None  # the index of the example that raised
+    order: int  # the index of its order
+    pid: int
+
+
+class WorkerResult(NamedTuple):
+    """A batch as columns, or as examples if they cannot be collated; or the failure."""
+
+    columns: Any = None
+    examples: list[Any] | None = None
+    failure: Failure | None = None
+
+
+class _PickledResult:
+    """A result as bytes. It is pickled here and not by the queue, whose thread would drop what it cannot pickle."""
+
+    def __init__(self, result: WorkerResult) -> None:
+        stream = io.BytesIO()
+        # Tensors among examples go by value too: one descriptor for each of them would soon be too many.
+        _TensorPickler(stream, _MAX_BYTES_BY_VALUE if result.examples is None else None).dump(result)
+        self._bytes = stream.getvalue()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[bytes]]:
+        return pickle.loads, (self._bytes,)  # the reader of the queue has the result, and closes its files
+
+
+class _TensorPickler(ForkingPickler):
+    """Pickles tensors by value up to a number of bytes; larger ones go through shared memory."""
+
+    def __init__(self, stream: io.BytesIO, max_bytes: int | None) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._max_bytes = max_bytes
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        if value.requires_grad or (self._max_bytes is not None and value.nbytes > self._max_bytes):
+            return NotImplemented
+        plain = value.resolve_conj().resolve_neg().contiguous()
+        return _rebuild_tensor, (plain.view(-1).view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _rebuild_tensor(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+# --- in the main process ---
 
 
 class WorkerPool:
@@ -73,11 +228,10 @@ class WorkerPool:
                 prefetch_factor=depth,
                 persistent_workers=True,
                 multiprocessing_context=self._context,
-                worker_init_fn=init_worker,
+                worker_init_fn=_init_worker,
                 generator=torch.Generator().manual_seed(seed),  # otherwise it draws from the global one
             )
-        _pools.add(self)
-        # In a multiprocessing.Process nothing that was registered with atexit is called.
+        # At exit, before multiprocessing waits for processes that ignore its signal; and also in a Process, unlike atexit.
         multiprocessing.util.Finalize(self, _close_pool, (weakref.ref(self),), exitpriority=20)
 
     @property
@@ -85,12 +239,7 @@ class WorkerPool:
         return self._iterator is not None
 
     def take(self, segments: list[Segment], plan: Callable[[], PythonIterator[list[Segment]]]) -> WorkerResult:
-        """Return the batch of these segments; unless it is the next one of the plan, begin again with another plan.
-
-        Raises:
-            RuntimeError: a worker has died.
-            TimeoutError: the worker has stalled.
-        """
+        """Return the batch of these segments; unless it is the next one of the plan, begin again with another plan."""
         try:
             self._monitor.raise_if_dead()
             if not self._sampler.sent or not _are_equal(self._sampler.sent[0], segments):
@@ -115,7 +264,10 @@ class WorkerPool:
             iter(self._loader)  # empties the queue, and begins again with the same processes
             return
         multiprocessing.util.get_temp_dir()  # the workers then share it, and it is removed at the end of this process
-        with _block_signals(), _ignore_warnings():
+        with ExitStack() as stack, _ignore_warnings():
+            if hasattr(signal, "pthread_sigmask"):  # a new process inherits the mask, until it ignores them itself
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             try:
                 self._iterator = iter(self._loader)
             except RuntimeError:
@@ -138,7 +290,7 @@ class WorkerPool:
         if os.getpid() != self._monitor.pid:
             return
         iterator, self._iterator = self._iterator, None
-        self._status.set_generation(-1)
+        self._status.generation.value = -1
         deadline = time.monotonic() + grace
         for process in self._monitor.processes:
             process.deadline = deadline
@@ -151,8 +303,12 @@ class WorkerPool:
             if process.is_alive():  # torch does not know of it yet
                 process.terminate()
                 process.join(1.0)
-            if process.exitcode == -getattr(signal, "SIGKILL", 9):
-                _remove_shared_memory(process.pid)
+            # One that was killed between creating a file in shared memory and unlinking its name has left it. With the
+            # other strategy these names are used to open the files.
+            strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+            if process.exitcode == -getattr(signal, "SIGKILL", 9) and strategy == "file_descriptor":
+                for path in Path("/dev/shm").glob(f"torch_{process.pid}_*"):
+                    path.unlink(missing_ok=True)
             if process.exitcode is not None:
                 process.close()
         self._monitor.processes.clear()
@@ -162,18 +318,8 @@ class WorkerPool:
             self.close()
 
 
-_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
-
-
 def _close_pool(reference: weakref.ref[WorkerPool]) -> None:
     if (pool := reference()) is not None:
-        pool.close()
-
-
-@atexit.register
-def _close_pools() -> None:
-    """Close the pools before multiprocessing waits, at exit, for processes that ignore its signal."""
-    for pool in list(_pools):
         pool.close()
 
 
@@ -182,27 +328,6 @@ def _are_equal(ours: list[Segment], theirs: list[Segment]) -> bool:
         key == other_key and np.array_equal(indices, other)
         for (key, indices), (other_key, other) in zip(ours, theirs, strict=True)
     )
-
-
-def _remove_shared_memory(pid: int | None) -> None:
-    """Remove the files of a worker that was killed between creating one in shared memory and unlinking its name."""
-    # With the other strategy these names are used to open the files.
-    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":  # type: ignore[no-untyped-call]
-        for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _block_signals() -> Generator[None]:
-    """Block signals: a process that is started here inherits that, and must not act on them before it ignores them."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows starts processes that inherit nothing
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -219,13 +344,13 @@ class _PrefetchSampler:
 
     def __init__(self, status: SharedStatus) -> None:
         self.sent: deque[list[Segment]] = deque()
-        self._status, self._generation = status, 0
+        self._status = status
         self._plan: PythonIterator[list[Segment]] = iter(())
 
     def restart(self, plan: PythonIterator[list[Segment]]) -> None:
         """Follow another plan; the batches that were sent before are not wanted any more."""
-        self._plan, self._generation = plan, self._generation + 1
-        self._status.set_generation(self._generation)
+        self._plan = plan
+        self._status.generation.value += 1
         self.sent.clear()
 
     def __iter__(self) -> _PrefetchSampler:
@@ -237,7 +362,7 @@ class _PrefetchSampler:
         except Exception:  # an order sampler's error is raised when the iterator itself comes to that batch
             raise StopIteration from None
         self.sent.append(segments)
-        return self._generation, segments
+        return self._status.generation.value, segments
 
 
 class _Monitor:
@@ -246,69 +371,55 @@ class _Monitor:
     def __init__(self, name: str, timeout: float, status: SharedStatus) -> None:
         self.pid = os.getpid()
         self.processes: list[_Worker] = []
-        self.failure: Exception | None = None
-        self._name = name
-        self._timeout = timeout
-        self._status = status
-        self._expected_workers: list[int] = []
-        self._segments: list[Segment] = []
-        self._start = 0.0
+        self.failure: Exception | None = None  # torch replaces it by errors of its own
+        self._name, self._timeout, self._status = name, timeout, status
+        self.expect([], [])
 
     def expect(self, workers: Iterable[int], segments: list[Segment]) -> None:
         """Expect the batch of these segments from one of these workers, from now on."""
-        self._expected_workers = list(workers)
-        self._segments = segments
-        self._start = time.monotonic()
+        self._expected_workers, self._segments, self._start = list(workers), segments, time.monotonic()
 
     def wait_for(self, reader: Any) -> None:
         """Return when there is something to read, or raise if a worker has died or no expected one has reported."""
         sentinels = [process.sentinel for process in self.processes if process.is_alive()]
         while True:
             self.raise_if_dead()
-            last_seen = max(self._start, *map(self._status.last_seen, self._expected_workers))
+            last_seen = max([self._start, *[self._status.last_seen[worker] for worker in self._expected_workers]])
             left = last_seen + self._timeout - time.monotonic()
             ready = wait([reader, *sentinels], min(max(left, 0.0), 3600.0))
             if reader in ready:
                 return
             if not ready and left <= 0:
-                self._raise(TimeoutError(self._stalled_message()))
-
-    def raise_if_dead(self, patience: float = 0.0) -> None:
-        """Raise if a worker has died, or dies within ``patience`` seconds."""
-        deadline = time.monotonic() + patience
-        while True:
-            for worker, process in enumerate(self.processes):
-                if process.exitcode is not None:
-                    self._raise(RuntimeError(self._dead_message(worker, process)))
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(0.005)  # its files are closed a little before it has ended
-
-    def _raise(self, error: Exception) -> None:
-        self.failure = error  # torch replaces it by errors of its own
-        raise error
-
-    def _dead_message(self, worker: int, process: _Worker) -> str:
-        code, index = process.exitcode, self._status.example_of(worker)
-        assert code is not None
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        where = "" if index is None else f" while it was at dataset[{index}]"
-        return (
-            f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; workers must live as long as "
-            "the iterator. If the system kills for lack of memory, fewer n_processes or n_prefetch need less"
-        )
-
-    def _stalled_message(self) -> str:
-        examples = [self._status.example_of(worker) for worker in self._expected_workers]
-        fetching = " and ".join(f"dataset[{index}]" for index in examples if index is not None)
+                break
+        examples = [self._status.examples[worker] for worker in self._expected_workers]
+        fetching = " and ".join(f"dataset[{index}]" for index in examples if index >= 0)
         batch = [index for _, indices in self._segments for index in indices.tolist()]
         shown = ", ".join(map(str, batch[:20])) + (", ..." if len(batch) > 20 else "")
-        return (
+        self.failure = TimeoutError(
             f"iterator {self._name!r} waited {self._timeout:g} seconds for {fetching or 'a worker that has not begun'} "
             f"in the batch of the indices [{shown}]; "
             'raise dataset_timeout if an example may take longer, or try start_method="spawn" if a library that it uses '
             "hangs in forked processes"
         )
+        raise self.failure
+
+    def raise_if_dead(self, patience: float = 0.0) -> None:
+        """Raise if a worker has died, or dies within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while True:
+            for process, index in zip(self.processes, self._status.examples, strict=False):
+                if (code := process.exitcode) is not None:
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                    where = f" while it was at dataset[{index}]" if index >= 0 else ""
+                    self.failure = RuntimeError(
+                        f"a worker process of iterator {self._name!r} (pid {process.pid}) {how}{where}; workers must live "
+                        "as long as the iterator. If the system kills for lack of memory, fewer n_processes or n_prefetch "
+                        "need less"
+                    )
+                    raise self.failure
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.005)  # its files are closed a little before it has ended
 
 
 class _Context(multiprocessing.context.BaseContext):
