@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import planted
-from chainring._runs.traces import first_difference
+from chainring._runs.comparison import first_difference
 from chainring.testing._live_traces import Capture, differing_settings, first_module, first_step_apart
 
 FIRST_LAYER = "main/first"

@@ -1,31 +1,144 @@
-"""The comparison of two finished runs: where they part, as far as what they have left tells it."""
+"""Where two runs part: differences of what iterations had and computed, and the comparison of what two runs have left."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from chainring._runs.finished import FinishedRun, LogRow
-from chainring._runs.traces import CAUSES, Difference, describe_difference, units_apart
+from chainring._runs.finished import FinishedRun
 from chainring.serializers._store import CorruptError
 from chainring.serializers._values import StoredTensor, read_stored
 from chainring.training._ledger import Ledger, loss_value
 from chainring.training._settings import Settings
-from chainring.training._unsaved import leaves
+from chainring.training._unsaved import as_tensor, bytes_of, describe, leaves
 
+Trace = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""By iteration, and by the kind of thing, such as ``"loss"``, each value, or its digest, by its key or path."""
+CAUSES = ("batch", "module", "loss", "gradient", "generators", "value", "state", "tensor")
+"""Kinds of things, in the order in which an iteration has them."""
+
+_WORDS = {"generators": "the random generators", "gradient": "the gradient of"}
+_OF_BOTH = ("loss", "settings")
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a floating-point number
 _MOST_FOUND = 20  # differences of one snapshot that are kept
 _ORDER = ("updater/iterator:", "generators/", "observation/", "updater/", "extensions/")  # of paths, causes first
 _LEFT_OUT = ("updater/settings/",)  # which are compared as settings
 _RATES = "/param_groups/"  # which come before the tensors that they change
 _ABSENT = object()  # in place of a value that one of the snapshots has not
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two runs differ.
+
+    Attributes:
+        iteration: the first in which it was seen.
+        what: the kind of thing.
+        name: its key or path.
+        text: both values, or by how much they differ.
+        after: the last iteration before of which the same thing was compared, and is the same; ``None`` if there is none.
+    """
+
+    iteration: int
+    what: str
+    name: str = ""
+    text: str = ""
+    after: int | None = None
+
+    @property
+    def named(self) -> str:
+        """Its name, and how it differs."""
+        return f"{self.name}{': ' * bool(self.text and self.name)}{self.text}"
+
+    @property
+    def words(self) -> str:
+        """All of it but the iteration, such as ``"the loss main/loss: 0.5 -> 0.25"``."""
+        return f"{_WORDS.get(self.what, f'the {self.what}')} {self.named}".rstrip()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it cannot have been there in an iteration before."""
+        return self.iteration == 0 or self.after == self.iteration - 1
+
+
+def differences(a: Trace, b: Trace, kinds: Iterable[str], left_out: Container[str] = ()) -> Iterator[list[Difference]]:
+    """Yield for each iteration that both have, and in which they differ, all that does, in the order of the kinds.
+
+    Names that are ``left_out`` are not compared, nor is a loss or a setting that only one of them has.
+    """
+    for iteration in sorted(a.keys() & b.keys()):
+        differing = []
+        for kind in kinds:
+            values_a, values_b = a[iteration].get(kind, {}), b[iteration].get(kind, {})
+            for name in dict.fromkeys([*values_a, *values_b]):
+                value_a, value_b = values_a.get(name, "nothing"), values_b.get(name, "nothing")
+                is_compared = name not in left_out and (kind not in _OF_BOTH or (name in values_a and name in values_b))
+                if is_compared and value_a != value_b:
+                    differing.append(Difference(iteration, kind, name, f"{value_a} -> {value_b}", iteration - 1))
+        if differing:
+            yield differing
+
+
+def first_difference(a: Trace, b: Trace, kinds: Iterable[str], left_out: Container[str] = ()) -> Difference | None:
+    """Return the first difference, of several in one iteration the cause; ``None`` if there is none. See `differences`.
+
+    Its text has both values of a loss, and otherwise how many of the kind differ, of which the values are digests.
+    """
+    differing = next(differences(a, b, kinds, left_out), None)
+    if differing is None:
+        return None
+    first = differing[0]
+    if first.what == "loss":
+        return first
+    names = a[first.iteration].get(first.what, {}).keys() | b[first.iteration].get(first.what, {}).keys()
+    return replace(first, text=f"{sum(each.what == first.what for each in differing)} of {len(names)} differ")
+
+
+def describe_difference(a: Any, b: Any) -> str | None:
+    """Return how two values differ, ``None`` where they are the same bits: NaN equals NaN, and -0.0 is not 0.0."""
+    texts = f"{describe(a)} -> {describe(b)}"
+    same_class = type(a) is type(b)
+    a, b = as_tensor(a), as_tensor(b)
+    if not (same_class and isinstance(a, Tensor)):
+        return None if same_class and describe(a) == describe(b) else texts
+    is_comparable = (a.dtype, a.shape) == (b.dtype, b.shape)
+    if is_comparable and torch.equal(bytes_of(a), bytes_of(b)):
+        return None
+    if not is_comparable or a.numel() == 1:
+        return texts
+    dtype = torch.complex128 if a.is_complex() else torch.float64
+    distances = (a.detach().cpu().to(dtype) - b.detach().cpu().to(dtype)).abs()
+    largest = distances.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+    if largest == 0:
+        return "the same numbers in other bits, such as -0.0 for 0.0"
+    return f"by at most {largest:.3g}, in {int((distances != 0).sum())} of {distances.numel()} elements"
+
+
+def _units_apart(a: Tensor, b: Tensor) -> int | None:
+    """Return by how many units in the last place two tensors differ at most; ``None`` where that says nothing."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or not a.is_floating_point() or not a.numel() or a.element_size() == 1:
+        return None
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in (a, b)):
+        return None
+    ordinals = []  # integers in the order of the numbers, one apart for neighbors
+    for tensor in (a, b):
+        bits = bytes_of(tensor).view(_BITS[tensor.element_size()]).to(torch.int64)
+        ordinals.append(torch.where(bits < 0, -(bits & ((1 << 8 * tensor.element_size() - 1) - 1)), bits))
+    furthest = int((ordinals[0].double() - ordinals[1].double()).abs().argmax())  # the distance may exceed an int64
+    return abs(int(ordinals[0][furthest]) - int(ordinals[1][furthest]))
+
+
+# --- two finished runs ---
 
 
 @dataclass
@@ -36,8 +149,7 @@ class Comparison:
         settings: those that differ, by name the values of both.
         differences: the first of each kind in each of the files.
         same_until: the last iteration in which something was compared and is the same, ``None`` if there is none.
-        compared: what was compared, in words.
-        not_compared: what could not be, in words.
+        compared, not_compared: what was compared, and what could not be, in words.
         lasts: the last iteration of each run.
         tensors_same_at: the last iteration before the first difference of tensors after which they are known to be the same.
     """
@@ -53,9 +165,7 @@ class Comparison:
     @property
     def is_same(self) -> bool | None:
         """Whether all that can be compared is the same; ``None`` if nothing can."""
-        if self.differences:
-            return False
-        return None if self.same_until is None else True
+        return False if self.differences else None if self.same_until is None else True
 
     @property
     def first(self) -> Difference | None:
@@ -76,7 +186,7 @@ class Comparison:
 
 def compare_runs(a: FinishedRun, b: FinishedRun, *, with_snapshots: bool = True) -> Comparison:
     """Compare what two runs have left, with a progress bar where large snapshots are read, unless they are left out."""
-    comparison = Comparison(differing_settings(a, b), lasts=(a.last, b.last))
+    comparison = Comparison(_differing_settings(a, b), lasts=(a.last, b.last))
     not_compared = comparison.not_compared
     if without := [run.place for run in (a, b) if not run.record]:
         not_compared.append(f"settings, since there is no run.json in {' and '.join(without)}")
@@ -98,21 +208,20 @@ def compare_runs(a: FinishedRun, b: FinishedRun, *, with_snapshots: bool = True)
     return comparison
 
 
-def differing_settings(a: FinishedRun, b: FinishedRun) -> dict[str, tuple[Any, Any]]:
+def _differing_settings(a: FinishedRun, b: FinishedRun) -> dict[str, tuple[Any, Any]]:
     """Return by name both values of each setting that differs, ``None`` where one run has none."""
-    records = (a.record, b.record) if a.record and b.record else ({}, {})
-    settings, settings_b = map(Settings.recorded, records)
-    saved = [run.saved_settings() for run in (a, b)]
-    if all(saved):
-        settings |= saved[0]
-        settings_b |= saved[1]
+    settings, settings_b = map(Settings.recorded, (a.record, b.record) if a.record and b.record else ({}, {}))
+    saved, saved_b = a.saved_settings(), b.saved_settings()
+    if saved and saved_b:
+        settings |= saved
+        settings_b |= saved_b
     return {path: (value, other) for path, value, other in settings.differences(settings_b)}
 
 
 # --- recorders ---
 
 
-def recorded_rows(
+def _recorded_rows(
     a: Ledger, b: Ledger, iterations: NDArray[np.int64], names: Iterable[str]
 ) -> Iterator[tuple[str, str, NDArray[np.bool_], NDArray[np.bool_]]]:
     """Yield the kinds and names of what is recorded of iterations, in which of them both have it, and in which it differs.
@@ -129,6 +238,13 @@ def recorded_rows(
     yield "generators", "", (generators != 0) & (generators_b != 0), generators != generators_b
 
 
+def _losses(ledger: Ledger, name: str, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    if name not in ledger.names:
+        return np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.uint8)
+    column = ledger.names.index(name)
+    return ledger.bits[:, column][rows], ledger.types[:, column][rows]
+
+
 def first_recorded_difference(
     recorded: Ledger, replayed: Ledger, after: int, until: int, *, with_generators: bool
 ) -> tuple[int, Difference | None]:
@@ -139,27 +255,17 @@ def first_recorded_difference(
     common = np.intersect1d(recorded.iterations, replayed.iterations)
     common = common[(common > after) & (common <= until)]
     first: Difference | None = None
-    for kind, name, is_known, differs in recorded_rows(recorded, replayed, common, recorded.names):
+    for kind, name, is_known, differs in _recorded_rows(recorded, replayed, common, recorded.names):
         iterations = common[is_known & differs]
         is_compared = kind != "generators" or with_generators
         if is_compared and len(iterations) and (first is None or iterations[0] < first.iteration):
             first = Difference(int(iterations[0]), kind, name)
-    for iteration in common.tolist():
-        digests, digests_replayed = recorded.digests.get(iteration, {}), replayed.digests.get(iteration)
-        if digests_replayed is None or (first is not None and iteration >= first.iteration):
-            continue
+    for iteration in sorted(recorded.digests.keys() & replayed.digests.keys() & set(common.tolist())):
+        digests, digests_replayed = recorded.digests[iteration], replayed.digests[iteration]
         names = [name for name, digest in digests.items() if digest != digests_replayed.get(name)]
-        if names:
+        if names and (first is None or iteration < first.iteration):
             first = Difference(iteration, "tensor", names[0])
-            break
     return len(common) if first is None else int((common < first.iteration).sum()), first
-
-
-def _losses(ledger: Ledger, name: str, rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    if name not in ledger.names:
-        return np.zeros(len(rows), np.uint64), np.zeros(len(rows), np.uint8)
-    column = ledger.names.index(name)
-    return ledger.bits[:, column][rows], ledger.types[:, column][rows]
 
 
 def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
@@ -176,7 +282,7 @@ def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
     else:
         comparison.not_compared.append("what was recorded, since it is of different iterations")
     differs_anywhere = np.zeros(len(common), bool)
-    for kind, name, is_known, differs in recorded_rows(a, b, common, names):
+    for kind, name, is_known, differs in _recorded_rows(a, b, common, names):
         known = common[is_known].tolist()
         if kind == "generators":
             if known:
@@ -186,17 +292,14 @@ def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
         differs &= is_known
         differs_anywhere |= differs
         if differs.any():
-            iteration = int(common[differs.argmax()])
-            text = _loss_text((a, b), name, iteration) if name else ""
+            iteration, text = int(common[differs.argmax()]), ""
+            if name:
+                losses = [row.losses.get(name) if row else None for row in (a.row(iteration), b.row(iteration))]
+                text = " -> ".join("nothing" if loss is None else repr(loss_value(*loss)) for loss in losses)
             comparison.differences.append(Difference(iteration, kind, name, text, _before(known, iteration, 1)))
     for iteration in common[~differs_anywhere][-1:].tolist():
         comparison.add_same(iteration)
     _compare_digests(comparison, a.digests, b.digests)
-
-
-def _loss_text(ledgers: Sequence[Ledger], name: str, iteration: int) -> str:
-    losses = [row.losses.get(name) if (row := ledger.row(iteration)) is not None else None for ledger in ledgers]
-    return " -> ".join("nothing" if loss is None else repr(loss_value(*loss)) for loss in losses)
 
 
 def _compare_digests(comparison: Comparison, a: Mapping[int, Mapping[str, int]], b: Mapping[int, Mapping[str, int]]) -> None:
@@ -222,7 +325,7 @@ def _before(iterations: Iterable[int], iteration: int, earliest: int = 0) -> int
     return max((earlier for earlier in iterations if earlier < iteration), default=0 if iteration == earliest else None)
 
 
-# --- logs ---
+# --- logs and snapshots ---
 
 
 def _compare_logs(comparison: Comparison, name: str, a: FinishedRun, b: FinishedRun) -> None:
@@ -234,7 +337,7 @@ def _compare_logs(comparison: Comparison, name: str, a: FinishedRun, b: Finished
         comparison.compared.append(f"{len(pairs)} row{plural} of {name}, of iterations up to {pairs[-1][0].iteration}")
     elif rows and rows_b:
         comparison.not_compared.append(f"the rows of {name}, which are of different intervals")
-    keys, keys_b = (_keys(log) for log in (rows, rows_b))
+    keys, keys_b = ({key for row in log for key in row.values} for log in (rows, rows_b))
     if keys and keys_b and keys != keys_b:
         comparison.not_compared.append(f"what only one of the runs reports in {name}: {', '.join(sorted(keys ^ keys_b))}")
     for row, row_b in pairs:
@@ -243,17 +346,14 @@ def _compare_logs(comparison: Comparison, name: str, a: FinishedRun, b: Finished
                 continue
             text, text_b = repr(value), repr(row_b.values[key])
             if value != row_b.values[key] and text != text_b:
-                kind = "loss" if key.rpartition("/")[2] == "loss" else "value"
-                comparison.differences.append(Difference(row.iteration, kind, key, f"{text} -> {text_b}", row.after))
+                found = Difference(row.iteration, _kind_of_value(key), key, f"{text} -> {text_b}", row.after)
+                comparison.differences.append(found)
                 return
         comparison.add_same(row.iteration)
 
 
-def _keys(rows: Iterable[LogRow]) -> set[str]:
-    return {key for row in rows for key in row.values}
-
-
-# --- snapshots ---
+def _kind_of_value(key: str) -> str:
+    return "loss" if key.rpartition("/")[2] == "loss" else "value"
 
 
 def _compare_snapshots(comparison: Comparison, a: FinishedRun, b: FinishedRun) -> None:
@@ -267,96 +367,78 @@ def _compare_snapshots(comparison: Comparison, a: FinishedRun, b: FinishedRun) -
         if first is not None and iteration > first.iteration and comparison.first_of("tensor") is not None:
             break
         try:
-            differences = _compare_saved(a, b, iteration)
+            found = _compare_saved(a, b, iteration, compared[-1] if compared else None)
         except FileNotFoundError:  # a run that continues has removed it
             continue
         except (CorruptError, OSError, ValueError) as error:
             comparison.not_compared.append(f"the snapshots of iteration {iteration}: {error}")
             continue
-        comparison.differences += [replace(found, after=compared[-1] if compared else None) for found in differences]
+        comparison.differences += found
         compared.append(iteration)
-        if any(found.what == "tensor" for found in differences):
+        if any(difference.what == "tensor" for difference in found):
             break
-        if not differences:
+        if not found:
             comparison.add_same(iteration, tensors=True)
     if compared:
         comparison.compared.append(f"the snapshots of {_ranges(compared)}, bit for bit")
 
 
-def _compare_saved(a: FinishedRun, b: FinishedRun, iteration: int) -> list[Difference]:
-    """Return what differs in the snapshots of an iteration: the first few values, and a tensor if there is one."""
-    with a.opened(iteration) as state, b.opened(iteration) as state_b:
-        total = sum(1 for key, item in state.items() if key.startswith(_ORDER) for _ in leaves(key, item))
-        title = f"compare snapshots of iteration {iteration}"
-        with tqdm(desc=title, total=total, delay=2.0, leave=False, file=sys.stderr, disable=None) as bar:
-            is_speed = lambda key: a.is_speed(key) or b.is_speed(key)  # noqa: E731
-            differences = differing_values(iteration, state, state_b, is_speed, bar.update)
-            kept = list(itertools.islice(differences, _MOST_FOUND))
-            if not any(found.what == "tensor" for found in kept):
-                kept += [found for found in differences if found.what == "tensor"][:1]
-    return kept
+def _compare_saved(a: FinishedRun, b: FinishedRun, iteration: int, after: int | None) -> list[Difference]:
+    """Return what differs in the snapshots of an iteration: the first few values, and a tensor if there is one.
 
-
-def differing_values(
-    iteration: int,
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
-    is_left_out: Callable[[str], bool],
-    on_value: Callable[[], object],
-) -> Iterator[Difference]:
-    """Yield what differs in the flat states of two snapshots, whose tensors have not been read, causes first.
-
-    Left out are settings, what extensions hold but for their tensors, reported values that ``is_left_out``, and the
-    generators of ranks that one of the runs does not have. ``on_value`` is called for each value that is compared.
+    Left out are settings, what extensions hold but for their tensors, speeds, and the generators of ranks that one of the
+    runs does not have.
     """
-    flat, flat_b = ({path: value for key, item in state.items() for path, value in leaves(key, item)} for state in (a, b))
-    ranks = min(len({key.split("/")[1] for key in state if key.startswith("generators/")}) for state in (a, b))
-    for path in sorted(flat | flat_b, key=_rank_of_cause):
-        if not _is_compared(path, ranks, is_left_out):
-            continue
-        on_value()
-        value, value_b = flat.get(path, _ABSENT), flat_b.get(path, _ABSENT)
-        is_tensor = isinstance(value, Tensor | StoredTensor) or isinstance(value_b, Tensor | StoredTensor)
-        is_of_one = value is _ABSENT or value_b is _ABSENT
-        if path.startswith("extensions/") and (not is_tensor or is_of_one):
-            continue
-        if path.startswith("observation/") and is_of_one:
-            continue
-        if (text := _differ(read_stored(value), read_stored(value_b))) is None:
-            continue
-        if path.startswith("generators/"):
-            yield Difference(iteration, "generators", path, text)
-        elif path.startswith("observation/"):
-            kind = "loss" if path.rpartition("/")[2] == "loss" else "value"
-            yield Difference(iteration, kind, path.removeprefix("observation/"), text)
-        else:
-            yield Difference(iteration, "tensor" if is_tensor else "state", path, text)
+    with a.opened(iteration) as state, b.opened(iteration) as state_b:
+        flat, flat_b = (
+            {path: value for key, item in s.items() for path, value in leaves(key, item)} for s in (state, state_b)
+        )
+        ranks = min(len({key.split("/")[1] for key in s if key.startswith("generators/")}) for s in (state, state_b))
+
+        def is_compared(path: str) -> bool:
+            start, _, rest = path.partition("/")
+            if not path.startswith(_ORDER) or path.startswith(_LEFT_OUT) or "/constructed/" in path:
+                return False
+            if start == "generators":
+                rank = rest.partition("/")[0]
+                return rank.isdecimal() and int(rank) < ranks
+            if start == "observation":
+                return not (a.is_speed(rest) or b.is_speed(rest)) and path in flat and path in flat_b
+            return "/summary/" not in path
+
+        def compare(path: str) -> Difference | None:
+            value, value_b = flat.get(path, _ABSENT), flat_b.get(path, _ABSENT)
+            is_tensor = isinstance(value, Tensor | StoredTensor) or isinstance(value_b, Tensor | StoredTensor)
+            is_of_one = value is _ABSENT or value_b is _ABSENT
+            start, _, rest = path.partition("/")
+            if start == "extensions" and (not is_tensor or is_of_one):
+                return None
+            value, value_b = read_stored(value), read_stored(value_b)
+            text = f"only in {'the second' if value is _ABSENT else 'the first'}"
+            if not is_of_one:
+                if (difference := describe_difference(value, value_b)) is None:
+                    return None
+                both = isinstance(value, Tensor) and isinstance(value_b, Tensor)
+                units = _units_apart(value, value_b) if both else None
+                text = difference if units is None else f"{difference}, at most {units} ulp"
+            if start == "observation":
+                return Difference(iteration, _kind_of_value(rest), rest, text, after)
+            kind = "generators" if start == "generators" else "tensor" if is_tensor else "state"
+            return Difference(iteration, kind, path, text, after)
+
+        paths = sorted(filter(is_compared, flat | flat_b), key=_rank_of_cause)
+        title = f"compare snapshots of iteration {iteration}"
+        with tqdm(paths, title, delay=2.0, leave=False, file=sys.stderr, disable=None) as bar:
+            differing = filter(None, map(compare, bar))
+            kept = list(itertools.islice(differing, _MOST_FOUND))
+            if not any(found.what == "tensor" for found in kept):
+                kept += itertools.islice((found for found in differing if found.what == "tensor"), 1)
+    return kept
 
 
 def _rank_of_cause(path: str) -> tuple[int, bool]:
     order = (index for index, start in enumerate(_ORDER) if path.startswith(start))
     return next(order, len(_ORDER)), _RATES not in path
-
-
-def _is_compared(path: str, ranks: int, is_left_out: Callable[[str], bool]) -> bool:
-    if not path.startswith(_ORDER) or path.startswith(_LEFT_OUT) or "/constructed/" in path:
-        return False
-    if path.startswith("generators/"):
-        rank = path.split("/")[1]
-        return rank.isdecimal() and int(rank) < ranks
-    if path.startswith("observation/"):
-        return not is_left_out(path.removeprefix("observation/"))
-    return "/summary/" not in path
-
-
-def _differ(value: Any, value_b: Any) -> str | None:
-    if value is _ABSENT or value_b is _ABSENT:
-        return f"only in {'the second' if value is _ABSENT else 'the first'}"
-    text = describe_difference(value, value_b)
-    if text is None or not (isinstance(value, Tensor) and isinstance(value_b, Tensor)):
-        return text
-    units = units_apart(value, value_b)
-    return text if units is None else f"{text}, at most {units} ulp"
 
 
 def _ranges(iterations: Sequence[int]) -> str:

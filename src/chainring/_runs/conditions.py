@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from safetensors import safe_open
 
-from chainring._runs.finished import FinishedRun, first_iteration, read_values, recorder_of, saved_trainers
-from chainring._runs.rows import Rows, read_rows
+from chainring._runs.finished import FinishedRun, Rows, read_rows, read_values, saved_trainers, start_in_force
 from chainring.serializers._loading import opened_state
 from chainring.serializers._store import SavedSnapshot
 from chainring.serializers._values import read_stored
@@ -34,11 +33,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Return the condition that a text is.
-
-        Raises:
-            ValueError: it is not one.
-        """
+        """Return the condition that a text is; raise a `ValueError` if it is none."""
         match = _CONDITION.fullmatch(text)
         try:
             number = float(match[3]) if match else math.nan
@@ -51,12 +46,8 @@ class Condition:
             )
         return cls(match[1], match[2], number)
 
-    def holds(self, value: float) -> bool:
-        return not math.isfinite(value) or _OPERATORS[self.operator](value, self.number)
-
-    def holds_in_one_of(self, mean: float) -> bool:
-        """Return whether a mean shows that it holds for one of the values."""
-        return not math.isfinite(mean) or (self.operator != "==" and _OPERATORS[self.operator](mean, self.number))
+    def holds(self, value: float | None) -> bool:
+        return value is not None and (not math.isfinite(value) or _OPERATORS[self.operator](value, self.number))
 
     def __str__(self) -> str:
         return f"{self.key} {self.operator} {self.number:g}"
@@ -67,90 +58,84 @@ class Evidence:
     """What is known of a key without a replay.
 
     Attributes:
+        begin, last: the iteration with which the run began, and the last that it is known to have reached.
         values: by iteration the value; ``None`` where it was not reported.
         means: the means of intervals, each with the iterations before its first and with which it ends.
-        last: the last iteration that the run is known to have reached.
         logged: the keys in the rows of the logs.
-        begin: the iteration with which the run began.
     """
 
+    begin: int
+    last: int
     values: dict[int, float | None] = field(default_factory=dict)
     means: list[tuple[int, int, float]] = field(default_factory=list)
-    last: int = 0
     logged: set[str] = field(default_factory=set)
-    begin: int = 0
 
     def first_unknown(self, condition: Condition) -> int:
         """Return the first iteration of which it is not known that the condition does not hold."""
         iteration = self.begin + 1
-        while iteration in self.values and not self.holds(iteration, condition):
+        while iteration in self.values and not condition.holds(self.values[iteration]):
             iteration += 1
         return iteration
 
-    def holds(self, iteration: int, condition: Condition) -> bool:
-        """Return whether the condition is known to hold for an iteration."""
-        value = self.values.get(iteration)
-        return value is not None and condition.holds(value)
-
     def bounds(self, condition: Condition) -> tuple[int, int]:
         """Return the last iteration for which it does not hold before the first for which it does, and that one."""
-        shown = [iteration for iteration in self.values if self.holds(iteration, condition)]
-        shown += [end for _, end, mean in self.means if condition.holds_in_one_of(mean)]
+        shown = [iteration for iteration, value in self.values.items() if condition.holds(value)]
+        for _, end, mean in self.means:  # one that equals a number does not tell that a value does
+            if condition.holds(mean) and (condition.operator != "==" or not math.isfinite(mean)):
+                shown.append(end)
         end = min(shown, default=self.last)
         known = [i for i, value in self.values.items() if value is not None and i < end and not condition.holds(value)]
         return max(known, default=self.begin), end
 
+    def add_rows(self, rows: Rows, key: str) -> None:
+        """Add the means of a log; a line that a person has changed, or that goes back, is passed over."""
+        before = 0
+        for row in rows:
+            iteration = None if row is None else row.get("iteration")
+            if row is None or not isinstance(iteration, int) or iteration < before:
+                continue
+            self.last = max(self.last, iteration)
+            self.logged.update(row)
+            mean = row.get(key)
+            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
+                self.means.append((before, iteration, float(mean)))
+                if iteration == before + 1:
+                    self.values[iteration] = float(mean)
+            before = iteration
+
 
 def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
-    found = Evidence(begin=first_iteration(read_record(run.directory)))
-    found.last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
+    begin = max(int(start_in_force(read_record(run.directory), 0).get("iteration", 0)), 0)  # above 0 after another run
+    last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
+    evidence = Evidence(begin, last)
     for path in filter(None, map(run.file, run.log_names)):
-        _add_rows(found, read_rows(path), key)
+        evidence.add_rows(read_rows(path), key)
     for saved, manifest, _ in saved_trainers(run.store) if looks_into_snapshots else ():
         if (value := _observed(saved, f"observation/{key}")) is not None:
-            found.values[manifest.iteration] = value
-    ledger = recorder_of(run)
+            evidence.values[manifest.iteration] = value
+    ledger = run.sound_recorder()
     if ledger is not None and len(ledger.iterations):
-        found.last = max(found.last, int(ledger.iterations[-1]))
+        evidence.last = max(evidence.last, int(ledger.iterations[-1]))
         if key in ledger.names:
             column = ledger.names.index(key)
             bits, types = ledger.bits[:, column].tolist(), ledger.types[:, column].tolist()
             for iteration, each, kind in zip(ledger.iterations.tolist(), bits, types, strict=True):
-                found.values[iteration] = loss_value(each, kind) if kind else None
-    return found
+                evidence.values[iteration] = loss_value(each, kind) if kind else None
+    return evidence
 
 
 def _observed(snapshot: SavedSnapshot, path: str) -> float | None:
     """Return a number in a snapshot, which may be a tensor; ``None`` if it has none of that path."""
     value = read_values(snapshot).get(path)
-    if isinstance(value, (int, float)):
-        return float(value)
-    if value is None:
-        return None
+    if value is None or isinstance(value, (int, float)):
+        return None if value is None else float(value)
     if not snapshot.is_local:
         with opened_state(snapshot) as state:
             return float(read_stored(state[path]))
-    manifest = snapshot.read_manifest()
+    manifest = snapshot.read_manifest()  # of one on a disk `opened_state` would read every byte
     for name in sorted(name for name in manifest.files if name.endswith(".safetensors")):
         with safe_open(snapshot.path_of(name, manifest), framework="pt") as tensors:
             if path in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 return float(tensors.get_tensor(path))
     return None
-
-
-def _add_rows(found: Evidence, rows: Rows, key: str) -> None:
-    """Add the means of a log; a line that a person has changed, or that goes back, is passed over."""
-    before = 0
-    for row in rows:
-        iteration = None if row is None else row.get("iteration")
-        if row is None or not isinstance(iteration, int) or iteration < before:
-            continue
-        found.last = max(found.last, iteration)
-        found.logged.update(row)
-        mean = row.get(key)
-        if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
-            found.means.append((before, iteration, float(mean)))
-            if iteration == before + 1:
-                found.values[iteration] = float(mean)
-        before = iteration

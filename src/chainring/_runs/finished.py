@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import re
 import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +18,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from chainring._files import is_url, parse_strict
+from chainring._files import from_json, is_url, open_regular, parse_strict
 from chainring._messages import warn
 from chainring._places.base import MANIFEST
-from chainring._runs.rows import read_rows
 from chainring.serializers._loading import opened_state
 from chainring.serializers._store import (
     STATE,
@@ -41,23 +41,19 @@ from chainring.training._run_directory import RECORD, parse_record
 
 LOG = "log.jsonl"
 """The lines of the log of the default name."""
-RECORDER = "recorder.bin"
-"""The file of a `Recorder` of the default name."""
 
+_RECORDER = "recorder.bin"  # the default name
 _LARGEST_STATE = 1 << 30  # bytes of the values of a snapshot that are not tensors
 _SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_size)")
 _SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system"}  # what reports them, and its default name
+_CHUNK = 1 << 20  # bytes read at once
+_TAIL = 256  # bytes by which a file that was cut back and written on is told from one that has grown
+_WORDS = (b'"NaN"', b'Infinity"', b"\\u")  # without them a line has nothing that `from_json` changes
 
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """A row of a log.
-
-    Attributes:
-        after: the iteration of the row before, 0 if there is none: the means are of the iterations after it.
-        iteration: that with which its interval ends.
-        values: all of it by key.
-    """
+    """A row of a log, by key, of which the means are of the iterations ``after`` that of the row before, 0 for the first."""
 
     after: int
     iteration: int
@@ -74,9 +70,7 @@ class FinishedRun:
         copies: an empty directory for the copies, which then stay.
 
     Attributes:
-        place: as it was given.
         directory: that of the run, or of the copies.
-        store: its snapshots.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -87,7 +81,11 @@ class FinishedRun:
     def __init__(self, place: Place, copies: Path | None = None) -> None:
         self.place = os.fspath(place)
         self._is_remote = is_url(self.place)
-        _refuse_snapshot(self.place)
+        if not self._is_remote and not os.path.isdir(self.place):
+            raise FileNotFoundError(f"there is no directory {self.place or repr(self.place)}; give that of a run, its out")
+        if (not self._is_remote or has_name(self.place)) and find_snapshot(self.place).exists():
+            above = split(self.place)[0] if self._is_remote else os.path.dirname(os.path.realpath(self.place))
+            raise ValueError(f"{self.place} is a snapshot; give its run, such as {above}")
         self.store: Snapshots = open_store(self.place)
         if not self._is_remote:
             self.directory = Path(self.store.place)
@@ -101,13 +99,9 @@ class FinishedRun:
 
     @classmethod
     def open(cls, place: Place, copies: Path | None = None) -> FinishedRun:
-        """Return the run of which something is there.
-
-        Raises:
-            FileNotFoundError: there is nothing that a run leaves.
-        """
+        """Return the run; raise a `FileNotFoundError` where there is nothing that a run leaves."""
         run = cls(place, copies)
-        if run.is_empty:
+        if not (any(map(run.file, (RECORD, *run.log_names, *run._recorder_names))) or run.snapshots):
             raise FileNotFoundError(
                 f"{run.place} holds no run: neither {RECORD} nor a snapshot, and no {LOG}; give the out= of the Trainer"
             )
@@ -117,12 +111,6 @@ class FinishedRun:
     def name(self) -> str:
         """The last part of its path or its address."""
         return Path(self.store.place).name or self.place
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing that a run leaves: no record, no log, nothing recorded, and no snapshot."""
-        has_file = any(self.file(name) for name in (RECORD, *self.log_names, *self._recorder_names))
-        return not has_file and not self.snapshots
 
     # --- files ---
 
@@ -135,7 +123,7 @@ class FinishedRun:
         except (OSError, ValueError):  # of no file
             return None
         if self._is_remote and name not in self._copied:
-            with contextlib.suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
+            with suppress(FileNotFoundError, FileExistsError, NotADirectoryError, ValueError):  # of no object
                 file = open_file(f"{self.store.place}/{name}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file.copy_to(path)
@@ -166,11 +154,7 @@ class FinishedRun:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The content of run.json, empty if there is none.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
+        """The content of run.json, empty if there is none; a `ValueError` if it cannot be read."""
         record, error = self._parsed_record
         if error is not None:
             raise ValueError(f"{self.place.rstrip('/')}/{RECORD}: {error}")
@@ -179,7 +163,8 @@ class FinishedRun:
     @property
     def files(self) -> list[str]:
         """The names of what the run writes, as its record lists them."""
-        return [name for name in self._parsed_record[0].get("files", ()) if isinstance(name, str)]
+        names: list[str] = self._parsed_record[0].get("files", [])
+        return names
 
     @property
     def log_names(self) -> list[str]:
@@ -194,7 +179,7 @@ class FinishedRun:
     @property
     def _recorder_names(self) -> list[str]:
         names = [name for name in self.files if name.endswith(".bin") and "{" not in name]
-        return list(dict.fromkeys([RECORDER, *names]))
+        return list(dict.fromkeys([_RECORDER, *names]))
 
     # --- what was logged and recorded ---
 
@@ -206,21 +191,21 @@ class FinishedRun:
             ValueError: a line is not a row that was written after the one before.
             OSError: a file cannot be read.
         """
-        paths = {name: self.file(name) for name in self.log_names}
-        return {name: self._read_log(name, path) for name, path in paths.items() if path is not None}
-
-    def _read_log(self, name: str, path: Path) -> list[LogRow]:
-        rows: list[LogRow] = []
-        for number, values in enumerate(read_rows(path), 1):
-            after = rows[-1].iteration if rows else 0
-            iteration = None if values is None else values.get("iteration")
-            if values is None or type(iteration) is not int or not after <= iteration < 1 << 62:
-                raise ValueError(
-                    f"{self.place.rstrip('/')}/{name}: line {number} is not a row that a log has after iteration {after}; "
-                    "the file is damaged"
-                )
-            rows.append(LogRow(after, iteration, values))
-        return rows
+        logs: dict[str, list[LogRow]] = {}
+        for name in self.log_names:
+            if (path := self.file(name)) is None:
+                continue
+            logs[name], after = [], 0
+            for number, values in enumerate(read_rows(path), 1):
+                iteration = None if values is None else values.get("iteration")
+                if values is None or type(iteration) is not int or not after <= iteration < 1 << 62:
+                    raise ValueError(
+                        f"{self.place.rstrip('/')}/{name}: line {number} is not a row that a log has after iteration "
+                        f"{after}; the file is damaged"
+                    )
+                logs[name].append(LogRow(after, iteration, values))
+                after = iteration
+        return logs
 
     @cached_property
     def recorder(self) -> Ledger | None:
@@ -231,13 +216,24 @@ class FinishedRun:
             OSError: it cannot be read.
         """
         for name in self._recorder_names:
-            path = self.file(name)
-            if path is not None and (name == RECORDER or _begins_with(path, MAGIC)):
+            if (path := self.file(name)) is None:
+                continue
+            with open(path, "rb") as file:
+                is_recorder = name == _RECORDER or file.read(len(MAGIC)) == MAGIC
+            if is_recorder:
                 try:
                     return Ledger.read(path)
                 except ValueError as error:  # about a file that may be a copy
                     raise type(error)(str(error).replace(str(self.directory), self.place.rstrip("/"))) from error
         return None
+
+    def sound_recorder(self) -> Ledger | None:
+        """Return what was recorded, and ``None`` with a warning where it is damaged."""
+        try:
+            return self.recorder
+        except LedgerError as error:
+            warn(f"what is recorded is skipped: {error}")
+            return None
 
     def is_speed(self, key: str) -> bool:
         """Return whether a value is a time, a speed, or a use of memory, which no two runs share."""
@@ -271,32 +267,37 @@ class FinishedRun:
         }
         return dict(sorted(names.items()))
 
-    @contextlib.contextmanager
-    def opened(self, iteration: int) -> Iterator[dict[str, Any]]:
-        """Open the snapshot of an iteration: its flat state, of which `read_stored` reads the tensors.
-
-        Raises:
-            CorruptError: it is not what was written.
-            OSError: it cannot be read, or the run has removed it.
-        """
-        with opened_state(self.store.snapshot(self.snapshots[iteration])) as state:
-            yield state
+    def opened(self, iteration: int) -> AbstractContextManager[dict[str, Any]]:
+        """Open the snapshot of an iteration, see `opened_state`."""
+        return opened_state(self.store.snapshot(self.snapshots[iteration]))
 
     def saved_settings(self) -> dict[str, Any]:
         """Return the settings of the updater and the sizes of data and batches, from the last snapshot that can be read."""
         for name in reversed(self.snapshots.values()):
-            with contextlib.suppress(OSError, ValueError):  # damaged, or removed
+            with suppress(OSError, ValueError):  # damaged, or removed
                 values = read_values(self.store.snapshot(name))
-                return {".".join(key.split("/")): value for key, value in values.items() if _SETTING.fullmatch(key)}
+                return {key.replace("/", "."): value for key, value in values.items() if _SETTING.fullmatch(key)}
         return {}
 
     def copy_nearest(self, latest: int) -> None:
         """Copy the latest sound snapshot up to an iteration, with the files beside it, of a run in an object store."""
         for saved, manifest, _ in saved_trainers(self.store, latest):
-            if not self._is_remote or (self.directory / saved.name).exists():
+            target, draft = self.directory / saved.name, self.directory / ".copied"
+            if not self._is_remote or target.exists():
                 return
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir()
+            title, total = f"copy {saved.name}", sum(size for size, _ in manifest.files.values())
             try:
-                _copy(saved, manifest, self.directory)
+                with tqdm(
+                    desc=title, total=total, unit="B", unit_scale=True, delay=2.0, file=sys.stderr, disable=None
+                ) as bar:
+                    for name, (size, _) in manifest.files.items():
+                        saved.open(name, manifest).copy_to(draft / name)
+                        bar.update(size)
+                (draft / MANIFEST).write_bytes(format_manifest(replace(manifest, folder="")))
+                find_snapshot(draft).verify()
+                draft.rename(target)
             except FileNotFoundError:  # removed by the run, which continues
                 continue
             except CorruptError as error:
@@ -305,35 +306,6 @@ class FinishedRun:
             for name in manifest.beside:
                 self.file(name)
             return
-
-
-def _begins_with(path: Path, content: bytes) -> bool:
-    with open(path, "rb") as file:
-        return file.read(len(content)) == content
-
-
-def _refuse_snapshot(given: str) -> None:
-    """Refuse what is no directory, and a snapshot in the place of its run."""
-    if not is_url(given) and not os.path.isdir(given):
-        raise FileNotFoundError(f"there is no directory {given or repr(given)}; give that of a run, its out")
-    if (not is_url(given) or has_name(given)) and find_snapshot(given).exists():
-        above = split(given)[0] if is_url(given) else os.path.dirname(os.path.realpath(given))
-        raise ValueError(f"{given} is a snapshot; give its run, such as {above}")
-
-
-def _copy(saved: SavedSnapshot, manifest: Manifest, directory: Path) -> None:
-    target, draft = directory / saved.name, directory / ".copied"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    total = sum(size for size, _ in manifest.files.values())
-    title = f"copy {saved.name}"
-    with tqdm(desc=title, total=total, unit="B", unit_scale=True, delay=2.0, file=sys.stderr, disable=None) as bar:
-        for name, (size, _) in manifest.files.items():
-            saved.open(name, manifest).copy_to(draft / name)
-            bar.update(size)
-    (draft / MANIFEST).write_bytes(format_manifest(replace(manifest, folder="")))
-    find_snapshot(draft).verify()
-    draft.rename(target)
 
 
 def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tuple[SavedSnapshot, Manifest, int]]:
@@ -345,7 +317,7 @@ def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tupl
     for name, manifest in store.listing():
         if manifest is None or "error" in manifest.about or (latest is not None and manifest.iteration > latest):
             continue
-        with contextlib.suppress(OSError, ValueError):  # removed meanwhile, or damaged
+        with suppress(OSError, ValueError):  # removed meanwhile, or damaged
             saved = store.snapshot(name)
             values = read_values(saved)
             if values.get("updater/iteration") == manifest.iteration:
@@ -369,15 +341,6 @@ def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
     return values
 
 
-def recorder_of(run: FinishedRun) -> Ledger | None:
-    """Return what a run has recorded, ``None`` if it is nothing that can be read; a damaged file is warned about."""
-    try:
-        return run.recorder
-    except LedgerError as error:
-        warn(f"what is recorded is skipped: {error}")
-        return None
-
-
 def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, Any]:
     """Return the start of a run that computed an iteration, of those in its record; empty where there is none."""
     starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
@@ -385,17 +348,58 @@ def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, An
     return before[-1] if before else starts[0] if starts else {}
 
 
-def first_iteration(record: Mapping[str, Any]) -> int:
-    """Return the iteration with which a run began: not 0, if that was the state of another one."""
-    return max(int(start_in_force(record, 0).get("iteration", 0)), 0)
+# --- files of rows ---
 
 
-def starts_between(record: Mapping[str, Any], begin: int, iteration: int) -> list[Mapping[str, Any]]:
-    """Return the starts of a run that computed the iterations after ``begin`` up to another one, in their order."""
-    found: list[Mapping[str, Any]] = []
-    while iteration > begin and (start := start_in_force(record, iteration)):
-        found.insert(0, start)
-        if start["iteration"] >= iteration:
-            break
-        iteration = start["iteration"]
-    return found
+Rows = list[dict[str, Any] | None]
+"""For each line the row, or ``None`` where it is not one: it was damaged, or changed by hand."""
+
+
+def read_rows(path: Path) -> Rows:
+    """Return the rows of a file; a last line without its end is being written, or was cut by a kill, and does not count."""
+    return [row for rows in RowReader(path).read() for row in rows]
+
+
+class RowReader:
+    """Reads the rows of a file of lines, such as ``log.jsonl``, and later what was appended to it since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = 0  # of the lines that were read
+        self._tail = b""
+
+    def read(self, begin_again: Callable[[], None] = lambda: None) -> Iterator[Rows]:
+        """Yield the rows after those that were read, in blocks.
+
+        A run that was resumed may have cut the file back: then ``begin_again`` is called, and it is read from the start.
+        """
+        with open(open_regular(self._path), "rb") as file:
+            file.seek(self._end - len(self._tail))
+            if file.read(len(self._tail)) != self._tail:
+                self._end, self._tail = 0, b""
+                file.seek(0)
+                begin_again()
+            rest = b""
+            while chunk := file.read(_CHUNK):
+                text, end, rest = (rest + chunk).rpartition(b"\n")
+                if end:
+                    self._end += len(text) + 1
+                    self._tail = (self._tail + text + end)[-_TAIL:]
+                    yield _parse_rows(text.split(b"\n"))
+
+
+def _parse_rows(lines: list[bytes]) -> Rows:
+    """Return the row of each line, with the words for NaN and infinities as numbers."""
+    text = b",0,".join(lines)  # all at once is much faster; between lines that are not whole a 0 fits nowhere
+    with suppress(ValueError, RecursionError):
+        items = json.loads(b"[" + text + b"]")
+        rows: Rows = items[::2]
+        if len(items) == 2 * len(lines) - 1 and not any(items[1::2]) and all(isinstance(row, dict) for row in rows):
+            return [from_json(row) for row in rows] if any(word in text for word in _WORDS) else rows
+    rows = []
+    for line in lines:
+        row = None
+        with suppress(ValueError, RecursionError):
+            row = from_json(json.loads(line))
+        rows.append(row if isinstance(row, dict) else None)
+    return rows

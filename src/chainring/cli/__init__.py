@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from chainring._version import __version__
-from chainring.cli import batch, bisect, completion, diff, export, inspect, replay, report, verify, verify_resume
-from chainring.cli._common import help_formatter, printable
+from chainring.cli import bisect, diff, export, inspect, replay, report, verify, verify_resume
+from chainring.cli._common import add_command, help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
 __all__ = ["main"]
-
-_COMMANDS = (report, inspect, verify, verify_resume, diff, replay, batch, bisect, export, completion)
 
 _DESCRIPTION = """
 Show, verify and export the files of a run, without the code that wrote them;
@@ -44,6 +44,19 @@ exit status:
 
 See `chainring COMMAND --help` for each command."""
 
+_COMPLETION = """
+Print a script that completes the commands, options and paths of chainring in
+a shell. It is made by shtab: pip install "chainring[completion]".
+
+examples:
+  chainring completion bash > ~/.local/share/bash-completion/completions/chainring
+  chainring completion zsh > ~/.zfunc/_chainring    where fpath has ~/.zfunc
+  chainring completion fish > ~/.config/fish/completions/chainring.fish
+
+exit status:
+  0  it is printed
+  2  the shell is not known, or shtab is not installed"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 for damage or a difference, 2 for a wrong or impossible request."""
@@ -55,24 +68,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as head has closed the pipe
-        _discard_output()
-        return 0
-    except OSError as error:  # a full disk
-        _discard_output()
-        return _fail(2, error)
+    except OSError as error:  # a full disk, or a reader such as head that has closed the pipe
+        null = os.open(os.devnull, os.O_WRONLY)  # where Python, which flushes at exit, may write the rest
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        return 0 if isinstance(error, BrokenPipeError) else _fail(2, error)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = make_parser()
+    parser = argparse.ArgumentParser(
+        "chainring", description=_DESCRIPTION.strip(), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (report, inspect, verify, verify_resume, diff, replay, bisect, export):
+        module.add_to(commands)
+    purpose = "the completion of these commands in a shell"
+    completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    completion.set_defaults(root=parser)
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
-    if not arguments[0].startswith("-") and (problem := _find_unknown_command(arguments[0])):
-        return _fail(2, problem)
+    given = arguments[0]
+    if not given.startswith("-") and given not in commands.choices:
+        return _fail(2, f"there is no command {given!r}{_nearest(given, commands.choices)} `chainring --help` lists all")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        return _fail(2, _describe_unknown(options.parser, unknown))
+        prog, known = options.parser.prog, [name for action in options.parser._actions for name in action.option_strings]
+        shown = " ".join(f"{argument!r}{_nearest(argument.partition('=')[0], known)}" for argument in unknown)
+        return _fail(2, f"`{prog}` does not take {shown} `{prog} --help` lists what it takes")
     try:
         status: int | None = options.run(options)
     except BrokenPipeError:
@@ -85,41 +110,12 @@ def _run(arguments: Sequence[str]) -> int:
     return status or 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        "chainring", description=_DESCRIPTION.strip(), epilog=_EPILOG, formatter_class=help_formatter, allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_to(commands)
-    parser.set_defaults(root=parser)  # which `completion` describes
-    return parser
-
-
-def _find_unknown_command(given: str) -> str | None:
-    """Return words for a command that is not there, with the nearest that is."""
-    names = [command.__name__.rpartition(".")[2].replace("_", "-") for command in _COMMANDS]
-    if given in names:
-        return None
-    return f"there is no command {given!r}{_nearest(given, names)} `chainring --help` lists all"
-
-
-def _describe_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    """Return words for arguments that a command does not take, with the nearest that it does."""
-    known = [name for action in parser._actions for name in action.option_strings]
-    shown = " ".join(f"{argument!r}{_nearest(argument.partition('=')[0], known)}" for argument in unknown)
-    return f"`{parser.prog}` does not take {shown} `{parser.prog} --help` lists what it takes"
-
-
-def _nearest(given: str, names: Sequence[str]) -> str:
-    nearest = difflib.get_close_matches(given, names, n=1)
+def _nearest(given: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(given, list(names), n=1)
     return f": did you mean {nearest[0]!r}?" if nearest else ";"
 
 
 def _fail(status: int, error: object) -> int:
-    """Print the error and return the status."""
     if isinstance(error, OSError) and error.strerror:
         error = f"{error.filename or 'the output'}: {error.strerror}"
     for line in str(error).splitlines():
@@ -127,8 +123,21 @@ def _fail(status: int, error: object) -> int:
     return status
 
 
-def _discard_output() -> None:
-    """Let Python, which flushes at exit, write the rest of the output to the null device."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+def _complete(options: argparse.Namespace) -> None:
+    """Print what completes the commands in a shell."""
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError:
+        raise ImportError('chainring completion needs shtab: pip install "chainring[completion]"') from None
+    _complete_paths(options.root, shtab.FILE)
+    print(shtab.complete(options.root, options.shell))
+
+
+def _complete_paths(parser: argparse.ArgumentParser, completion: Any) -> None:
+    """Let every argument without choices that is text be completed as a path."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in set(action.choices.values()):
+                _complete_paths(command, completion)
+        elif action.choices is None and action.type is None and action.nargs != 0:
+            action.complete = completion  # type: ignore[attr-defined]

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_MAX_WIDTH = 100
-
 
 def printable(text: object) -> str:
     """Return text of a file from anywhere, with the characters escaped that could control the terminal."""
@@ -22,7 +20,7 @@ def printable(text: object) -> str:
 
 def help_formatter(prog: str) -> argparse.HelpFormatter:
     """Return a formatter that keeps text as written, and sets arguments as wide as the terminal, up to a readable width."""
-    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH) - 2
+    width = min(shutil.get_terminal_size().columns, 100) - 2
     return argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=26)
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from chainring._files import to_json
 from chainring._runs.conditions import Condition, Evidence, collect
 from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._replays import (
+from chainring.cli.replay import (
     RecordedRun,
     add_run,
     add_script,
     batch_lines,
-    describe_comparison,
-    describe_origin,
+    describe_replay,
     indices_of,
     iteration_number,
-    shorten,
 )
 from chainring.testing._replaying import NoReplay
+
+_MOST_SHOWN = 8  # parameters
 
 _HELP = """
 Find the first iteration of a run for which a reported value is bad, the
@@ -70,17 +70,22 @@ def _condition(text: str) -> Condition:
 
 def run(options: argparse.Namespace) -> int:
     """Find the iteration, print it, and return the exit status."""
-    recorded, condition = RecordedRun(options), options.bad
-    evidence = collect(recorded.run, condition.key, looks_into_snapshots=options.monotone)
-    last = evidence.last if options.to is None else options.to
-    replayed = None
-    goes_on = options.to is None
+    recorded, condition = RecordedRun(options.run_directory, options.script, options.arguments), options.bad
+    key = condition.key
+    evidence = collect(recorded.run, key, looks_into_snapshots=options.monotone)
+    last, goes_on, replayed = evidence.last if options.to is None else options.to, options.to is None, None
     if last == 0 and not goes_on:
         raise ValueError("--to is the last iteration to look at, and the first is 1; 0 is the state before it")
     if evidence.first_unknown(condition) <= last or goes_on:
-        _note_unlogged(condition.key, evidence)
-        replayed = _search(recorded, condition, evidence, options, last)
-        _require_key(condition, replayed, evidence)
+        if evidence.logged and not (key in evidence.logged or evidence.values):  # it may be misspelled
+            near = difflib.get_close_matches(key, evidence.logged, 1)
+            text = f"no row of a log has {key}; {f'did you mean {near[0]}? ' if near else ''}it is looked for in a replay"
+            print(f"chainring: {printable(text)}", file=sys.stderr)
+        replayed = _search(recorded, condition, evidence, last, options.monotone, goes_on)
+        seen = replayed["seen"]
+        if not (key in seen or evidence.values or evidence.means):
+            near = difflib.get_close_matches(key, seen, 1) or seen[:5]
+            raise NoReplay(f"nothing has reported {key!r}; reported: {', '.join(near) or 'nothing'}")
     answer = _answer(options, recorded, evidence, replayed, last)
     if options.json:
         print_json(to_json(answer))
@@ -90,31 +95,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _search(
-    recorded: RecordedRun, condition: Condition, evidence: Evidence, options: argparse.Namespace, last: int
+    recorded: RecordedRun, condition: Condition, evidence: Evidence, last: int, is_monotone: bool, goes_on: bool
 ) -> dict[str, Any]:
     """Replay the iterations of which it is not known whether the condition holds, until it does."""
     first = evidence.first_unknown(condition)
-    if evidence.holds(first, condition):
-        replayed = _replay(recorded, condition, first - 1, first)
+    settings = {"condition": condition, "needs_same_bits": False}
+    if condition.holds(evidence.values.get(first)):
+        replayed = recorded.replay(first, latest=first - 1, **settings)
         if replayed["match"] is None and replayed["same"] is not False:
             raise NoReplay(
                 f"the run has {condition.key} = {evidence.values[first]!r} in iteration {first}, and the replay has not: it "
                 "differs from the run; `chainring verify-resume` finds why"
             )
         return replayed
-    if options.monotone:
+    if is_monotone:
         begin, end = evidence.bounds(condition)
-        replayed = _replay(recorded, condition, begin, min(end, last), goes_on=options.to is None and end >= last)
+        replayed = recorded.replay(min(end, last), latest=begin, goes_on=goes_on and end >= last, **settings)
         if replayed["match"] is not None or end >= last:
             return replayed
-    return _replay(recorded, condition, first - 1, last, goes_on=options.to is None)
-
-
-def _replay(
-    recorded: RecordedRun, condition: Condition, latest: int, until: int, *, goes_on: bool = False
-) -> dict[str, Any]:
-    settings = {"condition": condition, "goes_on": goes_on, "needs_same_bits": False}
-    return recorded.replay(until, latest=latest, until=until, **settings)
+    return recorded.replay(last, latest=first - 1, goes_on=goes_on, **settings)
 
 
 def _answer(
@@ -140,69 +139,45 @@ def _answer(
     return answer
 
 
-def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condition: Condition) -> list[str]:
+def _lines(answer: Mapping[str, Any], replayed: Mapping[str, Any] | None, condition: Condition) -> Iterator[str]:
+    first, end = answer["looked_at"]
     if answer["same"] is False:
-        lines = [f"{printable(answer['difference'])}"]
-    elif answer["iteration"] is None and answer["assumed"]:
-        first, end = replayed["origin"]["iteration"] + 1 if replayed else 1, answer["looked_at"][1]
-        lines = [f"not found: {printable(condition)} does not hold in iterations {first} to {end}"]
-    elif answer["iteration"] is None:
-        first, end = answer["looked_at"]
-        lines = [f"never: {printable(condition)} does not hold in iterations {first} to {end}"]
+        yield printable(answer["difference"])
+    elif answer["iteration"] is not None:
+        yield f"iteration {answer['iteration']} is the first with {printable(condition)}: it is {answer['value']!r}"
+        yield from batch_lines(answer["batches"])
+    elif answer["assumed"] and replayed is not None:
+        begin = replayed["origin"]["iteration"]
+        yield f"not found: {printable(condition)} does not hold in iterations {begin + 1} to {end}"
     else:
-        lines = [
-            f"iteration {answer['iteration']} is the first with {printable(condition)}: it is {answer['value']!r}",
-            *batch_lines(answer["batches"]),
-        ]
+        yield f"never: {printable(condition)} does not hold in iterations {first} to {end}"
     if replayed is None:
-        return [*lines, "All of them are recorded, and nothing was replayed"]
-    lines.append(_parameters(answer["not_finite"]))
-    if answer["not_finite"] is not None and replayed["may_go_back"]:
-        lines.append("FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run")
-    if answer["assumed"]:
-        lines.append(_unknown(answer["assumed"], replayed))
-    if answer["looked_at"][1] > answer["known_to"]:
-        lines.append(f"The run is known to have come to iteration {answer['known_to']}, and may have come further")
-    if answer["error"]:
-        lines.append(f"The replay ended with {printable(answer['error'])}")
-    if answer["same"] is not False:
-        lines.append(f"Replayed from {describe_origin(replayed)}: {describe_comparison(replayed)}")
-    return [*lines, *answer["notes"]]
-
-
-def _unknown(count: int, replayed: Mapping[str, Any]) -> str:
-    """Return that iterations before the replay are not known, and why."""
-    origin = replayed["origin"]
-    before = f"in the {count} iteration{'s' * (count != 1)} before {origin['iteration'] + 1}"
-    if origin["snapshot"] is None:  # and not the beginning either
-        return f"It was not looked for {before}: the script loads a state itself; give the arguments with which it began"
-    return f"By --monotone it is taken not to hold {before} that are not known"
-
-
-def _parameters(not_finite: Mapping[str, Any] | None) -> str:
-    if not_finite is None:
-        return "All parameters are finite"
-    names = shorten(not_finite["parameters"])
-    if not not_finite["is_first"]:
-        return f"Parameters were not finite in the state of iteration {not_finite['iteration']} already: {names}"
-    return f"Parameters were first not finite after iteration {not_finite['iteration']}: {names}"
-
-
-def _note_unlogged(key: str, evidence: Evidence) -> None:
-    """Say before a long replay that a key may be misspelled."""
-    if evidence.logged and not (key in evidence.logged or evidence.values):
-        near = difflib.get_close_matches(key, evidence.logged, 1)
-        text = f"no row of a log has {key}; {f'did you mean {near[0]}? ' if near else ''}it is looked for in a replay"
-        print(f"chainring: {printable(text)}", file=sys.stderr)
-
-
-def _require_key(condition: Condition, replayed: Mapping[str, Any], evidence: Evidence) -> None:
-    """Refuse a key that nothing has reported.
-
-    Raises:
-        NoReplay: there is no such key.
-    """
-    if condition.key in replayed["seen"] or evidence.values or evidence.means:
+        yield "All of them are recorded, and nothing was replayed"
         return
-    near = difflib.get_close_matches(condition.key, replayed["seen"], 1) or replayed["seen"][:5]
-    raise NoReplay(f"nothing has reported {condition.key!r}; reported: {', '.join(near) or 'nothing'}")
+    if (not_finite := answer["not_finite"]) is None:
+        yield "All parameters are finite"
+    else:
+        names, iteration = not_finite["parameters"], not_finite["iteration"]
+        more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+        were = (
+            f"were first not finite after iteration {iteration}"
+            if not_finite["is_first"]
+            else f"were not finite in the state of iteration {iteration} already"
+        )
+        yield f"Parameters {were}: {', '.join(map(printable, names[:_MOST_SHOWN]))}{more}"
+        if replayed["may_go_back"]:
+            yield "FailOnNonNumber then goes back to a snapshot, if there is one, and skips this step or ends the run"
+    if count := answer["assumed"]:
+        before = f"in the {count} iteration{'s' * (count != 1)} before {replayed['origin']['iteration'] + 1}"
+        if replayed["origin"]["snapshot"] is None:  # and not the beginning either
+            remedy = "the script loads a state itself; give the arguments with which it began"
+            yield f"It was not looked for {before}: {remedy}"
+        else:
+            yield f"By --monotone it is taken not to hold {before} that are not known"
+    if end > answer["known_to"]:
+        yield f"The run is known to have come to iteration {answer['known_to']}, and may have come further"
+    if answer["error"]:
+        yield f"The replay ended with {printable(answer['error'])}"
+    if answer["same"] is not False:
+        yield f"Replayed {describe_replay(replayed)}"
+    yield from answer["notes"]

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import to_json
-from chainring._runs.comparison import Comparison, compare_runs
+from chainring._runs.comparison import CAUSES, Comparison, Difference, compare_runs, first_difference
 from chainring._runs.finished import FinishedRun
-from chainring._runs.traces import CAUSES, Difference, first_difference
 from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._replays import RecordedRun
+from chainring.cli.replay import RecordedRun
 from chainring.serializers._store import CorruptError
 from chainring.testing._live_traces import Steps, differing_settings, first_module, first_step_apart
 
@@ -83,8 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _facts(comparison: Comparison, replayed: Replayed | None) -> dict[str, Any]:
-    first, tensor = comparison.first, _first_tensor(comparison, replayed)
-    module = replayed and replayed.module
+    first, tensor, module = comparison.first, _first_tensor(comparison, replayed), replayed and replayed.module
     return {
         "same": comparison.is_same,
         "iteration": first and first.iteration,
@@ -132,14 +130,23 @@ def _lines(comparison: Comparison, replayed: Replayed | None, runs: tuple[Finish
         tensor = _first_tensor(comparison, replayed)
         if tensor is not None and first.what != "tensor" and tensor.iteration != first.iteration:
             yield f"the first tensor that differs, after iteration {tensor.iteration}: {tensor.named}"
-        yield from _later_lines(comparison, first)
+        for kind in ("batch", "loss", "value", "state"):
+            later = comparison.first_of(kind)
+            if kind != first.what and later is not None and later.iteration > first.iteration:
+                text = f": {later.named}" if later.named else ""
+                yield f"the first {kind} that differs, in iteration {later.iteration}{text}"
+        if all(found.what == "generators" for found in comparison.differences):
+            names = {found.name.split("/")[2] for found in comparison.differences if found.name.count("/") >= 2}
+            which = f" ({', '.join(sorted(names))})" if names else ""
+            remedy = "; chainring.deterministic(seed) lets all of them begin alike" if not first.after else ""
+            yield f"all else that was compared is the same: what was drawn from them{which} has changed nothing{remedy}"
     if replayed is not None:
         yield from _replayed_lines(replayed)
-    settings = comparison.settings
-    if settings:
+    if settings := comparison.settings:
         yield "settings that differ:"
-    for name, (value, other) in list(settings.items())[:_MOST_SHOWN]:
-        yield f"  {name}: {_short(value)} -> {_short(other)}"
+    for name, values in list(settings.items())[:_MOST_SHOWN]:
+        shown = [text if len(text) <= 100 else f"{text[:60]} ... {text[-30:]}" for text in map(repr, values)]
+        yield f"  {name}: {' -> '.join(shown)}"
     if len(settings) > _MOST_SHOWN:
         yield f"  and {len(settings) - _MOST_SHOWN} more, which --json shows"
     yield from (f"compared: {text}" for text in comparison.compared)
@@ -162,20 +169,6 @@ def _answer(comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> st
     return f"different by iteration {first.iteration}, {since}: {first.words}"
 
 
-def _later_lines(comparison: Comparison, first: Difference) -> Iterator[str]:
-    """Yield where each other kind of value differs for the first time, and what the generators have changed, if nothing."""
-    for kind in ("batch", "loss", "value", "state"):
-        later = comparison.first_of(kind)
-        if kind != first.what and later is not None and later.iteration > first.iteration:
-            text = f": {later.named}" if later.named else ""
-            yield f"the first {kind} that differs, in iteration {later.iteration}{text}"
-    if all(found.what == "generators" for found in comparison.differences):
-        names = {found.name.split("/")[2] for found in comparison.differences if found.name.count("/") >= 2}
-        which = f" ({', '.join(sorted(names))})" if names else ""
-        remedy = "; chainring.deterministic(seed) lets all of them begin alike" if not first.after else ""
-        yield f"all else that was compared is the same: what was drawn from them{which} has changed nothing{remedy}"
-
-
 def _replayed_lines(replayed: Replayed) -> Iterator[str]:
     first, module = replayed.first, replayed.module
     if first is None:
@@ -191,11 +184,6 @@ def _replayed_lines(replayed: Replayed) -> Iterator[str]:
     elif first is not None:
         yield "no module returns anything else"
     yield from replayed.notes
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:60]} ... {text[-30:]}"
 
 
 # --- replays of both ---
@@ -222,15 +210,11 @@ class Replayed:
 
 
 def _replay_both(script: str, comparison: Comparison, runs: tuple[FinishedRun, FinishedRun]) -> Replayed:
-    """Replay two runs where they part, each with its own arguments.
-
-    Raises:
-        ValueError: a run cannot be replayed.
-    """
+    """Replay two runs where they part, each with its own arguments."""
     last = min(comparison.lasts)
     if not last:
         raise ValueError("--script replays what both runs have computed, and one of them has not come to an iteration")
-    recorded = [RecordedRun(argparse.Namespace(run_directory=run.place, script=script, arguments=[])) for run in runs]
+    recorded = [RecordedRun(run.place, script) for run in runs]
     computed = [kind for kind in CAUSES if kind != "generators"]  # in which generators may be that nobody uses
     first = comparison.first_of(*computed) or comparison.first
     if first is None:
@@ -265,7 +249,7 @@ def _search(runs: list[RecordedRun], begin: int, end: int) -> Replayed:
 
 
 def _capture(run: RecordedRun, begin: int, end: int, replayed: Replayed, *, in_detail: bool) -> Steps:
-    replay = run.replay(end, latest=begin, until=end, capture=(begin + 1, end, in_detail))
+    replay = run.replay(end, latest=begin, capture=(begin + 1, end, in_detail))
     notes = [*replay["notes"], *filter(None, [replay["difference"]])]
     replayed.notes += [text for note in notes if (text := f"{run.place}: {note}") not in replayed.notes]
     return {int(iteration): step for iteration, step in replay["captured"].items()}

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +56,30 @@ def add_to(commands: Any) -> None:
     parser.add_argument("directory", metavar="DIR", help="a snapshot, or the directory of a run, for its newest snapshot")
     parser.add_argument("place", metavar="PLACE", help="the file to write; for hf and dcp the directory")
     parser.add_argument("--model", metavar="NAME", help="name of the model, where there are several (default: main)")
-    parser.add_argument("--format", choices=sorted(_WRITERS), default="safetensors", help="default: safetensors")
+    parser.add_argument(
+        "--format", choices=("dcp", "hf", "safetensors", "torch"), default="safetensors", help="default: safetensors"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Write the model."""
-    located, target = locate(options.directory), options.place
+    located, target, form = locate(options.directory), options.place, options.format
     if isinstance(located, StoredFile):
         raise FileNotFoundError(f"{options.directory} is {describe_file(located)}")
     saved = located[0]
-    _check_target(target, options.format)
+    if is_url(target) and form in ("hf", "dcp"):
+        raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {target}")
+    if is_file(target) or find_snapshot(target).exists() if is_url(target) else os.path.lexists(target):
+        raise FileExistsError(f"{target} exists and is not overwritten; give another name")
     model, entries = _read_model(saved, options.model)
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     left_out = sorted(name for name, value in entries.items() if value is None)
     if not is_url(target):
         Path(target).parent.mkdir(parents=True, exist_ok=True)
-    _WRITERS[options.format](target, tensors)
+    _write(target, form, tensors)
     if options.json:
         files = sorted(Path(target).iterdir()) if os.path.isdir(target) else [target]
-        facts = {"file": target, "format": options.format, "bytes": sum(open_file(file).size for file in files)}
+        facts = {"file": target, "format": form, "bytes": sum(open_file(file).size for file in files)}
         facts |= {"directory": saved.path, "model": model}
         print_json({**facts, "tensors": sorted(tensors), "left_out": left_out})
         return
@@ -81,18 +87,6 @@ def run(options: argparse.Namespace) -> None:
         taken = f"{saved} was taken with frozen=False: {len(left_out)} parameters are not in it, such as {left_out[0]}"
         print(printable(taken))
     print(printable(f"{target}: {len(tensors)} tensors of {saved}"))
-
-
-def _check_target(target: str, form: str) -> None:
-    """Refuse a target where something is, or where the format cannot be written."""
-    if not is_url(target):
-        is_there = os.path.lexists(target)
-    elif form in _DIRECTORIES:
-        raise ValueError(f"{form} is a directory, which is written to the disk; give a path, and copy it to {target}")
-    else:
-        is_there = is_file(target) or find_snapshot(target).exists()
-    if is_there:
-        raise FileExistsError(f"{target} exists and is not overwritten; give another name")
 
 
 def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, Any]]:
@@ -115,16 +109,28 @@ def _read_model(saved: SavedSnapshot, name: str | None) -> tuple[str, dict[str, 
     return prefix.removeprefix(_MODEL).rstrip("/"), entries
 
 
-def _write_torch(target: str, tensors: Mapping[str, Tensor]) -> None:
-    with replacing(target) as file:
-        torch.save(dict(tensors), file)
+def _write(target: str, form: str, tensors: dict[str, Tensor]) -> None:
+    if form == "safetensors":
+        save_tensors(target, tensors)
+    elif form == "torch":
+        with replacing(target) as file:
+            torch.save(tensors, file)
+    elif form == "hf":
+        with _new_directory(target) as directory:
+            _write_hf(directory, tensors)
+    else:
+        from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
+
+        with warnings.catch_warnings(), _new_directory(target) as directory:
+            warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)|TypedStorage is")  # as is meant
+            save(tensors, checkpoint_id=directory)
 
 
-def _write_hf(target: str, tensors: Mapping[str, Tensor]) -> None:
+def _write_hf(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write safetensors of at most 5 GB and their index; a tied tensor once, under its first name, as it is read there."""
     first = find_aliases(tensors)
     files: list[dict[str, Tensor]] = [{}]
-    size = 0
+    size = total = 0
     for name in (name for name in tensors if first[name] == name or not tensors[name].numel()):
         tensor = tensors[name].contiguous()
         if files[-1] and size + tensor.nbytes > MAX_FILE:
@@ -132,35 +138,24 @@ def _write_hf(target: str, tensors: Mapping[str, Tensor]) -> None:
             size = 0
         files[-1][name] = tensor
         size += tensor.nbytes
-
-    def write(directory: Path) -> None:
-        weight_map = {}
-        for number, stored in enumerate(files, 1):
-            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            save_file(stored, directory / name, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(stored, name))
-        total = sum(tensor.nbytes for stored in files for tensor in stored.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-    _write_directory(target, write)
+        total += tensor.nbytes
+    weight_map = {}
+    for number, stored in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file(stored, directory / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(stored, name))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def _write_dcp(target: str, tensors: Mapping[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save  # half a second, for this format alone
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)|TypedStorage is")  # as is meant
-        _write_directory(target, lambda directory: save(dict(tensors), checkpoint_id=directory))
-
-
-def _write_directory(target: str, write: Callable[[Path], Any]) -> None:
-    """Make a directory that is complete as soon as it has its name, and flush it to the disk."""
+@contextmanager
+def _new_directory(target: str) -> Iterator[Path]:
+    """Give a directory that gets its name when it is complete and on the disk."""
     directory = Path(target)
     temporary = temporary_path(directory.parent)
     temporary.mkdir()
     try:
-        write(temporary)
+        yield temporary
         for path in (*temporary.iterdir(), temporary):
             flush(path)
         os.rename(temporary, directory)
@@ -168,12 +163,3 @@ def _write_directory(target: str, write: Callable[[Path], Any]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-_DIRECTORIES = ("hf", "dcp")
-_WRITERS: dict[str, Callable[[str, Mapping[str, Tensor]], None]] = {
-    "safetensors": save_tensors,
-    "torch": _write_torch,
-    "hf": _write_hf,
-    "dcp": _write_dcp,
-}

@@ -12,7 +12,7 @@ from chainring._places.base import StoredFile
 from chainring._runs.locate import describe_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._safetensors import read_entries
-from chainring.serializers._store import SavedSnapshot, list_names
+from chainring.serializers._store import list_names
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
@@ -56,7 +56,19 @@ def run(options: argparse.Namespace) -> None:
             _print_table(tensors, located.size)
         return
     saved, *others = located
-    about = _describe(saved)
+    manifest = saved.verify(content=False)
+    files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
+    versions = manifest.about.get("versions")
+    about: dict[str, Any] = {
+        "directory": saved.path,
+        "iteration": manifest.iteration,
+        "epoch": manifest.about.get("epoch"),
+        "versions": versions if isinstance(versions, dict) else {},
+        "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
+        "bytes": sum(size for size, _ in manifest.files.values()),
+        "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
+        "tensors": [tensor for file in files for tensor in _tensors_of(file)],
+    }
     if options.json:
         print_json(about)
         return
@@ -85,23 +97,6 @@ def _print_table(tensors: Sequence[Mapping[str, Any]], size: int) -> None:
             name = f"{name[:start]}...{name[len(name) - (widths[0] - 3 - start) :]}"
         print(f"  {name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {count:>{widths[3]}}")
     print(f"{len(rows)} tensors, {sum(t['bytes'] for t in tensors):,} bytes; files of {size:,} bytes")
-
-
-def _describe(saved: SavedSnapshot) -> dict[str, Any]:
-    """Return iteration, epoch, versions, files and tensors of a snapshot, as plain values."""
-    manifest = saved.verify(content=False)
-    files = [saved.open(name, manifest) for name in sorted(manifest.files) if name.endswith(".safetensors")]
-    versions = manifest.about.get("versions")
-    return {
-        "directory": saved.path,
-        "iteration": manifest.iteration,
-        "epoch": manifest.about.get("epoch"),
-        "versions": versions if isinstance(versions, dict) else {},
-        "notes": {key: manifest.about[key] for key in _NOTES if key in manifest.about},
-        "bytes": sum(size for size, _ in manifest.files.values()),
-        "files": {name: size for name, (size, _) in sorted(manifest.files.items())},
-        "tensors": [tensor for file in files for tensor in _tensors_of(file)],
-    }
 
 
 def _tensors_of(file: StoredFile) -> list[dict[str, Any]]:

@@ -1,25 +1,24 @@
-"""``chainring replay RUN --to K SCRIPT``: the state of a run at any iteration."""
+"""``chainring replay RUN --to K SCRIPT`` and ``chainring batch RUN K SCRIPT``: a run at any iteration, and its examples."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from chainring._files import to_json
-from chainring.cli._common import add_command, print_json, printable
-from chainring.cli._replays import (
-    RecordedRun,
-    add_run,
-    add_script,
-    describe_comparison,
-    describe_origin,
-    iteration_number,
-    refuse_inside,
-)
+from chainring._files import is_url, to_json
+from chainring._runs.finished import FinishedRun, start_in_force
+from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
+from chainring.testing._replay_process import replay_script
+from chainring.testing._replaying import NoReplay
+from chainring.training._run_directory import read_record
 
-_HELP = """
+_REPLAY = """
 Repeat a run from its nearest snapshot up to any iteration, bit for bit, with
 the script that trained it: what the run had there, also if no snapshot was
 taken. The run may have ended, been killed, or still be running; nothing is
@@ -36,44 +35,210 @@ exit status:
   0  the iteration was reached
   1  the replay differs from the recording
   2  there is no run, or the script fails or ends before"""
+_BATCH = """
+Print the indices, in the dataset, of the examples that an iteration of a run
+was trained on. The iteration is replayed with the script that trained the run,
+from the nearest snapshot before; see `chainring replay`. Options come before
+RUN.
+
+examples:
+  chainring batch result 48123 train.py
+  chainring batch result 48123 train.py --lr 0.1    with its arguments
+  chainring batch --json result 48123 train.py | jq .indices
+
+exit status:
+  0  they are printed
+  1  the replay differs from the recording
+  2  there is no run, the script fails, or its loader does not tell them"""
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(commands, "replay", run, "the state of a run at any iteration, repeated bit for bit", _HELP)
+    """Add both commands to the parser."""
+    parser = add_command(commands, "replay", _replay, "the state of a run at any iteration, repeated bit for bit", _REPLAY)
     parser.add_argument(
         "--to", type=iteration_number, required=True, metavar="K", help="the iteration; 0 is the state before the first"
     )
     parser.add_argument("--save", metavar="DIR", help="save the state as a snapshot in this directory, new or empty")
     add_run(parser)
     add_script(parser)
+    parser = add_command(commands, "batch", _batch, "the indices of the examples of an iteration", _BATCH)
+    add_run(parser)
+    parser.add_argument("iteration", type=iteration_number, metavar="K", help="the iteration; the first is 1")
+    add_script(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the run."""
+    text = "the directory or address of the run (its out); nothing is changed there"
+    parser.add_argument("run_directory", metavar="RUN", help=text)
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its arguments, which come last."""
+    parser.add_argument("script", metavar="SCRIPT", help="the script that trained it")
+    text = "its arguments (default: those in run.json)"
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help=text)
+
+
+def iteration_number(text: str) -> int:
+    """Return the number of an iteration; the type of an argument."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"an iteration is a whole number of 0 or more, got {text!r}")
+    return int(text)
+
+
+def _replay(options: argparse.Namespace) -> int:
     """Replay, print what was there, and return the exit status."""
-    recorded = RecordedRun(options)
-    if options.save is not None:
-        refuse_inside(recorded.directory, options.save)
-    save = None if options.save is None else os.path.abspath(options.save)
-    replayed = recorded.replay(options.to, latest=options.to, until=options.to, save=save)
-    is_same, count = replayed["same"], options.to - replayed["origin"]["iteration"]
-    if is_same is False and save is not None:
+    recorded = RecordedRun(options.run_directory, options.script, options.arguments)
+    save = options.save
+    if save is not None:
+        path = Path(save)
+        if is_url(save):
+            raise ValueError(f"{save} is an address; save in a new directory, and copy it there")
+        if path.resolve().is_relative_to(recorded.directory):
+            raise ValueError(f"{save} lies in {recorded.directory}, where a replay changes nothing; save elsewhere")
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+        if path.exists() or path.is_symlink():
+            raise FileExistsError(f"{save} is there already; give a new directory")
+    replayed = recorded.replay(options.to, latest=options.to, save=save and os.path.abspath(save))
+    differs = replayed["same"] is False
+    if differs and save is not None:
         shutil.rmtree(save)
+        save = None
     if options.json:
         comparison = replayed["comparison"]
         print_json(to_json({
             "run": options.run_directory, "iteration": options.to, "from": replayed["origin"]["snapshot"],
-            "replayed": count, "same": is_same, "difference": replayed["difference"],
-            "differs_at": comparison and comparison["iteration"], "observation": replayed["observation"],
-            "digest": replayed["digest"], "saved": options.save if is_same is not False else None,
+            "replayed": options.to - replayed["origin"]["iteration"], "same": replayed["same"],
+            "difference": replayed["difference"], "differs_at": comparison and comparison["iteration"],
+            "observation": replayed["observation"], "digest": replayed["digest"], "saved": save,
             "notes": replayed["notes"],
         }))  # fmt: skip
     else:
-        print(f"iteration {options.to}, replayed from {describe_origin(replayed)}: {describe_comparison(replayed)}")
-        print(*replayed["notes"], sep="\n", end="\n" * bool(replayed["notes"]))
+        print(f"iteration {options.to}, replayed {describe_replay(replayed)}", *replayed["notes"], sep="\n")
         for key, value in replayed["observation"].items():
             print(f"  {printable(key)}: {value!r}")
         print(f"  state: {replayed['digest']}")
-        if is_same is not False and options.save is not None:
-            print(f"saved in {printable(options.save)}")
-    return 1 if is_same is False else 0
+        if save is not None:
+            print(f"saved in {printable(save)}")
+    return 1 if differs else 0
+
+
+def _batch(options: argparse.Namespace) -> int:
+    """Replay, print the indices, and return the exit status."""
+    iteration = options.iteration
+    if iteration == 0:
+        raise ValueError("the first iteration is 1; 0 is the state before it, which had no batch")
+    recorded = RecordedRun(options.run_directory, options.script, options.arguments)
+    replayed = recorded.replay(iteration, latest=iteration - 1, needs_same_bits=False)
+    batches, is_same = replayed["batches"], replayed["same"]
+    indices, lines = indices_of(batches), batch_lines(batches)
+    if options.json:
+        print_json({
+            "run": options.run_directory, "iteration": iteration, "indices": indices, "batches": batches,
+            "from": replayed["origin"]["snapshot"], "same": is_same,
+            "difference": replayed["difference"], "notes": replayed["notes"],
+        })  # fmt: skip
+    elif indices is not None:
+        print(*indices)
+        if len(lines) > 1:
+            print(*lines, sep="\n")
+        print(f"iteration {iteration}, replayed {describe_replay(replayed)}", *replayed["notes"], sep="\n")
+    if is_same is False:
+        return 1
+    if indices is None:
+        raise NoReplay("\n".join(lines) or "the updater takes no examples from an iterator")
+    return 0
+
+
+class RecordedRun:
+    """A run with its record, of which iterations are replayed by a script.
+
+    Attributes:
+        place: where the run is, as it was given.
+        directory: that of the run; of one in an object store a copy of what is needed of it.
+        run: the same, read.
+        replays: how many replays were made.
+    """
+
+    def __init__(self, place: str, script: str, arguments: Sequence[str] = ()) -> None:
+        self.place = place
+        self.run = FinishedRun.open(place)
+        self.run.copy_files()
+        self.directory = self.run.directory
+        self.replays = 0
+        self._script, self._given = script, arguments
+        self._record = read_record(self.directory)
+
+    def replay(self, until: int, *, latest: int, **settings: Any) -> dict[str, Any]:
+        """Replay with the arguments with which the run computed an iteration; see `replay_script`.
+
+        What is returned has besides: ``same``, whether it is the recorded run, ``None`` if nothing of it is recorded; how it
+        differs, if it does; and ``notes``, sentences about it.
+        """
+        arguments = self._given or [str(each) for each in start_in_force(self._record, until).get("argv", ())][1:]
+        threads = self._record.get("threads")
+        settings["threads"] = threads if isinstance(threads, int) else None
+        self.replays += 1
+        self.run.copy_nearest(latest)
+        try:
+            with contextlib.redirect_stdout(sys.stderr), ended_by_sigterm():
+                replayed = replay_script(self.directory, self._script, arguments, latest=latest, until=until, **settings)
+        except NoReplay as error:  # about what was copied
+            raise NoReplay(str(error).replace(str(self.directory), self.place)) from error
+        comparison, origin = replayed["comparison"], replayed["origin"]
+        difference = comparison and comparison["difference"]
+        replayed |= {"difference": difference, "same": None if comparison is None else difference is None, "notes": []}
+        if not origin["is_exact"]:
+            replayed["notes"].append(
+                f"The run was one of {origin['ranks']} ranks: one process computes the same examples with other last bits"
+            )
+        starts: list[Mapping[str, Any]] = []  # that computed the iterations, in their order
+        iteration = until
+        while iteration > origin["iteration"] and (start := start_in_force(self._record, iteration)):
+            starts.insert(0, start)
+            if start["iteration"] >= iteration:
+                break
+            iteration = start["iteration"]
+        if any(start.get("changed") or start.get("argv") != starts[0].get("argv") for start in starts[1:]):
+            places = ", ".join(str(start["iteration"]) for start in starts[1:])
+            text = f"The run was started again in between, at iteration {places}, with other settings or arguments"
+            replayed["notes"].append(text)
+        return replayed
+
+
+def describe_replay(replayed: Mapping[str, Any]) -> str:
+    """Return in words where a replay began, and how it was compared with the recorder."""
+    name, comparison = replayed["origin"]["snapshot"], replayed["comparison"]
+    if comparison is None:
+        text = "nothing of it is recorded to compare it with (extensions.Recorder does that)"
+    elif replayed["difference"] is not None:
+        text = replayed["difference"]
+    else:
+        count, last = comparison["count"], comparison["last"]
+        rest = f", which ends with iteration {last}" if last < replayed["iteration"] else ""
+        text = f"the same as the recorder says in {count} iteration{'s' * (count != 1)}{rest}"
+    return f"from {'the beginning' if name is None else printable(name)}: {text}"
+
+
+def indices_of(batches: Mapping[str, Any]) -> list[int] | None:
+    """Return the indices of the main iterator, or of the only one; ``None`` if they are not known."""
+    taken = batches.get("main", next(iter(batches.values()), None))
+    return taken if isinstance(taken, list) else None
+
+
+def batch_lines(batches: Mapping[str, Any]) -> list[str]:
+    """Return a line for each iterator from which examples were taken."""
+    lines = []
+    for name, taken in batches.items():
+        if isinstance(taken, list):
+            text = " ".join(map(str, taken))
+        elif taken is None:
+            text = "not known"
+        else:
+            (epoch, begin), (last, end) = taken["from"], taken["to"]
+            text = f"from position {begin} of epoch {epoch} to {end} of {last}; its loader does not tell the indices"
+        if taken != []:
+            lines.append(f"{printable(name)}: {text}")
+    return lines

@@ -48,25 +48,16 @@ exit status:
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(
-        commands, "report", run, "write a page of one or more runs: curves, log, settings, times, in one HTML file", _HELP
-    )
+    purpose = "write a page of one or more runs: curves, log, settings, times, in one HTML file"
+    parser = add_command(commands, "report", run, purpose, _HELP)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="the directory or the address of a run (its out)")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the file to write (default: RUN/report.html; of several runs, or one at an address, report.html)",
-    )
-    parser.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)",
-    )
-
+    text = "the file to write (default: RUN/report.html; of several runs, or one at an address, report.html)"
+    parser.add_argument("--out", metavar="FILE", help=text)
+    text = "compare only names and sizes of the snapshots' files, without reading every byte (about 1 s per gigabyte)"
+    parser.add_argument("--no-verify", action="store_true", help=text)
     parser.add_argument("--watch", action="store_true", help="serve the page on this machine and follow the runs")
-    parser.add_argument(
-        "--port", metavar="N", type=int, help=f"with --watch, the port (default: {_PORT}); 0 takes one that is free"
-    )
+    text = f"with --watch, the port (default: {_PORT}); 0 takes one that is free"
+    parser.add_argument("--port", metavar="N", type=int, help=text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,18 +67,17 @@ def run(options: argparse.Namespace) -> None:
         return
     if options.port is not None:
         raise ValueError("--port is that of the server of --watch; add --watch, or leave it out")
-    file = options.out and Path(options.out)
+    file, facts = options.out and Path(options.out), {}
     if len(options.runs) > 1:
         written = write_several(options.runs, file, _partings(options.runs))
-        facts = {"runs": len(options.runs)}
+        counts = {"runs": len(options.runs)}
     else:
         written = write(options.runs[0], file, verify=not options.no_verify)
-        facts = {"snapshots": written.snapshots}
+        counts, facts = {"snapshots": written.snapshots}, {"damaged": list(written.damaged)}
+    counts = {"bytes": written.size, "rows": written.rows, **counts}
     if options.json:
-        damaged = {} if len(options.runs) > 1 else {"damaged": list(written.damaged)}
-        print_json({"file": str(written.file), "bytes": written.size, "rows": written.rows, **facts, **damaged})
+        print_json({"file": str(written.file), **counts, **facts})
         return
-    counts = {"bytes": written.size, "rows": written.rows, **facts}
     counted = ", ".join(f"{count:,} {name if count != 1 else name.removesuffix('s')}" for name, count in counts.items())
     print(f"{printable(written.file)}: {counted}")
     for name in written.damaged:

@@ -38,50 +38,45 @@ def add_to(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
     located = locate(options.path)
-    results = [_verify_file(located)] if isinstance(located, StoredFile) else list(map(_verify_snapshot, located))
+    checked: list[dict[str, Any]] = []
+    errors = []
+    for saved in [located] if isinstance(located, StoredFile) else located:
+        try:
+            checked.append({"path": saved.path, "sound": True, **_verify(saved), "error": None})
+        except CorruptError as error:
+            sound = None if isinstance(error, NewerFormat) else False
+            checked.append({"path": saved.path, "sound": sound, "error": str(error)})
+            errors.append(error)
     if options.json:
-        sound = all(error is None for _, error in results)
-        print_json({"sound": sound, "checked": [{**facts, "error": error and str(error)} for facts, error in results]})
+        print_json({"sound": not errors, "checked": checked})
     else:
-        for facts, error in results:
-            if error is None:
-                print(_sentence(facts))
-    errors = [error for _, error in results if error is not None]
+        for facts in checked:
+            if facts["sound"]:
+                print(f"{printable(facts['path'])} {_verdict(facts)}")
     if errors:
         error_class = NewerFormat if all(isinstance(error, NewerFormat) for error in errors) else CorruptError
         raise error_class("\n".join(map(printable, errors)))
 
 
-_Result = tuple[dict[str, Any], CorruptError | None]
-"""The facts about a snapshot or a file, and the error found in it."""
-
-
-def _verify_snapshot(saved: SavedSnapshot) -> _Result:
-    try:
-        manifest = saved.verify()
-    except CorruptError as error:
-        return {"path": saved.path, "sound": None if isinstance(error, NewerFormat) else False}, error
-    facts = {"path": saved.path, "sound": True, "iteration": manifest.iteration, "files": len(manifest.files)}
-    return {**facts, "bytes": sum(size for size, _ in manifest.files.values())}, None
-
-
-def _verify_file(file: StoredFile) -> _Result:
-    if describe_foreign_file(file) is not None:
-        raise ValueError(f"{file.path} is {describe_file(file)}")
-    try:
-        tensors, has_checksum = _safetensors.verify_file(file)
-    except ValueError as error:
-        return {"path": file.path, "sound": False}, CorruptError(str(error))
-    facts = {"path": file.path, "sound": True, "tensors": tensors, "bytes": file.size}
-    return {**facts, "has_checksum": has_checksum}, None
-
-
-def _sentence(facts: dict[str, Any]) -> str:
+def _verdict(facts: dict[str, Any]) -> str:
     size = f"{facts['bytes']:,} bytes"
     if "iteration" in facts:
-        verdict = f"is what was written: iteration {facts['iteration']}, {facts['files']} files, {size}"
-    elif facts["has_checksum"]:
-        verdict = f"is what was written: {facts['tensors']} tensors, {size}"
-    else:
-        verdict = f"can be read, and has no checksum: another program wrote it: {facts['tensors']} tensors, {size}"
-    return f"{printable(facts['path'])} {verdict}"
+        return f"is what was written: iteration {facts['iteration']}, {facts['files']} files, {size}"
+    if facts["has_checksum"]:
+        return f"is what was written: {facts['tensors']} tensors, {size}"
+    return f"can be read, and has no checksum: another program wrote it: {facts['tensors']} tensors, {size}"
+
+
+def _verify(saved: SavedSnapshot | StoredFile) -> dict[str, Any]:
+    """Return the facts about a snapshot or a file; raise a `CorruptError` where it is damaged."""
+    if isinstance(saved, SavedSnapshot):
+        manifest = saved.verify()
+        size = sum(size for size, _ in manifest.files.values())
+        return {"iteration": manifest.iteration, "files": len(manifest.files), "bytes": size}
+    if describe_foreign_file(saved) is not None:
+        raise ValueError(f"{saved.path} is {describe_file(saved)}")
+    try:
+        tensors, has_checksum = _safetensors.verify_file(saved)
+    except ValueError as error:
+        raise CorruptError(str(error)) from error
+    return {"tensors": tensors, "bytes": saved.size, "has_checksum": has_checksum}

@@ -37,20 +37,14 @@ _STATUS = {"exact": 0, "differs": 1, "inconclusive": 3}
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
-    parser = add_command(
-        commands, "verify-resume", run, "compare a script, killed and resumed, with its uninterrupted run", _HELP
-    )
-    parser.add_argument(
-        "--iterations", type=int, metavar="N",
-        help="iterations of the uninterrupted run (default: 40, or some more than two epochs, as far as ten seconds go)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kill-after", type=int, action="append", metavar="K",
-        help="iterations until a kill, in place of the four; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--timeout", type=float, default=120, metavar="SECONDS", help="for each process (default: %(default)s)"
-    )
+    purpose = "compare a script, killed and resumed, with its uninterrupted run"
+    parser = add_command(commands, "verify-resume", run, purpose, _HELP)
+    text = "iterations of the uninterrupted run (default: 40, or some more than two epochs, as far as ten seconds go)"
+    parser.add_argument("--iterations", type=int, metavar="N", help=text)
+    text = "iterations until a kill, in place of the four; may be given several times"
+    parser.add_argument("--kill-after", type=int, action="append", metavar="K", help=text)
+    text = "for each process (default: %(default)s)"
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS", help=text)
     parser.add_argument("--keep", metavar="DIR", help="keep the files of the runs in this directory, new or empty")
     parser.add_argument("script", metavar="SCRIPT", help="the script to run")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chainring._checks import is_number
-from chainring._runs.rows import RowReader
+from chainring._runs.finished import RowReader
 from chainring.writers.base import COUNTERS
 
 MAX_ROWS = 4_000  # that are kept as they were written, the last of a log

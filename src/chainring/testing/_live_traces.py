@@ -13,7 +13,7 @@ from torch import nn
 
 from chainring import _random
 from chainring._naming import parameter_names, unwrap
-from chainring._runs.traces import Difference, differences, first_difference
+from chainring._runs.comparison import Difference, differences, first_difference
 from chainring.reporting.summary import is_scalar
 from chainring.training._digests import StateDigests
 from chainring.training._observer import Observer

@@ -21,7 +21,7 @@ from chainring._distributed.sharding import to_local
 from chainring._messages import warn
 from chainring._naming import parameter_names
 from chainring._runs.comparison import first_recorded_difference
-from chainring._runs.finished import FinishedRun, recorder_of, saved_trainers
+from chainring._runs.finished import FinishedRun, saved_trainers
 from chainring.reporting.summary import is_scalar
 from chainring.serializers._loading import load
 from chainring.serializers._store import CorruptError, open_store
@@ -358,7 +358,7 @@ def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, unti
 
     Of a run of several ranks the generators are those of one of them, and are not compared.
     """
-    recorded, replayed = recorder_of(run), recorder_of(FinishedRun(trainer.out))
+    recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
     if recorded is None or replayed is None or not len(recorded.iterations):
         return None
     last = int(recorded.iterations[-1])

@@ -12,7 +12,7 @@ from typing import Any
 
 from chainring._files import from_json, is_temporary
 from chainring._places.base import MANIFEST
-from chainring._runs.traces import Difference, Trace, describe_difference, differences
+from chainring._runs.comparison import Difference, Trace, describe_difference, differences
 from chainring.serializers._loading import read_state
 from chainring.testing._verified_run import Task
 from chainring.training._unsaved import changed, leaves, unsaved

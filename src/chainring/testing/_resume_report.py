@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chainring._runs.traces import Difference
+from chainring._runs.comparison import Difference
 from chainring.testing._resume_findings import Findings, Repetition
 from chainring.training._unsaved import remedy
 
