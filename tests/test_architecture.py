@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from torch import nn
@@ -130,6 +132,57 @@ def test_no_imports_go_round():
     while ends := {module for module, imported in imports.items() if not imported & imports.keys()}:
         imports = {module: imported for module, imported in imports.items() if module not in ends}
     assert not imports
+
+
+TRAINING = """
+import sys
+import torch
+from chainring import datasets, iterators, training
+from chainring.nn import Classifier
+from chainring.training import extensions
+for epochs in 1, 2:  # the second continues the first
+    model = Classifier(torch.nn.Linear(4, 3))
+    data = datasets.TupleDataset(torch.zeros(8, 4), torch.arange(8) % 3)
+    updater = training.StandardUpdater(iterators.SerialIterator(data, 4), torch.optim.Adam(model.parameters()), model)
+    trainer = training.Trainer(updater, (epochs, "epoch"), out=sys.argv[1])
+    trainer.extend(extensions.Evaluator(iterators.SerialIterator(data, 4, repeat=False, shuffle=False), model))
+    trainer.extend(extensions.LogReport())
+    trainer.extend(extensions.snapshot(autoload=True))
+    trainer.run()
+assert trainer.is_resumed
+print(*sys.modules)
+"""
+DOORS = {
+    "_places.remote": {"training._run", "training._run_directory", "_places"},
+    "serializers.foreign": {"serializers._loading"},
+    "training.updaters._virtual": {"training.updaters.standard"},
+    "training.extensions._virtual_forwards": {"training.extensions.evaluator"},
+    "_distributed.process_group": {"parallel"},
+    "html_report": {"cli.report"},
+    "testing": set(),
+    "_runs": set(),
+}
+"""Wings of the house, each with the modules that hold its door; the commands and the tools may open all of them."""
+
+
+def test_a_wing_is_entered_by_its_door():
+    """A reader of the loop opens no wing, and a run that needs none imports none."""
+    strangers = []
+    for path in FILES:
+        own = parts_of(path)
+        for module, name in imports_of(ast.parse(path.read_text())):
+            for wing, holders in DOORS.items():
+                is_inside = f"{own}.".startswith(f"{wing}.") or f"{own}.".startswith(("cli.", "testing.", "html_report."))
+                if f"{module}.".startswith(f"{wing}.") and not is_inside and own not in holders:
+                    strangers.append(f"{own} imports {module}: {name}")
+    assert not strangers
+
+
+def test_a_run_without_a_wing_imports_none(tmp_path):
+    """One process, directories of its own files, no virtual ranks, no checkpoint of another library."""
+    ended = subprocess.run([sys.executable, "-c", TRAINING, tmp_path / "result"], capture_output=True, text=True, check=True)
+    wings = {name for name in ended.stdout.split() if any(f"{name}.".startswith(f"chainring.{wing}.") for wing in DOORS)}
+    assert not wings
 
 
 def test_a_class_has_one_subject():
