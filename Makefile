@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SHELL := /bin/bash
 
-.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench growth clean
+.PHONY: help install demo test compat check lint wheel release browser docs migration faults bench growth clean .faults .ranks
 
 help:  ## this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -26,15 +26,18 @@ $(VENV)/.installed: $(VENV)/.examples
 demo: $(VENV)/.examples  ## train 100 epochs on handwritten digits and print the table; results in result/
 	$(BIN)/python examples/mnist/train_mnist.py --epoch 100 --out result
 
-# Tests that build the pages, start hundreds of processes or make thousands of requests, in the time of all others together.
-LONG := $(addprefix tests/test_,black_box_page.py distributed_examples.py docs.py notebook.py portability.py terminal.py wrong_programs.py) \
-	$(addprefix tests/cli/test_,verify_resume_command.py replay_commands.py diff_script.py) \
-	$(addprefix tests/parallel/test_,late_ranks.py launchers.py moves.py parts_on_a_mesh.py recorder_on_ranks.py virtual_ranks_of_sharded_models.py) \
-	$(addprefix tests/remote/test_,bucket_credentials.py bucket_faults.py cli_on_addresses.py index.py replays_on_addresses.py saving_to_addresses.py) \
-	$(addprefix tests/testing/test_,replay.py verify_resume.py verify_resume_verdicts.py) tests/serializers/test_foreign_on_ranks.py \
-	tests/training/updaters/test_compiled_update.py tests/training/extensions/test_virtual_evaluation.py
+# Tests that build the pages, start hundreds of processes or make thousands of requests, those of the longest files first.
+LONG := $(addprefix tests/test_,black_box_page.py docs.py) tests/examples \
+	$(addprefix tests/remote/test_,replays_on_addresses.py bucket_faults.py bucket_credentials.py) \
+	$(addprefix tests/parallel/test_,late_ranks.py parts_on_a_mesh.py virtual_ranks_of_sharded_models.py) \
+	$(addprefix tests/training/,updaters/test_compiled_update.py extensions/test_virtual_evaluation.py) \
+	$(addprefix tests/testing/test_,verify_resume.py verify_resume_verdicts.py replay.py) \
+	$(addprefix tests/cli/test_,replay_commands.py verify_resume_command.py diff_script.py) \
+	$(addprefix tests/test_,wrong_programs.py distributed_examples.py notebook.py portability.py terminal.py) \
+	tests/serializers/test_foreign_on_ranks.py $(addprefix tests/parallel/test_,recorder_on_ranks.py moves.py launchers.py) \
+	$(addprefix tests/remote/test_,index.py saving_to_addresses.py cli_on_addresses.py)
 
-TESTS := --numprocesses 2 --dist loadfile --ignore tests/examples --ignore tests/migration $(addprefix --ignore ,$(LONG))
+TESTS := --numprocesses 2 --dist loadfile --ignore tests/migration $(addprefix --ignore ,$(LONG))
 
 test: install  ## the tests a contributor runs
 	$(BIN)/python -m pytest $(TESTS)
@@ -47,12 +50,16 @@ compat:  ## those tests with PyTorch 2.6, 2.9 and the newest, in environments of
 	$(PYTHON) tests/compat/run.py $(ENVIRONMENTS) --torch $(TORCH) -- $(TESTS)
 
 check: install  ## what CI runs besides the tests: style, types, packages, pages, examples, migration, faults, ranks, speed
-	$(MAKE) --jobs 2 --output-sync=target wheel lint browser docs $(VENV)/.chainer
-	$(MAKE) migration
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/examples $(LONG)
-	$(BIN)/python tests/faults/run.py
-	$(BIN)/python tests/distributed/run.py
+	$(MAKE) --jobs 2 --output-sync=target wheel lint browser $(VENV)/.chainer
+	$(MIGRATION) --numprocesses 3 --no-loadscope-reorder $(LONG) tests/migration  # a third, since most of them wait
+	$(MAKE) --jobs 2 --output-sync=target .faults .ranks
 	$(BIN)/python benchmarks/gate.py
+
+.faults: install
+	$(BIN)/python tests/faults/run.py
+
+.ranks: install
+	$(BIN)/python tests/distributed/run.py
 
 faults: install  ## kills, signals, damage, lost ranks, in large numbers
 	$(BIN)/python tests/faults/run.py --large
@@ -88,8 +95,10 @@ $(VENV)/.chainer: $(VENV)/.installed
 	  $(VENV)/chainer/bin/python -m pip install --quiet --no-build-isolation chainer==7.8.1; fi
 	touch $@
 
+MIGRATION = CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest --dist loadfile
+
 migration: $(VENV)/.chainer  ## the lines of the migration pages, beside the real Chainer, pytorch-pfn-extras and Keras
-	CHAINER_PYTHON=$$(ls $(abspath $(VENV))/chainer/bin/python 2>/dev/null) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/migration
+	$(MIGRATION) --numprocesses 2 tests/migration
 
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) --group bench
