@@ -21,13 +21,13 @@ ROWS = [
     "_runs",
     "training.extensions",
     "training",
-    "training.updaters training.triggers parallel nn",
+    "training.updaters training.triggers parallel nn writers",
     "reporting iterators",
     "serializers",
-    "_distributed datasets writers _environment",
+    "_distributed datasets _environment",
     "_places",
     "_files",
-    "_random _media _naming _messages _progress _version _checks _hints converters",
+    "_random _naming _messages _progress _version _checks _hints converters",
 ]
 LONGEST_FUNCTION = 60
 

@@ -18,6 +18,7 @@ ROWS = {  # what a row is for, and of each room what is in it, in the order of t
         "training.triggers": "when",
         "parallel": "scatter, gather",
         "nn": "Classifier",
+        "writers": "where rows go",
     },
     "batches and values": {
         "reporting": "report, Reporter, means",
@@ -27,14 +28,11 @@ ROWS = {  # what a row is for, and of each room what is in it, in the order of t
     "building blocks": {
         "_distributed": "ranks",
         "datasets": "examples",
-        "writers": "where rows go",
         "_environment": "",
     },
     "places": {"_places": "directories and object stores"},
     "files": {"_files": "written at once, or only ever longer"},
-    "foundations": dict.fromkeys(
-        ["_random", "_media", "_naming", "_messages", "_progress", "_checks", "_hints", "converters"], ""
-    ),
+    "foundations": dict.fromkeys(["_random", "_naming", "_messages", "_progress", "_checks", "_hints", "converters"], ""),
 }
 LEFT, WIDTH, HEIGHT, GAP, STEP = 170, 670, 58, 12, 72
 GRAY = "#57606a"

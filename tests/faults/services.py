@@ -21,7 +21,7 @@ from bench import Row
 
 import chainring
 from chainring import training, writers
-from chainring._media import media_from_json
+from chainring.reporting.media import media_from_json
 from chainring.training import extensions
 from tries import WrongEndError
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image as Pillow
 
 from chainring import Reporter, report_histogram, report_image, report_text
-from chainring._media import media_from_json, media_to_json
+from chainring.reporting.media import media_from_json, media_to_json
 from chainring.writers import Histogram, Text
 
 

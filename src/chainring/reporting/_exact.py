@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 _POINT = 1074  # every finite float is a multiple of 2**-1074, the least positive one
-_RANGE = 2098  # bits of the largest float in those units
-_COUNT = 64  # further bits, for 2**64 of them
+# Integers of 64 bits that hold 2**64 of the largest float, of its square and of its cube, and a sign.
+_SIZE, *_POWER_SIZES = [-(-(power * 2098 + 64 + 1) // 64) for power in (1, 2, 3)]
 _NAN, _PLUS, _MINUS = 1, 2, 4
 
 
@@ -20,9 +20,6 @@ class ExactSum:
 
     NaN and infinities are kept apart, and decide the value as IEEE arithmetic does.
     """
-
-    size = 1 + -(-(_RANGE + _COUNT + 1) // 64)
-    """Integers of 64 bits in the saved form: one of flags, then the sum in two's complement."""
 
     def __init__(self, units: int = 0, special: int = 0) -> None:
         self.units = units
@@ -37,18 +34,14 @@ class ExactSum:
                 rest.append(-total)
         except (ValueError, OverflowError):  # not finite, or past the largest float on the way
             for number in numbers:
-                self._add_one(number)
+                if math.isfinite(number):
+                    self.units += to_units(number)
+                else:
+                    self.special |= _NAN if number != number else _PLUS if number > 0 else _MINUS
         else:
             self.units += units
 
-    def _add_one(self, number: float) -> None:
-        if math.isfinite(number):
-            self.units += to_units(number)
-        else:
-            self.special |= _NAN if number != number else _PLUS if number > 0 else _MINUS
-
     def merge(self, other: ExactSum) -> None:
-        """Add another sum."""
         self.units += other.units
         self.special |= other.special
 
@@ -58,20 +51,9 @@ class ExactSum:
             return {_PLUS: math.inf, _MINUS: -math.inf}.get(self.special, math.nan)
         return divide(self.units, 1 << _POINT)
 
-    def to_words(self) -> list[int]:
-        """Return the saved form: `size` integers of 64 bits."""
-        content = self.units.to_bytes(8 * (self.size - 1), "little", signed=True)
-        return [self.special, *np.frombuffer(content, "<i8").tolist()]
-
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> ExactSum:
-        """Return the sum of which this is the saved form."""
-        content = np.array(words[1:], "<i8").tobytes()
-        return cls(int.from_bytes(content, "little", signed=True), words[0])
-
 
 def to_units(number: float) -> int:
-    """Return a finite float in units of 2**-1074."""
+    """Return a finite float as a multiple of 2**-1074."""
     numerator, denominator = number.as_integer_ratio()
     return numerator << (_POINT + 1 - denominator.bit_length())
 
@@ -84,6 +66,16 @@ def divide(numerator: int, denominator: int) -> float:
         return math.inf if (numerator < 0) == (denominator < 0) else -math.inf
 
 
+def _to_words(number: int, size: int) -> list[int]:
+    """Return a number in two's complement, as integers of 64 bits."""
+    words: list[int] = np.frombuffer(number.to_bytes(8 * size, "little", signed=True), "<i8").tolist()
+    return words
+
+
+def _from_words(words: Sequence[int]) -> int:
+    return int.from_bytes(np.array(words, "<i8").tobytes(), "little", signed=True)
+
+
 class Moments:
     """What a weighted mean, and a deviation, need to know of any number of values.
 
@@ -94,7 +86,7 @@ class Moments:
     def __init__(self, with_deviation: bool) -> None:
         self.products, self.weights = ExactSum(), ExactSum()
         self.least, self.largest = math.inf, -math.inf
-        self.powers: list[int] | None = [0, 0] if with_deviation else None  # sums of w*v, w*v*v; units 2**-2148, 2**-3222
+        self.powers = [0, 0] if with_deviation else []  # sums of w*v, w*v*v; units 2**-2148, 2**-3222
 
     def add(self, values: Tensor, weights: Tensor) -> None:
         """Add values with their weights, float64 on the host."""
@@ -108,7 +100,7 @@ class Moments:
         numbers = values[~values.isnan()] if self.products.special else values  # NaN has no place among them
         if len(numbers):
             self.least, self.largest = min(self.least, numbers.min().item()), max(self.largest, numbers.max().item())
-        if self.powers is not None:
+        if self.powers:
             for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
                 if math.isfinite(value) and math.isfinite(weight):
                     units = to_units(value)
@@ -117,21 +109,13 @@ class Moments:
                     self.powers[1] += product * units
 
     def merge(self, other: Moments) -> None:
-        """Add what another has counted."""
         self.products.merge(other.products)
         self.weights.merge(other.weights)
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
-        if self.powers is not None and other.powers is not None:
-            self.powers = [mine + its for mine, its in zip(self.powers, other.powers, strict=True)]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been added."""
-        return self.least > self.largest and not self.products.special
+        self.powers = [mine + its for mine, its in zip(self.powers, other.powers, strict=True)]
 
     def deviation(self) -> float:
         """Return the weighted population standard deviation; NaN if there is none."""
-        assert self.powers is not None
         total = self.weights.units
         if self.products.special or self.weights.special or not total:
             return math.nan
@@ -140,32 +124,22 @@ class Moments:
 
     def to_tensor(self) -> Tensor:
         """Return the saved form, whose length does not depend on what was added."""
-        limits = np.array([self.least, self.largest]).view(np.int64).tolist()
-        words = [*limits, *self.products.to_words(), *self.weights.to_words()]
-        for power, size in zip(self.powers or (), _POWER_SIZES, strict=False):
-            words += np.frombuffer(power.to_bytes(8 * size, "little", signed=True), "<i8").tolist()
+        words = np.array([self.least, self.largest]).view(np.int64).tolist()
+        for total in (self.products, self.weights):
+            words += [total.special, *_to_words(total.units, _SIZE)]
+        for power, size in zip(self.powers, _POWER_SIZES, strict=False):
+            words += _to_words(power, size)
         return torch.tensor(words, dtype=torch.int64)
 
     @classmethod
     def from_tensor(cls, saved: Tensor, with_deviation: bool) -> Moments:
-        """Return the moments of which this is the saved form.
-
-        Raises:
-            ValueError: it has another length.
-        """
-        expected = 2 + 2 * ExactSum.size + (sum(_POWER_SIZES) if with_deviation else 0)
-        if saved.dtype != torch.int64 or saved.shape != (expected,):
-            raise ValueError(f"the sums of an interval are {expected} integers, got {saved.dtype} {tuple(saved.shape)}")
-        words, moments = saved.tolist(), cls(with_deviation)
-        moments.least, moments.largest = np.array(words[:2]).view(np.float64).tolist()
-        middle = 2 + ExactSum.size
-        end = middle + ExactSum.size
-        moments.products, moments.weights = ExactSum.from_words(words[2:middle]), ExactSum.from_words(words[middle:end])
-        if moments.powers is not None:
-            cut = end + _POWER_SIZES[0]
-            parts = (words[end:cut], words[cut:])
-            moments.powers = [int.from_bytes(np.array(part, "<i8").tobytes(), "little", signed=True) for part in parts]
+        """Return the moments of which this is the saved form; a `ValueError` refuses one of another length."""
+        sizes = [2, 1 + _SIZE, 1 + _SIZE, *(_POWER_SIZES if with_deviation else ())]
+        if saved.dtype != torch.int64 or saved.shape != (sum(sizes),):
+            raise ValueError(f"the sums of an interval are {sum(sizes)} integers, got {saved.dtype} {tuple(saved.shape)}")
+        limits, products, weights, *powers = (words.tolist() for words in torch.split(saved, sizes))
+        moments = cls(with_deviation)
+        moments.least, moments.largest = np.array(limits).view(np.float64).tolist()
+        moments.products, moments.weights = (ExactSum(_from_words(of[1:]), of[0]) for of in (products, weights))
+        moments.powers = [_from_words(words) for words in powers]
         return moments
-
-
-_POWER_SIZES = tuple(-(-(power * _RANGE + _COUNT + 1) // 64) for power in (2, 3))

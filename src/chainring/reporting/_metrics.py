@@ -18,6 +18,7 @@ from chainring._checks import is_number
 from chainring._distributed.communicator import Communicator
 from chainring._distributed.sharding import shared_by_copies
 from chainring._messages import warn
+from chainring.serializers._values import is_same_value
 from chainring.serializers.protocol import has_state, serialize_method
 
 _PLAIN = {bool, int, float, str, type(None), dict, OrderedDict}
@@ -96,10 +97,11 @@ def warn_of_unsaved(metrics: Mapping[str, Any]) -> None:
 
 
 def all_over_ranks(metrics: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
-    """Return metrics that have counted what those of all ranks have, as `over_ranks` does.
+    """Return metrics that have counted what those of all ranks have; a `ValueError` says where that cannot be.
 
-    Raises:
-        ValueError: one is not there on all ranks, or what it has counted cannot be added up.
+    One that has ``sync``, as those of torchmetrics, exchanges what it has counted when it is computed, and is returned as it
+    is. Of another, all that ``reset`` sets back must be counts: whole numbers, and arrays, lists and mappings of them. Rank
+    0 gets a copy with their sums, and the metric is reset.
     """
     keys = comm.gather_object(list(metrics))
     for key in sorted({key for of_rank in keys for key in of_rank}):
@@ -108,20 +110,11 @@ def all_over_ranks(metrics: Mapping[str, Any], comm: Communicator) -> dict[str, 
                 f"the metric {key!r} is computed on all ranks together, and rank {missing[0]} has not reported it; report "
                 "it in every forward"
             )
-    totals = {key: over_ranks(key, metrics[key], comm) for key in keys[0]}
+    totals = {key: _over_ranks(key, metrics[key], comm) for key in keys[0]}
     return {key: total for key, total in totals.items() if total is not None}
 
 
-def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
-    """Return a metric that has counted what this one has on all ranks; to be called on all of them.
-
-    One that has ``sync``, as those of torchmetrics, exchanges what it has counted when it is computed, and is returned as it
-    is. Of another, all that ``reset`` sets back must be counts: whole numbers, and arrays, lists and mappings of them. Rank
-    0 gets a copy with their sums, the others ``None``, and the metric is reset.
-
-    Raises:
-        ValueError: something else belongs to its state.
-    """
+def _over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
     if comm.size == 1 or exchanges(metric):
         return metric
     total = copy.deepcopy(metric)
@@ -143,20 +136,18 @@ def over_ranks(key: str, metric: Any, comm: Communicator) -> Any:
         return None
     for name in dict.fromkeys(name for counts, _ in gathered for name in counts):
         values = [counts[name] for counts, _ in gathered if name in counts]
-        start[name] = _to(_device_of(changed.get(name)), _add(values, _to("cpu", start.get(name))))
+        tensors = [leaf for leaf in tree_leaves(changed.get(name)) if isinstance(leaf, Tensor)]
+        start[name] = _to(tensors[0].device if tensors else "cpu", _add(values, _to("cpu", start.get(name))))
     return total
 
 
 def check_exchange(metrics: Mapping[str, Any], comm: Communicator) -> None:
-    """Refuse metrics that exchange what they have counted over all ranks, where some of these see the same rows.
-
-    Raises:
-        ValueError: one does.
-    """
+    """Refuse metrics that exchange what they have counted over all ranks, where some of these see the same rows."""
     for key, metric in metrics.items() if comm.world.size > comm.size else ():
         for part in parts_of(metric) if exchanges(metric) else ():
             group = getattr(part, "process_group", None)
-            if hasattr(part, "process_group") and (group is None or not _is_over(group, comm)):
+            is_over_rows = group is not None and dist.get_process_group_ranks(group) == list(comm.data_ranks)
+            if hasattr(part, "process_group") and not is_over_rows:
                 raise ValueError(
                     f"the metric {key!r} ({type(part).__name__}) exchanges what it has counted over all "
                     f"{comm.world.size} ranks, and on this mesh {comm.size} of them share the data, whose rows would count "
@@ -170,10 +161,6 @@ def parts_of(metric: Any) -> list[Any]:
     return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
 
 
-def _is_over(group: Any, comm: Communicator) -> bool:
-    return dist.get_process_group_ranks(group) == list(comm.data_ranks)
-
-
 def exchanges(metric: Any) -> bool:
     """Return whether a metric, or each of a collection, exchanges by itself what it has counted when it is computed."""
     if callable(values := getattr(metric, "values", None)):
@@ -182,18 +169,10 @@ def exchanges(metric: Any) -> bool:
 
 
 def _is_same(value: Any, start: Any) -> bool:
-    if value is start:
-        return True
-    if type(value) is not type(start):
-        return False
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.shape == start.shape and value.dtype == start.dtype and bool((value == start).all())
-    if isinstance(value, Mapping):
-        return value.keys() == start.keys() and all(_is_same(item, start[key]) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return len(value) == len(start) and all(map(_is_same, value, start))
+    if isinstance(value, Tensor):  # also of a dtype that NumPy lacks
+        return isinstance(start, Tensor) and value.shape == start.shape and bool((value == start).all())
     try:
-        return bool(value == start)
+        return is_same_value(value, start)
     except Exception:  # an object of the user's own
         return False
 
@@ -207,15 +186,13 @@ def _is_count(value: Any, start: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, np.ndarray) and value.dtype.kind not in "iuf":
             return False
-        begins_alike = is_number(start) or getattr(start, "shape", None) == value.shape
-        return begins_alike and _is_whole(torch.as_tensor(value))
+        if not is_number(start) and getattr(start, "shape", None) != value.shape:
+            return False
+        tensor = torch.as_tensor(value)
+        if tensor.is_floating_point():
+            return bool((tensor == tensor.round()).all())
+        return tensor.dtype is not torch.bool and not tensor.is_complex()
     return is_number(value) and is_number(start) and float(value).is_integer()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool((tensor == tensor.round()).all())
-    return tensor.dtype is not torch.bool and not tensor.is_complex()
 
 
 def _add(values: list[Any], start: Any) -> Any:
@@ -232,7 +209,3 @@ def _add(values: list[Any], start: Any) -> Any:
 
 def _to(device: Any, value: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to(device), value)
-
-
-def _device_of(value: Any) -> torch.device:
-    return next((leaf.device for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), torch.device("cpu"))

@@ -1,19 +1,129 @@
-"""Reports of images, texts and histograms, which a `LogReport` keeps with its next row."""
+"""Images, texts and histograms: their reports, which a `LogReport` keeps with its next row, and their form in a log."""
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chainring._media import Histogram, Image, Media, Text
 from chainring.reporting.reporter import current
 
 _BINS = 64
 _CHUNK = 1 << 22  # values that are counted at once, so that a copy of them in double precision stays small
 _CHANNELS = ((3,), (1, 4))
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_SUMS = ("sum", "sum_of_squares")  # of a histogram: the square of a finite double may be infinite
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # of PNG, by the number of channels: grey, colour, colour with alpha
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """An image reported by `report_image`.
+
+    Example::
+
+        image = record.media["sample"]
+        Path("sample.png").write_bytes(image.png())
+
+    Attributes:
+        pixels: an array of unsigned bytes, (height, width, channels): 1 channel is grey, 3 are colour, 4 colour and
+            alpha.
+    """
+
+    kind: ClassVar = "image"
+    pixels: npt.NDArray[np.uint8]
+
+    def png(self) -> bytes:
+        """Return the image as a PNG file (https://www.w3.org/TR/png-3/), which holds the same pixels."""
+        height, width, channels = self.pixels.shape
+        lines = np.zeros((height, 1 + width * channels), np.uint8)  # a line begins with its filter: 0 is none
+        lines[:, 1:] = self.pixels.reshape(height, -1)
+        header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
+        chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
+        return _SIGNATURE + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text reported by `report_text`.
+
+    Example::
+
+        print(record.media["sentence"].text)
+    """
+
+    kind: ClassVar = "text"
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A histogram reported by `report_histogram`.
+
+    Example::
+
+        histogram = record.media["weights"]
+        for count, left, right in zip(histogram.counts, histogram.edges, histogram.edges[1:]):
+            print(left, right, count)
+
+    Attributes:
+        counts: the number of finite values in each bin; empty if there are none.
+        edges: the edges of the bins, one more than counts, from the least to the greatest finite value.
+        nan: the number of values that are NaN.
+        positive_infinity: the number of values that are infinity.
+        negative_infinity: the number of values that are minus infinity.
+        sum: the sum of the finite values.
+        sum_of_squares: the sum of their squares.
+    """
+
+    kind: ClassVar = "histogram"
+    counts: tuple[int, ...]
+    edges: tuple[float, ...]
+    nan: int = 0
+    positive_infinity: int = 0
+    negative_infinity: int = 0
+    sum: float = 0.0
+    sum_of_squares: float = 0.0
+
+
+Media = Image | Text | Histogram
+
+
+def media_to_json(media: Media) -> dict[str, Any]:
+    """Return an image, a text or a histogram in the types of JSON; an image as the Base64 of its PNG file."""
+    if isinstance(media, Image):
+        return {"kind": "image", "png": base64.b64encode(media.png()).decode()}
+    if isinstance(media, Text):
+        return {"kind": "text", "text": media.text}
+    numbers = {name: getattr(media, name) for name in Histogram.__dataclass_fields__}
+    words = {name: str(numbers[name]) for name in _SUMS if not math.isfinite(numbers[name])}
+    return {"kind": "histogram", **numbers, **words}
+
+
+def media_from_json(content: dict[str, Any]) -> Media:
+    """Return what `media_to_json` was given."""
+    kind, values = content["kind"], {key: value for key, value in content.items() if key != "kind"}
+    if kind == "image":
+        png = base64.b64decode(values["png"])  # as `Image.png` makes it
+        width, height, _, color_type = struct.unpack_from(">IIBB", png, 16)
+        channels = next(number for number, kind in _COLOR_TYPES.items() if kind == color_type)
+        (size,) = struct.unpack_from(">I", png, 33)
+        lines = np.frombuffer(zlib.decompress(png[41 : 41 + size]), np.uint8).reshape(height, 1 + width * channels)
+        return Image(lines[:, 1:].reshape(height, width, channels))
+    if kind == "text":
+        return Text(values["text"])
+    sums = {name: float(values[name]) for name in _SUMS}
+    return Histogram(**{**values, **sums, "counts": tuple(values["counts"]), "edges": tuple(values["edges"])})
 
 
 def report_image(key: str, image: Any) -> None:
@@ -36,7 +146,7 @@ def report_image(key: str, image: Any) -> None:
         TypeError: the key is not a string, or the image has another type or dtype.
         ValueError: the image has another shape, or a float that is not from 0 to 1.
     """
-    _report(key, image, to_image)
+    _report(key, image, _to_image)
 
 
 def report_text(key: str, text: str) -> None:
@@ -69,7 +179,7 @@ def report_histogram(key: str, values: Any) -> None:
     Raises:
         TypeError: the key is not a string, or the values are not real numbers.
     """
-    _report(key, values, to_histogram)
+    _report(key, values, _to_histogram)
 
 
 def _report(key: str, value: Any, convert: Any) -> None:
@@ -94,13 +204,26 @@ def _to_text(text: Any) -> Text:
     return Text(str(text))
 
 
-def to_image(image: Any) -> Image:
-    """Return an image in unsigned bytes, H x W x C, copied from a tensor, an array or an image of Pillow."""
+def _to_image(image: Any) -> Image:
+    """Return an image in unsigned bytes, H x W x C, copied; floats from 0 to 1 become the nearest of 255 parts."""
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in ("L", "RGB", "RGBA"):  # such as palettes, whose pixels are indices
         raise TypeError(f'an image of Pillow has the mode L, RGB or RGBA, got {mode!r}; write image.convert("RGB")')
     is_tensor = isinstance(image, Tensor)
-    pixels = _pixels(image.detach().cpu() if is_tensor else np.asarray(image))
+    if is_tensor:  # in double precision, since NumPy lacks some dtypes
+        image = image.detach().cpu()
+        image = (image.double() if image.is_floating_point() else image).numpy()
+    pixels = np.asarray(image)
+    if pixels.dtype.kind == "f":
+        if pixels.size and not (pixels.min() >= 0 and pixels.max() <= 1):
+            raise ValueError(
+                f"an image of floats has values from 0 to 1, got {pixels.min():.6g} to {pixels.max():.6g}; scale or clamp "
+                "it, or pass unsigned bytes (uint8) from 0 to 255"
+            )
+        pixels = np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
+    elif pixels.dtype != np.uint8:
+        hint = "; a mask of True and False is shown by mask * 1.0" if pixels.dtype == bool else ""
+        raise TypeError(f"an image is of unsigned bytes (uint8), or of floats from 0 to 1; got {pixels.dtype}{hint}")
     if pixels.ndim == 2:
         return Image(np.array(pixels[:, :, None]))
     axes = [0, -1] if is_tensor else [-1, 0]  # in which channels are looked for; 3 of them go before 1 and 4
@@ -113,29 +236,18 @@ def to_image(image: Any) -> Image:
     return Image(np.array(pixels if axes[0] == -1 else pixels.transpose(1, 2, 0), order="C"))
 
 
-def _pixels(image: Any) -> Any:
-    """Return the pixels as an array of unsigned bytes; floats from 0 to 1 become the nearest of 255 parts."""
-    if isinstance(image, Tensor):
-        image = (image.double() if image.is_floating_point() else image).numpy()
-    if image.dtype == np.uint8:
-        return image
-    if image.dtype.kind != "f":
-        hint = "; a mask of True and False is shown by mask * 1.0" if image.dtype == bool else ""
-        raise TypeError(f"an image is of unsigned bytes (uint8), or of floats from 0 to 1; got {image.dtype}{hint}")
-    if image.size and not (image.min() >= 0 and image.max() <= 1):
-        raise ValueError(
-            f"an image of floats has values from 0 to 1, got {image.min():.6g} to {image.max():.6g}; scale or clamp it, or "
-            "pass unsigned bytes (uint8) from 0 to 255"
-        )
-    return np.rint(image.astype(np.float64) * 255).astype(np.uint8)
-
-
-def to_histogram(values: Any) -> Histogram:
+def _to_histogram(values: Any) -> Histogram:
     """Count the finite values in bins of equal width, on their device."""
     with torch.no_grad():
-        flat = _tensor(values).reshape(-1)
-        if not flat.is_floating_point():
-            flat = flat.double()
+        if not isinstance(values, Tensor):
+            array = np.asarray(values)
+            if array.dtype.kind not in "biuf":
+                raise TypeError(f"a histogram is of real numbers, got {type(values).__name__} of {array.dtype}")
+            values = torch.from_numpy(np.array(array, np.float64))
+        if values.is_complex():
+            raise TypeError(f"a histogram is of real numbers, got {values.dtype}; take its absolute values or its parts")
+        flat = values.detach().reshape(-1)
+        flat = flat if flat.is_floating_point() else flat.double()
         nan, above, below = (int(test(flat).sum()) for test in (torch.isnan, torch.isposinf, torch.isneginf))
         finite = flat[torch.isfinite(flat)] if nan + above + below else flat
         if not len(finite):
@@ -152,14 +264,3 @@ def to_histogram(values: Any) -> Histogram:
             total, squares = total + wide.sum().item(), squares + wide.square().sum().item()
     edges = (2 * (least / 2 + span * (i / bins)) for i in range(1, bins))
     return Histogram(tuple(counts.tolist()), (least, *edges, greatest), nan, above, below, total, squares)
-
-
-def _tensor(values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        if values.is_complex():
-            raise TypeError(f"a histogram is of real numbers, got {values.dtype}; take its absolute values or its parts")
-        return values.detach()
-    array = np.asarray(values)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"a histogram is of real numbers, got {type(values).__name__} of {array.dtype}")
-    return torch.from_numpy(np.array(array, np.float64))

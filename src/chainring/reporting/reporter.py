@@ -63,10 +63,7 @@ class Reported:
 
 
 class _Current(threading.local):
-    reporter: Reporter | None
-
-    def __init__(self) -> None:  # in each thread
-        self.reporter = None
+    reporter: Reporter | None = None
 
 
 current = _Current()
@@ -170,14 +167,12 @@ class _Scope:
     __slots__ = ("_other", "_outer", "_reporter")
 
     def __init__(self, reporter: Reporter, observation: dict[str, Any]) -> None:
-        self._reporter = reporter
-        self._other = Reported(observation)
+        self._reporter, self._other = reporter, Reported(observation)
 
     def __enter__(self) -> None:
         reporter = self._reporter
-        self._outer = current.reporter
+        self._outer, current.reporter = current.reporter, reporter
         self._other, reporter.reported = reporter.reported, self._other
-        current.reporter = reporter
 
     def __exit__(self, *error: object) -> None:
         self._reporter.reported = self._other
@@ -198,8 +193,8 @@ def _report_many(keys: list[str], values: list[Any], reported: Reported) -> None
         reported.values.update(dict.fromkeys(keys, stack))
     else:
         copies = iter(stacked.unbind())
-        items = [next(copies) if type(value) is Tensor else _snapshot(value) for value in values]
-        reported.values.update(zip(keys, items, strict=True))
+        values = [next(copies) if type(value) is Tensor else _snapshot(value) for value in values]
+        reported.values.update(zip(keys, values, strict=True))
 
 
 def stack_tensors(tensors: list[Tensor]) -> Tensor | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, groupby
 from numbers import Real
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from chainring.reporting._metrics import is_metric
 from chainring.reporting.reporter import Stack, stack_tensors
 from chainring.serializers.protocol import AbstractSerializer, Serializer, Stateful
 
+if TYPE_CHECKING:
+    from chainring.training.trainer import Trainer
+
 _MIN_ROWS, _MIN_VALUES = 32, 256
 """How many observations are stacked at once, if they have so many values: few objects are alive then, at a small cost."""
 _MAX_CHUNKS = 64
@@ -37,14 +40,11 @@ _MAX_VALUES = 2048
 _Chunk = tuple[Tensor, Tensor]
 """Values and their weights."""
 _ON_HOST = torch.float64, torch.device("cpu")
+_NOTHING = torch.empty(0), torch.empty(0)
 
 
 class Column:
-    """The numbers of one key, with their weights.
-
-    Args:
-        with_deviation: True if their deviation will be asked for, which takes a microsecond a value.
-    """
+    """The numbers of one key, with their weights; `Moments` says what ``with_deviation`` costs."""
 
     __slots__ = ("chunks", "sums", "with_deviation")
 
@@ -54,7 +54,7 @@ class Column:
         self.sums: Moments | None = None  # of values that are in no chunk any more
 
     def append(self, values: Tensor, weights: Tensor) -> None:
-        """Add vectors of numbers and of their weights."""
+        """Add a vector of numbers and one of their weights."""
         self.chunks.append((values, weights))
         if len(self.chunks) >= _MAX_CHUNKS:
             self.chunks = _merge(self.chunks)
@@ -64,29 +64,37 @@ class Column:
     def fold(self) -> Moments:
         """Sum all numbers, and return the sums in place of them."""
         read([self])
-        chunks, self.chunks = self.chunks, []
-        if self.sums is None:
-            self.sums = Moments(self.with_deviation)
-        for values, weights in chunks:
+        self.sums = self.sums or Moments(self.with_deviation)
+        for values, weights in self.chunks:
             self.sums.add(values, weights)
+        self.chunks = []
         return self.sums
 
     def mean(self) -> float:
         """Return the weighted mean; NaN if there are no numbers."""
         if self.sums is not None:
             sums = self.fold()
-            return _quotient(sums.products.value(), sums.weights.value(), sums.least, sums.largest)
-        read([self])  # hot path: "keys in the log": of a short interval no sums are made
-        return _mean_of(*self.chunks[0]) if self.chunks else math.nan
+            products, total, least, largest = sums.products.value(), sums.weights.value(), sums.least, sums.largest
+        else:  # hot path: "keys in the log": of a short interval no sums are made
+            read([self])
+            values, weights = self.chunks[0] if self.chunks else _NOTHING
+            products = _exact_sum((values * weights).tolist())
+            if not math.isfinite(products):  # zero times infinity is NaN, and a value of no weight adds nothing
+                values, weights = values[weights != 0], weights[weights != 0]
+                products = _exact_sum((values * weights).tolist())
+            if not len(values):
+                return math.nan
+            total, least, largest = _exact_sum(weights.tolist()), values.min().item(), values.max().item()
+        if not total:
+            return math.nan
+        mean = products / total
+        # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
+        return min(max(mean, least), largest) if math.isfinite(mean) else mean
 
     def statistics(self) -> tuple[float, float]:
         """Return the weighted mean and the weighted population standard deviation; NaN if there are no numbers."""
         deviation = self.fold().deviation()
         return self.mean(), deviation
-
-    def merge(self, sums: Moments) -> None:
-        """Add numbers of which these are the sums."""
-        self.fold().merge(sums)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save the sums, or load them into rank 0: a mean does not depend on which rank has them."""
@@ -122,31 +130,8 @@ def _merge(chunks: Sequence[_Chunk]) -> list[_Chunk]:
     if len(chunks) == 1:  # hot path: "keys in the log"
         return list(chunks)
     groups = groupby(chunks, lambda chunk: [(tensor.dtype, tensor.device) for tensor in chunk])
-    merged = []
-    for _, group in groups:
-        values, weights = zip(*group, strict=True)
-        merged.append((torch.cat(values), torch.cat(weights)))
-    return merged
-
-
-def _mean_of(values: Tensor, weights: Tensor) -> float:
-    """Return the weighted mean of numbers on the host, in float64; NaN if there are none."""
-    if not len(values):
-        return math.nan
-    products = _exact_sum((values * weights).tolist())
-    counts = None if math.isfinite(products) else weights != 0
-    if counts is not None and not counts.all():  # zero times infinity is NaN, and a value of no weight adds nothing
-        return _mean_of(values[counts], weights[counts])
-    return _quotient(products, _exact_sum(weights.tolist()), values.min().item(), values.max().item())
-
-
-def _quotient(products: float, weights: float, least: float, largest: float) -> float:
-    """Return a mean from its two sums, and within the values of which it is the mean; NaN without weight."""
-    if not weights:
-        return math.nan
-    mean = products / weights
-    # 0.1 * 3 / 3 is not 0.1: equal values under other weights would otherwise have other means.
-    return min(max(mean, least), largest) if math.isfinite(mean) else mean
+    pairs = (zip(*group, strict=True) for _, group in groups)
+    return [(torch.cat(values), torch.cat(weights)) for values, weights in pairs]
 
 
 def _exact_sum(numbers: list[float]) -> float:
@@ -160,14 +145,7 @@ def _exact_sum(numbers: list[float]) -> float:
 
 
 class MeanSummary(Stateful):
-    """The weighted mean of one series of numbers.
-
-    Example::
-
-        summary = MeanSummary()
-        summary.add(0.5, weight=3)
-        mean = summary.compute_mean()
-    """
+    """The weighted mean of one series of numbers."""
 
     _has_deviation = False
 
@@ -193,7 +171,8 @@ class MeanSummary(Stateful):
     def compute_sum(self) -> float | None:
         """Return the weighted sum; ``None`` if nothing has been added."""
         sums = self._column.fold()
-        return None if sums.is_empty else sums.products.value()
+        is_empty = sums.least > sums.largest and not sums.products.special  # NaN, which is neither, is special
+        return None if is_empty else sums.products.value()
 
     def over_ranks(self, comm: Communicator) -> Self:
         """Return the summary of what has been added on all ranks."""
@@ -208,7 +187,7 @@ class MeanSummary(Stateful):
     def _merge(self, all_sums: Iterable[Moments]) -> Self:
         merged = type(self)()
         for sums in all_sums:
-            merged._column.merge(sums)
+            merged._column.fold().merge(sums)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -236,21 +215,11 @@ class Summary(MeanSummary):
 
 
 class DictMeans(Stateful):
-    """Computes the mean of every key over observations; an observation without a key does not count for its mean.
-
-    Example::
-
-        summary = DictMeans()
-        summary.add({"loss": loss, "accuracy": accuracy}, weight=len(batch))
-        summary.compute_mean()  # {"loss": 0.4, "accuracy": 0.9}
-    """
+    """Computes the mean of every key over observations; an observation without a key does not count for its mean."""
 
     _has_deviation = False
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         self._rows: list[dict[str, Any]] = []  # observations whose values are in no column yet
         self._weights: list[Any] = []
         # In the order in which keys were first added.
@@ -289,15 +258,20 @@ class DictMeans(Stateful):
             weight_vector, start = _stack(weights), 0
             for _, group in groupby(rows[0], lambda value: value if type(value) is Stack else None):
                 end = start + len(list(group))
-                self._add_rows(keys[start:end], [row[start:end] for row in rows], weights, weight_vector)
+                self._add_rows(list(keys[start:end]), [row[start:end] for row in rows], weights, weight_vector)
                 start = end
 
-    def _add_rows(
-        self, keys: tuple[str, ...], rows: list[list[Any]], weights: list[Any], weight_vector: Tensor | None
-    ) -> None:
+    def _add_rows(self, keys: list[str], rows: list[list[Any]], weights: list[Any], weight_vector: Tensor | None) -> None:
         """Add rows of values, one of each key, or of a stack in the place of each of its elements."""
-        table = _join_stacks(keys, rows)
-        if table is None:
+        stacks = [row[0] for row in rows]
+        are_whole = all(
+            type(stack) is Stack and stack.keys == keys and row.count(stack) == len(keys)
+            for stack, row in zip(stacks, rows, strict=True)
+        )
+        kinds = {(stack.values.dtype, stack.values.device) for stack in stacks} if are_whole else ()
+        if len(kinds) == 1 and not stacks[0].values.is_complex() and weight_vector is not None:
+            table: Tensor | None = torch.stack([stack.values for stack in stacks])
+        else:
             rows = [
                 [value[key] if type(value) is Stack else value for key, value in zip(keys, row, strict=True)] for row in rows
             ]
@@ -339,11 +313,7 @@ class DictMeans(Stateful):
         return {key: column.mean() for key, column in self._end_interval().items()}
 
     def add_up_metrics(self, comm: Communicator) -> None:
-        """Put metrics that have counted what those of all ranks have in the place of those of this rank.
-
-        Raises:
-            ValueError: one was not added on all ranks, or what it has counted cannot be added up.
-        """
+        """Put metrics that have counted what those of all ranks have in the place of those of this rank."""
         self._stack_rows()
         self._metrics = _metrics.all_over_ranks(self._metrics, comm)
 
@@ -358,7 +328,8 @@ class DictMeans(Stateful):
             self._stack_rows()
             _metrics.check_exchange(self._metrics, comm)
         self._end_interval()
-        return self if is_alone else self._gather(comm)  # on a mesh, what one of the ranks that see the same rows has
+        # On a mesh, what one of the ranks that see the same rows has.
+        return self if is_alone else self._merge(comm.gather_object(self._fold()))
 
     def __add__(self, other: Self) -> Self:
         """Return the summary of what has been added to either.
@@ -375,9 +346,6 @@ class DictMeans(Stateful):
             )
         return self._merge(all_sums)
 
-    def _gather(self, comm: Communicator) -> Self:
-        return self._merge(comm.gather_object(self._fold()))
-
     def _fold(self) -> dict[str, Moments]:
         """Return the sums of each key, but for those of metrics."""
         self._stack_rows()
@@ -387,7 +355,7 @@ class DictMeans(Stateful):
     def _merge(self, all_sums: Iterable[dict[str, Moments]]) -> Self:
         merged = type(self)()
         for key, sums in chain.from_iterable(map(dict.items, all_sums)):
-            merged._columns[key].merge(sums)
+            merged._columns[key].fold().merge(sums)
         return merged
 
     def serialize(self, serializer: AbstractSerializer) -> None:
@@ -395,11 +363,12 @@ class DictMeans(Stateful):
         source = self
         if isinstance(serializer, Serializer):
             self._stack_rows()
-            _metrics.warn_of_unsaved(self._metrics)
-            source = self if serializer.comm.size == 1 else self._gather(serializer.comm)
+            if self._metrics:
+                _metrics.warn_of_unsaved(self._metrics)
+            source = self if serializer.comm.size == 1 else self._merge(serializer.comm.gather_object(self._fold()))
             read(source._columns.values())
         else:
-            self._forget()
+            DictMeans.__init__(self)  # forgets what was added
         for index, key in enumerate(serializer("names", list(source._columns))):  # by index: a key may hold slashes
             source._columns[key].serialize(serializer[str(index)])
 
@@ -424,19 +393,6 @@ class DictSummary(DictMeans):
         return statistics
 
 
-class Observed(Protocol):
-    """A trainer, as far as means need it."""
-
-    @property
-    def observation(self) -> dict[str, Any]: ...
-
-    @property
-    def updater(self) -> Any: ...
-
-    @property
-    def comm(self) -> Communicator: ...
-
-
 class IntervalMeans:
     """The means of reported values over an interval, weighted as the updates are, and over all ranks.
 
@@ -448,7 +404,7 @@ class IntervalMeans:
         self._keys = keys
         self._summary = DictMeans()
 
-    def observe(self, trainer: Observed, weight: Any = None) -> None:
+    def observe(self, trainer: Trainer, weight: Any = None) -> None:
         """Add what has been reported so far in this iteration, by default with the weight of the update."""
         reported = getattr(trainer, "reported", None)  # a trainer of the user's may have an observation alone
         values = trainer.observation if reported is None else reported.values
@@ -457,25 +413,22 @@ class IntervalMeans:
         if values:
             self._summary.add(values, getattr(trainer.updater, "weight", 1) if weight is None else weight)
 
-    def take(self, trainer: Observed) -> dict[str, float]:
+    def take(self, trainer: Trainer) -> dict[str, float]:
         """Return the means of this iteration alone, each report counting once, beside the open interval."""
         interval, self._summary = self._summary, DictMeans()
         try:
             self.observe(trainer, weight=1)
-            return self._compute(trainer)
+            return self.end(trainer)
         finally:
             self._summary = interval
 
-    def end(self, trainer: Observed) -> dict[str, float]:
+    def end(self, trainer: Trainer) -> dict[str, float]:
         """Return the mean of each key that was reported in the interval, and begin a new one."""
-        means = self._compute(trainer)
-        self._summary = DictMeans()
-        return means
-
-    def _compute(self, trainer: Observed) -> dict[str, float]:
         if trainer.comm.size > 1 and getattr(trainer.updater, "virtual_ranks", None) is not None:
             self._summary.add_up_metrics(trainer.comm)
-        return self._summary.over_ranks(trainer.comm).compute_mean()
+        means = self._summary.over_ranks(trainer.comm).compute_mean()
+        self._summary = DictMeans()
+        return means
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         """Save or load the values of the open interval, as ``summary`` in the state of the owner."""
@@ -529,14 +482,10 @@ def merge_observations(observations: Sequence[dict[str, Any]], weights: Sequence
 
 def is_scalar(value: Any) -> bool:
     """Return True for what can be averaged: a real number, or an array or tensor without dimensions."""
-    if type(value) is Tensor:  # hot path: "keys in the log"
+    if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
     ndim = getattr(value, "ndim", None)
-    if ndim is not None:
-        if isinstance(value, Tensor):
-            return ndim == 0 and not value.is_complex()
-        return bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
-    return isinstance(value, Real)
+    return isinstance(value, Real) if ndim is None else bool(ndim == 0) and np.asarray(value).dtype.kind in "biuf"
 
 
 def select_scalars(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -555,8 +504,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def _describe(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value) if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    return f"{type(value).__name__} of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
 def _as_vector(number: Any) -> Tensor:
@@ -576,13 +524,3 @@ def _stack(scalars: list[Any]) -> Tensor | None:
             return torch.full((len(scalars),), float(first), dtype=torch.float64)
         return torch.from_numpy(np.array(scalars, np.float64))
     return stack_tensors(scalars) if types == {Tensor} and not first.is_complex() else None
-
-
-def _join_stacks(keys: tuple[str, ...], rows: list[list[Any]]) -> Tensor | None:
-    """Return the values of rows each of which is one stack, and all of it; else ``None``."""
-    stacks = [row[0] for row in rows]
-    if set(map(type, stacks)) != {Stack} or len({(stack.values.dtype, stack.values.device) for stack in stacks}) > 1:
-        return None
-    names = list(keys)
-    is_whole = all(stack.keys == names and row.count(stack) == len(names) for stack, row in zip(stacks, rows, strict=True))
-    return torch.stack([stack.values for stack in stacks]) if is_whole and not stacks[0].values.is_complex() else None

@@ -1,6 +1,6 @@
 """Writers: send the rows of a log to files and services such as TensorBoard, W&B and MLflow."""
 
-from chainring._media import Histogram, Image, Text
+from chainring.reporting.media import Histogram, Image, Text
 from chainring.writers.base import Record, Run, Writer
 from chainring.writers.comet import CometWriter
 from chainring.writers.csv import CsvWriter

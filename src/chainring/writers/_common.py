@@ -13,8 +13,8 @@ from typing import Any
 
 from chainring import _random
 from chainring._files import parse_strict, read_regular, replace_file
-from chainring._media import Image, Text
 from chainring._messages import warn
+from chainring.reporting.media import Image, Text
 
 _LARGEST_DESCRIPTION = 1 << 16  # bytes
 

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from chainring._media import Media
+from chainring.reporting.media import Media
 
 COUNTERS = ("epoch", "iteration", "elapsed_time")
 """The keys of a row that are not means of reported values."""

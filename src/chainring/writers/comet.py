@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring._media import Image, Media, Text, media_to_json
+from chainring.reporting.media import Image, Media, Text, media_to_json
 from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring._media import Histogram, Image, Text, media_to_json
 from chainring._messages import info
+from chainring.reporting.media import Histogram, Image, Text, media_to_json
 from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 

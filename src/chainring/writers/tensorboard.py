@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from chainring._files import make_folder
-from chainring._media import Histogram, Image, Media
+from chainring.reporting.media import Histogram, Image, Media
 from chainring.writers._common import check_path, escape_fields, import_optional
 from chainring.writers.base import Record, Run, Writer, media_of, scalars
 

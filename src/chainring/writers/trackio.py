@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chainring._media import Image, Media, Text
+from chainring.reporting.media import Image, Media, Text
 from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run, text_of
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from chainring._files import set_aside
-from chainring._media import Image, Media, Text
 from chainring._messages import warn
+from chainring.reporting.media import Image, Media, Text
 from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run
 from chainring.writers.base import Record, Run, Writer, counters_of, media_of
 

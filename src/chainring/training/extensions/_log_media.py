@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chainring._files import AppendOnly, open_regular, set_rows_aside
-from chainring._media import Media, media_from_json, media_to_json
+from chainring.reporting.media import Media, media_from_json, media_to_json
 from chainring.serializers.protocol import AbstractSerializer, Deserializer, Serializer
 
 if TYPE_CHECKING:

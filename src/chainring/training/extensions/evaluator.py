@@ -14,14 +14,13 @@ from torch import nn
 from chainring import _random
 from chainring._distributed.communicator import Communicator, device_of_rank
 from chainring._distributed.sharding import is_sharded
-from chainring._media import Media
 from chainring._naming import name_of_model, named_submodules, unwrap
 from chainring.converters import Converter, Device, as_device, concat_examples, is_auto
 from chainring.datasets._columns import count_examples, require_count
 from chainring.iterators.base import Iterator, require_virtual_ranks, share_among_ranks
 from chainring.iterators.loader import LoaderIterator, as_iterator
 from chainring.reporting._metrics import fresh_metrics, is_metric
-from chainring.reporting.media import report_media
+from chainring.reporting.media import Media, report_media
 from chainring.reporting.reporter import Reporter, report
 from chainring.reporting.summary import DictMeans, is_scalar
 from chainring.serializers.protocol import AbstractSerializer, visit_optional

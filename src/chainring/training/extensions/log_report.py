@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from chainring import _random
 from chainring._files import AppendOnly, atomic_write, from_json, is_regular, make_folder, set_rows_aside, to_json
-from chainring._media import Media
 from chainring._messages import warn
+from chainring.reporting.media import Media
 from chainring.reporting.summary import IntervalMeans
 from chainring.serializers.protocol import AbstractSerializer, Serializer
 from chainring.training.extension import Extension
