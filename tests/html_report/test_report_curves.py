@@ -1,26 +1,29 @@
 """Which keys share a chart, which of many points are drawn, and where."""
 
 import base64
+import json
 import math
 import random
 import struct
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from chainring.html_report._curves import MAX_CURVE_POINTS, curves_of, packed, sample, script_data
-from chainring.html_report._log import Columns
+from chainring.html_report._log import MAX_CURVE_POINTS, LogFile, curves_of, packed, sample, script_data
 from report_runs import falling
 
 
 def found(rows, room=12_000):
-    columns = Columns()
-    columns.add(rows)
-    return curves_of(columns.log("log.jsonl", rows), room)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "log.jsonl")
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return curves_of(LogFile(path, path.name).read(), room)
 
 
 def kept_of(values, most):
-    return sample(np.array(values, float), most).tolist()
+    return sample(np.array(values, float), most)[0].tolist()
 
 
 def keys(rows):

@@ -1,9 +1,8 @@
 """The page of one run, or of several beside one another, in one HTML file.
 
-A run is read into plain values (`_run`, its logs by `_log`), the points of its curves are chosen (`_curves`), its content is
-made from templates, beside that of others if there are several (`_content`), and that becomes the page (`_page`). A page
-that follows runs is served by `_watch`. The name is not ``report``, because `chainring.report` is the function that reports
-values.
+A run is read into plain values (`_run`, its logs and their curves by `_log`), and the page is made of them (`_content`),
+beside those of others if there are several. A page that follows runs is served by `_watch`. The name is not ``report``,
+because `chainring.report` is the function that reports values.
 """
 
 from __future__ import annotations
@@ -14,9 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chainring._files import is_url, replace_file
-from chainring.html_report._content import Content, Parting, content_of, content_of_several, drawn_run, names_of
-from chainring.html_report._page import SIGN, page_of
-from chainring.html_report._run import DAMAGED, Readers, read_run
+from chainring.html_report._content import (
+    SIGN,
+    Content,
+    Parting,
+    content_of,
+    content_of_several,
+    drawn_run,
+    names_of,
+    page_of,
+)
+from chainring.html_report._run import DAMAGED, read_run
 from chainring.html_report._watch import watch
 from chainring.serializers._store import Place
 
@@ -38,11 +45,8 @@ def write(place: Place, file: Path | None = None, *, verify: bool = True) -> Pag
     """Write the page of a run, which may still be running; an earlier page is replaced by one rename.
 
     By default it is ``report.html`` in the directory of the run, or in the current directory for a run at an address.
-    With ``verify``, every byte of the snapshots is compared with its checksum.
-
-    Raises:
-        OSError: there is no run, or another file has the name of the page.
-        ValueError: it is a snapshot.
+    With ``verify``, every byte of the snapshots is compared with its checksum. No run, and another file with the name of
+    the page, are an `OSError`; a snapshot is a `ValueError`.
     """
     run = read_run(place, verify=verify)
     content = content_of(drawn_run(run))
@@ -57,10 +61,8 @@ def write_several(places: Sequence[Place], file: Path | None = None, partings: S
     Snapshots are not shown. ``partings`` are the points where runs diverge from the first. A run that is given twice is
     refused with a `ValueError`.
     """
-    names, drawn = names_of(places), []
-    for place in places:  # of each the points that are drawn are kept, and not its log
-        run = read_run(place, with_snapshots=False, readers=Readers.of_page(len(places)))
-        drawn.append(drawn_run(run, len(places)))
+    names, count = names_of(places), len(places)
+    drawn = [drawn_run(read_run(place, verify=False, number_of_runs=count), count) for place in places]
     content = content_of_several(names, drawn, partings)
     path = Path("report.html") if file is None else file
     return Page(path, _write(content, path), content.rows)
@@ -68,15 +70,13 @@ def write_several(places: Sequence[Place], file: Path | None = None, partings: S
 
 def _write(content: Content, path: Path) -> int:
     text = page_of(content).encode()
-    if os.path.lexists(path) and not _is_page(path):
-        raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
+    if os.path.lexists(path):
+        is_page = False
+        if path.is_file():
+            with open(path, encoding="utf-8", errors="replace") as file:
+                is_page = SIGN in file.read(1000)
+        if not is_page:
+            raise FileExistsError(f"{path} exists and is not the page of a run; move it, or give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text)
     return len(text)
-
-
-def _is_page(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return SIGN in file.read(1000)

@@ -1,4 +1,4 @@
-"""The content of a page: HTML in which all that comes from a file is escaped, and the points of the curves.
+"""A page: one file that contains all it needs and asks the network for nothing. All that comes from a file is escaped.
 
 Several runs lie beside one another: with names to tell them apart, the settings that differ, and what they came to.
 """
@@ -6,6 +6,8 @@ Several runs lie beside one another: with names to tell them apart, the settings
 from __future__ import annotations
 
 import base64
+import datetime
+import hashlib
 import json
 import math
 import os
@@ -15,13 +17,20 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from chainring.html_report._curves import MAX_POINTS, MAX_POINTS_OF_SEVERAL, Curves, curves_of, script_data
-from chainring.html_report._log import Log
-from chainring.html_report._run import DAMAGED, Run
+from chainring._version import __version__
+from chainring.html_report._log import MAX_POINTS, Column, Curves, Log, curves_of, script_data
+from chainring.html_report._run import DAMAGED, Run, Series, as_mapping
 from chainring.serializers._store import Place
 from chainring.training._settings import Settings
 from chainring.writers.base import COUNTERS
 
+SIGN = '<meta name="generator" content="chainring '
+"""A page has this near its beginning."""
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_SCRIPTS = ("charts.js", "saving.js", "media.js", "following.js", "page.js")
+_SHORT = {"system": "CPU, GPU", "media": "Images, texts", "time": "Time"}  # titles in the bar of links
+_MAX_POINTS_OF_SEVERAL = 300_000  # of a page of several runs
 _MAX_RUNS_AS_COLUMNS = 5
 _MAX_SETTINGS = 60
 _MAX_VALUES = 6  # last values of each run in a table
@@ -46,47 +55,30 @@ SECTIONS_OF_SEVERAL = {
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a page shows.
-
-    Attributes:
-        title: of the page.
-        sections: by name their titles.
-        parts: by name the HTML of each section, and of the facts at its head.
-        data: what the script draws.
-        rows: of all logs.
-    """
+    """What a page shows."""
 
     title: str
-    sections: Mapping[str, str]
-    parts: Mapping[str, str]
-    data: Mapping[str, Any]
-    rows: int
+    sections: Mapping[str, str]  # by name their titles
+    parts: Mapping[str, str]  # by name the HTML of each section, and of the facts at its head
+    data: Mapping[str, Any]  # what the script draws
+    rows: int  # of all logs
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRun:
-    """A run, and the points of its curves that a page has.
+    """A run, and the points of its curves that a page has."""
 
-    Attributes:
-        run: of its logs, if there are several runs, only the last row and numbers are kept.
-        data: its curves, for the script.
-        drawn: the number of points that are drawn.
-        count: the number of points that its logs have.
-        left_out: keys for which there is no room.
-        curves: those of each log that has rows.
-    """
-
-    run: Run
-    data: Mapping[str, Any]
-    drawn: int
+    run: Run  # of its logs, if there are several runs, only the last row and numbers are kept
+    data: Mapping[str, Any]  # its curves, for the script
+    drawn: int  # points, of the `count` that its logs have
     count: int
-    left_out: Sequence[str]
-    curves: Sequence[Curves] = field(default=())
+    left_out: Sequence[str]  # keys for which there is no room
+    curves: Sequence[Curves] = field(default=())  # those of each log that has rows, of a page of one run
 
 
 def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
     """Return a run as it is on a page of so many runs."""
-    room = MAX_POINTS if number_of_runs == 1 else min(MAX_POINTS, MAX_POINTS_OF_SEVERAL // number_of_runs)
+    room = MAX_POINTS if number_of_runs == 1 else min(MAX_POINTS, _MAX_POINTS_OF_SEVERAL // number_of_runs)
     full = [log for log in run.logs if log.count]
     curves = [curves_of(log, room // len(full)) for log in full]
     marks = [start["iteration"] for start in run.starts[1:] if type(start.get("iteration")) is int]
@@ -95,14 +87,17 @@ def drawn_run(run: Run, number_of_runs: int = 1) -> DrawnRun:
     left_out = [key for of_log in curves for key in of_log.left_out]
     if number_of_runs == 1:
         return DrawnRun(run, data, drawn, count, left_out, curves)
-    logs = [replace(log, columns={key: column.last() for key, column in log.columns.items()}) for log in run.logs]
+    logs = []
+    for log in run.logs:  # copies of the last numbers, which do not keep the others in memory
+        last = {key: Column(column.rows[-1:].copy(), column.values[-1:].copy()) for key, column in log.columns.items()}
+        logs.append(replace(log, columns=last))
     return DrawnRun(replace(run, logs=logs), data, drawn, count, left_out)
 
 
 def content_of(drawn: DrawnRun) -> Content:
     """Return the content of the page of a run."""
     run = drawn.run
-    plan = _mapping(run.record.get("plan"))
+    plan = as_mapping(run.record.get("plan"))
     extensions = plan.get("extensions")
     phases = sorted(run.profile.seconds.items(), key=lambda phase: -phase[1]) if run.profile else []
     parts = _render(
@@ -113,12 +108,12 @@ def content_of(drawn: DrawnRun) -> Content:
         logs=[_log_table(of_log.log) | {"curves": of_log} for of_log in drawn.curves],
         is_marked=bool(drawn.data["marks"]),
         has_system=_has_system([run]),
-        config=_mapping(run.record.get("config")),
+        config=as_mapping(run.record.get("config")),
         made_with=_made_with(run.record),
         recorded_plan=plan,
         extensions=[entry for entry in extensions if isinstance(entry, dict)] if isinstance(extensions, list) else [],
         phases=phases,
-        picture=_base64((run.graph and run.graph.picture) or b""),
+        picture=base64.b64encode((run.graph and run.graph.picture) or b"").decode(),
         cell=_cell,
         changes=_changes,
         product=math.prod,
@@ -139,6 +134,10 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
         remarks += [] if run.record_error is None else [f"{name}: run.json cannot be read: {run.record_error}"]
         for log in (log for log in run.logs if log.unreadable):
             remarks.append(f"{name}: {log.unreadable:,} lines of {log.name} are not rows and are left out.")
+    series_of_keys: dict[str, list[tuple[str, Series]]] = {}
+    for name, run in zip(names, runs, strict=True):
+        for series in (series for log in run.logs for series in log.media):
+            series_of_keys.setdefault(series.key, []).append((name, series))
     rows = [_row(run) for run in runs]
     are_in_table = len(partings) > 1
     if are_in_table:
@@ -160,7 +159,7 @@ def content_of_several(names: Sequence[str], drawn: Sequence[DrawnRun], partings
         remarks=remarks,
         differing=differing,
         differing_count=differing_count,
-        series_of_keys=_series_of_keys(names, runs),
+        series_of_keys=series_of_keys,
         notes_of={name: run.notes for name, run in zip(names, runs, strict=True) if run.notes},
     )
     data = [{"name": _text(name), **of_run.data} for name, of_run in zip(names, drawn, strict=True)]
@@ -175,29 +174,64 @@ def _render(file: str, macros: Sequence[str], /, **values: Any) -> dict[str, str
 
 @cache
 def _environment() -> Any:
+    """Return what makes HTML of templates: it cuts a text that is too long, and escapes it."""
     from jinja2 import Environment, FunctionLoader
     from markupsafe import Markup, escape
 
-    environment = Environment(loader=FunctionLoader(template), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = FunctionLoader(lambda name: _read(f"templates/{name}"))
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.finalize = lambda value: value if isinstance(value, Markup) else _text(value)
     environment.filters |= {"count": "{:,}".format, "duration": _duration, "value": _value}
     environment.globals |= {"max_rows": _MAX_ROWS, "small": _SMALL, "markup": lambda text: Markup(escape(text))}
     return environment
 
 
-def template(name: str) -> str:
-    """Return the text of a template."""
-    return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _base64(content: bytes) -> Any:
+def page_of(content: Content, mark: str = "") -> str:
+    """Return the page as it is now, as HTML; with a mark it listens to what changes after it, where it came from.
+
+    Every text from a file is escaped, and a policy in the page lets only its own two scripts run and nothing be fetched.
+    """
     from markupsafe import Markup
 
-    return Markup(base64.b64encode(content).decode())
+    chart_script = _read("vendor/uPlot.iife.min.js")
+    script = '"use strict";\n(() => {\n' + "".join(_read(f"templates/{name}") for name in _SCRIPTS) + "})();\n"
+    # https://www.w3.org/TR/CSP3/#grammardef-hash-source
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (chart_script, script)]
+    policy = f"{_POLICY}; script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}'"
+    unescaped = {
+        "sign": SIGN,
+        "policy": f"{policy}; connect-src 'self'" if mark else policy,
+        "style": _read("vendor/uPlot.min.css") + _read("templates/page.css"),
+        "data": json_of({**content.data, "mark": mark}).replace("<", "\\u003c"),
+        "chart_script": chart_script,
+        "script": script,
+    }
+    page: str = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            {name: Markup(text) for name, text in unescaped.items()},
+            title=content.title,
+            sections=content.sections,
+            short=_SHORT,
+            parts={name: Markup(html) for name, html in content.parts.items()},
+            is_one="log" in content.sections,
+            is_watched=bool(mark),
+            made=datetime.datetime.now().astimezone().isoformat(" ", "minutes"),
+            version=__version__,
+            licence=_read("vendor/LICENSE").splitlines()[2],
+        )
+    )
+    return page
 
 
-def _mapping(content: Any) -> dict[str, Any]:
-    return content if isinstance(content, dict) else {}
+def json_of(content: Mapping[str, Any]) -> str:
+    """Return plain values as JSON without spaces, NaN and infinities."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def _has_system(runs: Sequence[Run]) -> bool:
@@ -237,14 +271,6 @@ def _row(run: Run) -> list[str]:
     return [*texts, time, *(f"{count:,}" for count in counts)]
 
 
-def _series_of_keys(names: Sequence[str], runs: Sequence[Run]) -> dict[str, list[tuple[str, Any]]]:
-    series_of: dict[str, list[tuple[str, Any]]] = {}
-    for name, run in zip(names, runs, strict=True):
-        for series in (series for log in run.logs for series in log.media):
-            series_of.setdefault(series.key, []).append((name, series))
-    return series_of
-
-
 def _log_table(log: Log) -> dict[str, Any]:
     keys = log.keys[:_MAX_COLUMNS]
     rows = log.rows[-max(_MAX_CELLS // max(len(keys), 1), 10) :]
@@ -265,13 +291,13 @@ def _made_with(record: dict[str, Any]) -> dict[str, Any]:
     names = {"argv": "command", "git_commit": "commit", "device": "device", "threads": "threads"}
     values = {name: record.get(key) for key, name in names.items()}
     for template, key in (("{} version", "versions"), ("optimizer {}", "optimizers"), ("seeds of {}", "seeds")):
-        values |= {template.format(name): value for name, value in _mapping(record.get(key)).items()}
+        values |= {template.format(name): value for name, value in as_mapping(record.get(key)).items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _changes(start: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return name, old and new value of the settings that had changed by a start."""
-    changed = list(_mapping(start.get("changed")).items())[:_MAX_ROWS]
+    changed = list(as_mapping(start.get("changed")).items())[:_MAX_ROWS]
     return [(name, *(pair if isinstance(pair, list) and len(pair) == 2 else (None, pair))) for name, pair in changed]
 
 
@@ -306,34 +332,15 @@ def _duration(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The point at which a run diverges from the first run of a page.
+    """The point at which a run diverges from the first run of a page."""
 
-    Attributes:
-        run: its index on the page.
-        iteration: the first in which they differ, ``None`` if all that was compared is the same or nothing could be.
-        text: what is known about it, in words.
-    """
-
-    run: int
-    iteration: int | None
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The cells of a table: a title for each column and row."""
-
-    heads: list[str]
-    titles: list[str]
-    cells: list[list[Any]]
+    run: int  # its index on the page
+    iteration: int | None  # the first in which they differ, ``None`` if what was compared is the same or nothing could be
+    text: str  # what is known about it, in words
 
 
 def names_of(places: Sequence[Place]) -> list[str]:
-    """Return a name for each run: the last part of its path, and as many before it as tell it from the others.
-
-    Raises:
-        ValueError: a run is given twice.
-    """
+    """Return a name for each run: the last part of its path, and as many before it as tell it from the others."""
     paths = [os.path.abspath(place).split(os.sep) if "://" not in str(place) else str(place).split("/") for place in places]
     paths = [list(filter(None, path)) or ["/"] for path in paths]
     for length in range(1, max(map(len, paths)) + 1):
@@ -344,8 +351,8 @@ def names_of(places: Sequence[Place]) -> list[str]:
     raise ValueError(f"{twice} is given twice; give each run once")
 
 
-def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[Table, int]:
-    """Return the settings that not all runs share, and how many there are; of few runs each is a column, of many a row."""
+def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[dict[str, list[Any]], int]:
+    """Return a table of settings that not all runs share, and how many do; of few runs each is a column, of many a row."""
     settings = [Settings.recorded(run.record) if run.record else Settings() for run in runs]
     all_names = dict.fromkeys(name for of_run in settings for name in of_run)
     texts = {name: {json.dumps(of_run.get(name), sort_keys=True) for of_run in settings if of_run} for name in all_names}
@@ -353,9 +360,9 @@ def _differing_settings(names: Sequence[str], runs: Sequence[Run]) -> tuple[Tabl
     shown = differing[:_MAX_SETTINGS]
     cells = [[of_run.get(name) for of_run in settings] for name in shown]
     if len(runs) <= _MAX_RUNS_AS_COLUMNS:
-        return Table(["setting", *names], shown, cells), len(differing)
+        return {"heads": ["setting", *names], "titles": shown, "cells": cells}, len(differing)
     cells = list(map(list, zip(*cells, strict=True))) or [[] for _ in runs]
-    return Table(["run", *shown], list(names), cells), len(differing)
+    return {"heads": ["run", *shown], "titles": list(names), "cells": cells}, len(differing)
 
 
 def _last_values(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
+import struct
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from chainring._files import from_json, read_regular
 from chainring._places.base import RemoteError
 from chainring._runs.finished import LOG, FinishedRun
-from chainring.html_report._log import MAX_ROWS, MAX_SIZE, Log, LogFile, read_media
+from chainring.html_report._log import MAX_ROWS, Log, LogFile
 from chainring.serializers._store import CorruptError, Manifest, Place, Snapshots
 from chainring.training._run_directory import RECORD, NamePattern
 
@@ -21,6 +25,12 @@ _LARGEST_FILE = 4 << 20  # bytes of a profile or a graph; those that Chainring w
 _LARGEST_PICTURE = 300_000  # bytes of an SVG inside the page
 _NOTES = ("notes.md", "notes.txt")  # that a person may write into the directory of a run
 _MAX_NOTES = 20_000  # bytes
+_MAX_SIZE = 8 << 20  # characters of the images and texts on a page
+_MAX_SHOWN = 24  # images, texts or histograms of a key
+_MAX_KEYS = 100  # of them
+_MAX_TEXT = 4_000
+_MAX_BINS = 1_000
+_PNG = re.compile(r"iVBORw0KGgo[A-Za-z0-9+/]{32,}={0,2}")  # the Base64 of a PNG file
 
 VERIFIED, COMPLETE, DAMAGED = "verified", "complete", "damaged"
 
@@ -50,35 +60,41 @@ class Run:
 
     @property
     def models(self) -> list[Model]:
-        models = self.record.get("models")
-        models = models if isinstance(models, dict) else {}
-        return [_model(name, content) for name, content in models.items() if isinstance(content, dict)]
+        models = []
+        for name, content in as_mapping(self.record.get("models")).items():
+            if isinstance(content, dict):
+                shapes: dict[str, tuple[int, ...] | None] = {}
+                for path, text in as_mapping(content.get("parameters")).items():
+                    is_shape = isinstance(text, str) and re.fullmatch(r"\d{1,15}(x\d{1,15}){0,20}", text)
+                    shapes[path] = tuple(map(int, text.split("x"))) if is_shape else () if text == "scalar" else None
+                frozen = content.get("frozen")
+                names = [path for path in frozen if isinstance(path, str)] if isinstance(frozen, list) else []
+                models.append(Model(name, str(content.get("class", "")), shapes, frozenset(names)))
+        return models
 
 
-@dataclass(frozen=True, slots=True)
-class Readers:
-    """How much of the logs of a run is kept, and by the names of the files what has been read of them before."""
-
-    max_rows: int = MAX_ROWS  # as they were written
-    max_media: int = MAX_SIZE  # characters
-    files: dict[str, LogFile] = field(default_factory=dict)
-
-    @classmethod
-    def of_page(cls, number_of_runs: int) -> Readers:
-        """Return those of a run on a page of so many: beside others it has no rows, but the last."""
-        return cls() if number_of_runs == 1 else cls(max_rows=1, max_media=MAX_SIZE // number_of_runs)
+def as_mapping(content: Any) -> dict[str, Any]:
+    """Return a mapping as it is, and anything else as an empty one."""
+    return content if isinstance(content, dict) else {}
 
 
-def read_run(place: Place, *, verify: bool = True, with_snapshots: bool = True, readers: Readers | None = None) -> Run:
-    """Read a run at a path or an address, which may still be running, and its snapshots; see `write`.
+def read_run(place: Place, *, verify: bool = True, number_of_runs: int = 1, files: dict[str, LogFile] | None = None) -> Run:
+    """Read a run at a path or an address, which may still be running, for a page of so many runs; see `write`.
 
-    Of a run at an address what a page shows, but for its snapshots, is copied meanwhile.
+    Beside others it has the last rows of its logs alone, and no snapshots. Of one at an address what a page shows, but for
+    its snapshots, is copied meanwhile. ``files`` are its logs, as far as they have been read before.
     """
-    source, snapshots = FinishedRun(place), []
-    logs = _read_logs(source, Readers() if readers is None else readers)
+    source, logs, snapshots = FinishedRun(place), [], []
+    files = {} if files is None else files
+    for name in source.log_names:
+        if (path := source.file(name)) is not None:
+            log = files.setdefault(name, LogFile(path, name, MAX_ROWS if number_of_runs == 1 else 1)).read()
+            media = source.file(f"{name.removesuffix('.jsonl')}.media.jsonl")
+            size = _MAX_SIZE // number_of_runs
+            logs.append(log if media is None else replace(log, media=_read_media(media, log.count, size)))
     is_run = bool(logs) or source.file(RECORD) is not None
-    if with_snapshots or not is_run:
-        snapshots = _read_snapshots(source.store, source.files, verify=verify)
+    if number_of_runs == 1 or not is_run:
+        snapshots = _read_snapshots(source.store, source.files, verify)
     if not is_run and not snapshots:
         raise FileNotFoundError(
             f"{place} is not the directory of a run: it has no {RECORD}, no {LOG} and no snapshot; "
@@ -86,33 +102,18 @@ def read_run(place: Place, *, verify: bool = True, with_snapshots: bool = True, 
         )
     error = source.record_error
     record = dict(source.record) if error is None else {}
-    profile, graph = _read_profile(source), _read_graph(source)
-    return Run(source.name, record, error, logs, snapshots, profile, graph, _read_notes(source))
-
-
-def _read_logs(source: FinishedRun, readers: Readers) -> list[Log]:
-    logs = []
-    for name in source.log_names:
-        if (path := source.file(name)) is not None:
-            log = readers.files.setdefault(name, LogFile(path, name, readers.max_rows)).read()
-            media = source.file(f"{name.removesuffix('.jsonl')}.media.jsonl")
-            logs.append(log if media is None else replace(log, media=read_media(media, log.count, readers.max_media)))
-    return logs
-
-
-def _read_notes(source: FinishedRun) -> str:
-    paths = filter(None, map(source.file, _NOTES))
-    return "\n\n".join(path.read_bytes()[:_MAX_NOTES].decode("utf-8", "replace").strip() for path in paths)
+    notes = [path.read_bytes()[:_MAX_NOTES] for path in map(source.file, _NOTES) if path is not None]
+    text = "\n\n".join(note.decode("utf-8", "replace").strip() for note in notes)
+    return Run(source.name, record, error, logs, snapshots, _read_profile(source), _read_graph(source), text)
 
 
 def _read_object(source: FinishedRun, name: str) -> dict[str, Any]:
     """Return the object in a file of JSON, an empty one if there is none."""
     path = source.file(name)
     try:
-        content = {} if path is None else from_json(json.loads(read_regular(path, _LARGEST_FILE)))
+        return {} if path is None else as_mapping(from_json(json.loads(read_regular(path, _LARGEST_FILE))))
     except (ValueError, RecursionError):
-        content = {}
-    return content if isinstance(content, dict) else {}
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Snapshot:
     links: list[str]  # the fixed names that lead to it, such as "best"
 
 
-def _read_snapshots(store: Snapshots, templates: Iterable[str], *, verify: bool) -> list[Snapshot]:
+def _read_snapshots(store: Snapshots, templates: Iterable[str], verify: bool) -> list[Snapshot]:
     """Read the snapshots: first those whose manifest cannot be read, then the newest, and so on."""
     # A directory without a manifest is a damaged snapshot if the run writes what has such a name.
     patterns = []
@@ -141,33 +142,28 @@ def _read_snapshots(store: Snapshots, templates: Iterable[str], *, verify: bool)
             links.setdefault(target, []).append(name)
     snapshots = []
     for name, manifest in store.listing():
-        if store.snapshot(name).exists() or any(pattern.match(name) for pattern in patterns):
-            snapshot = _read_snapshot(store, name, manifest, links.get(name, []), verify)
-            snapshots += [] if snapshot is None else [snapshot]
+        saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
+        if not saved.exists() and not any(pattern.match(name) for pattern in patterns):
+            continue
+        try:
+            manifest = saved.verify(content=verify)
+        except RemoteError:  # which says nothing about the snapshot
+            raise
+        except (CorruptError, OSError) as error:
+            state, note = DAMAGED, str(error)
+        if not store.exists(name):  # the run has removed it meanwhile
+            continue
+        iteration, epoch = None, None
+        if manifest is None:
+            size = sum(size or 0 for size in saved.sizes(Manifest(0, {}, {})).values())
+        else:
+            about, iteration = manifest.about, manifest.iteration
+            epoch = about["epoch"] if isinstance(about.get("epoch"), int) else None
+            size = sum(size for size, _ in manifest.files.values())
+            notes = [f"{key}: {about[key]}" for key in ("error", "not bit-exact", "left out") if key in about]
+            note = "; ".join(filter(None, [note, *notes]))
+        snapshots.append(Snapshot(name, iteration, epoch, size, state, note, links.get(name, [])))
     return snapshots
-
-
-def _read_snapshot(
-    store: Snapshots, name: str, manifest: Manifest | None, links: list[str], verify: bool
-) -> Snapshot | None:
-    """Read a snapshot; return ``None`` if the run has removed it meanwhile."""
-    saved, state, note = store.snapshot(name), VERIFIED if verify else COMPLETE, ""
-    try:
-        manifest = saved.verify(content=verify)
-    except RemoteError:  # which says nothing about the snapshot
-        raise
-    except (CorruptError, OSError) as error:
-        state, note = DAMAGED, str(error)
-    if not store.exists(name):
-        return None
-    if manifest is None:
-        size = sum(size or 0 for size in saved.sizes(Manifest(0, {}, {})).values())
-        return Snapshot(name, None, None, size, state, note, links)
-    about = manifest.about
-    notes = [note, *(f"{key}: {about[key]}" for key in ("error", "not bit-exact", "left out") if key in about)]
-    epoch = about["epoch"] if isinstance(about.get("epoch"), int) else None
-    size = sum(size for size, _ in manifest.files.values())
-    return Snapshot(name, manifest.iteration, epoch, size, state, "; ".join(filter(None, notes)), links)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +179,6 @@ class Model:
         """Return the number of elements of the parameters, or only of those that need a gradient."""
         shapes = [shape for name, shape in self.shapes.items() if not (trainable and name in self.frozen)]
         return sum(math.prod(shape) for shape in shapes if shape is not None)
-
-
-def _model(name: str, content: dict[str, Any]) -> Model:
-    parameters, frozen = content.get("parameters"), content.get("frozen")
-    shapes = {key: _shape(text) for key, text in parameters.items()} if isinstance(parameters, dict) else {}
-    names = [path for path in frozen if isinstance(path, str)] if isinstance(frozen, list) else []
-    return Model(name, str(content.get("class", "")), shapes, frozenset(names))
-
-
-def _shape(text: Any) -> tuple[int, ...] | None:
-    if text == "scalar":
-        return ()
-    if isinstance(text, str) and re.fullmatch(r"\d{1,15}(x\d{1,15}){0,20}", text):
-        return tuple(map(int, text.split("x")))
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +226,104 @@ def _read_graph(source: FinishedRun) -> Graph | None:
         is_shown = picture is not None and picture.stat().st_size < _LARGEST_PICTURE
         return Graph(f"{stem}.json", dict(reversed(inputs.items())), picture.read_bytes() if picture and is_shown else None)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An image, a text or a histogram at the iteration of its row; two of the three are ``None``."""
+
+    iteration: Any
+    png: str | None = None  # in Base64
+    size: tuple[int, int] = (0, 0)  # of an image, its width and height
+    text: str | None = None
+    bars: list[float] | None = None  # the height of each bin of a histogram, the highest 1
+    summary: str = ""
+
+
+@dataclass(slots=True)
+class Series:
+    """What is shown of what was reported under one key, evenly spaced and the oldest first, and how many rows have it."""
+
+    key: str
+    shown: list[Shown] = field(default_factory=list)
+    count: int = 0
+    stride: int = 1  # between those that are kept, of which one in two goes when there are too many
+    newest: list[Shown] = field(default_factory=list)  # if it is not kept anyway
+
+    def add(self, shown: Shown) -> None:
+        is_kept = self.count % self.stride == 0
+        (self.shown if is_kept else self.newest).append(shown)
+        self.newest = [] if is_kept else self.newest[-1:]
+        if len(self.shown) > 2 * _MAX_SHOWN:  # of an odd number the last stays too
+            self.shown, self.stride = self.shown[::2], 2 * self.stride
+        self.count += 1
+
+
+def _read_media(path: Path, number_of_rows: int, max_size: int) -> list[Series]:
+    """Read what belongs to the rows of a log; a line that is damaged, or of a row that is not there, is left out.
+
+    Of many rows some are shown, evenly spaced, and so are those that there is room for.
+    """
+    series: dict[str, Series] = {}
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row: Any = json.loads(line) if line.endswith(b"\n") else None  # else it was cut, or is being written
+                number, content = row["row"], row["media"]
+            except (ValueError, RecursionError, LookupError, TypeError):
+                continue
+            if type(number) is not int or not 0 <= number < number_of_rows or not isinstance(content, dict):
+                continue
+            for key, item in content.items():
+                shown = _shown(row.get("iteration"), item)
+                if shown is not None and (key in series or len(series) < _MAX_KEYS):
+                    series.setdefault(key, Series(key)).add(shown)
+    for of_key in series.values():
+        of_key.shown = _spread([*of_key.shown, *of_key.newest], _MAX_SHOWN)
+    sizes = {key: _size(of_key.shown) for key, of_key in series.items()}
+    while sum(sizes.values()) > max_size:
+        largest = max(sizes, key=sizes.__getitem__)
+        shown_there = series[largest].shown
+        series[largest].shown = _spread(shown_there, len(shown_there) - 1)
+        sizes[largest] = _size(series[largest].shown)
+    return list(series.values())
+
+
+def _spread(shown: list[Shown], number: int) -> list[Shown]:
+    """Return so many, evenly spaced: the newest, and the oldest if there are two."""
+    if len(shown) <= number:
+        return shown
+    if number < 2:
+        return shown[len(shown) - number :]
+    return [shown[round(i * (len(shown) - 1) / (number - 1))] for i in range(number)]
+
+
+def _size(shown: list[Shown]) -> int:
+    return sum(len(item.png or item.text or "") for item in shown)
+
+
+def _shown(iteration: Any, item: Any) -> Shown | None:
+    """Return an item of a row as it is shown; ``None`` if no run has written it."""
+    match item:
+        case {"kind": "image", "png": str(png)} if _PNG.fullmatch(png):
+            width, height = struct.unpack_from(">II", base64.b64decode(png[:40]), 16)
+            return Shown(iteration, png=png, size=(width, height), summary=f"{width} x {height}")
+        case {"kind": "text", "text": str(text)}:
+            length = f" ({len(text):,} characters)" if len(text) > _MAX_TEXT else ""
+            return Shown(iteration, text=text[:_MAX_TEXT].encode("utf-8", "backslashreplace").decode(), summary=length)
+        case {"kind": "histogram", "counts": list(counts), "edges": list(edges)} if (
+            len(counts) <= _MAX_BINS
+            and all(map(_is_count, counts))
+            and all(isinstance(edge, (int, float)) and abs(edge) <= sys.float_info.max for edge in edges)
+        ):
+            words = [f"{sum(counts):,} values" + (f" from {edges[0]:.4g} to {edges[-1]:.4g}" if edges else "")]
+            names = {"nan": "NaN", "positive_infinity": "positive infinity", "negative_infinity": "negative infinity"}
+            apart = {word: item.get(name) for name, word in names.items()}
+            words += [f"{count:,} {word}" for word, count in apart.items() if _is_count(count) and count]
+            highest = max(counts, default=0) or 1
+            return Shown(iteration, bars=[count / highest for count in counts], summary=", ".join(words))
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 60

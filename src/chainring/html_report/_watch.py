@@ -26,10 +26,12 @@ from chainring.html_report._content import (
     content_of,
     content_of_several,
     drawn_run,
+    json_of,
     names_of,
+    page_of,
 )
-from chainring.html_report._page import json_of, page_of
-from chainring.html_report._run import Readers, read_run
+from chainring.html_report._log import LogFile
+from chainring.html_report._run import read_run
 from chainring.serializers._store import Place
 
 HOST = "127.0.0.1"
@@ -54,11 +56,6 @@ def watch(
 
     The values are the address of the page, a function that reads changes again and again and never returns, and one that
     does so once. ``compare`` tells where runs diverge from the first.
-
-    Raises:
-        ValueError: a run is at an address, given twice, or a snapshot.
-        FileNotFoundError: there is no run.
-        OSError: the port is in use.
     """
     runs, feed = _Runs(places, compare), _Feed()
 
@@ -96,7 +93,7 @@ class _Runs:
                     "write the page again from time to time, without --watch"
                 )
         self._directories, self._names, self._compare = [Path(place) for place in places], names_of(places), compare
-        self._readers = [Readers.of_page(len(places)) for _ in places]
+        self._files: list[dict[str, LogFile]] = [{} for _ in places]  # the logs, as far as they have been read
         self._stats: dict[int, dict[str, tuple[int, int]]] = {}  # by the index of a run, when it was read
         self._drawn: dict[int, DrawnRun] = {}
         self._trouble = ""
@@ -105,51 +102,44 @@ class _Runs:
 
     def look(self) -> tuple[Content, str] | None:
         """Read the runs that have changed; return what the page shows and what went wrong, ``None`` if nothing is new."""
-        have_changed, trouble = self._read_changed()
+        have_changed, troubles, count = False, [], len(self._directories)
+        for index, directory in enumerate(self._directories):
+            try:
+                have_changed |= self._read(index)
+            except (OSError, ValueError) as error:  # the run stays as it was
+                if index not in self._drawn:
+                    raise
+                troubles.append(f"{directory}: {error}")
         self._are_compared &= not have_changed
-        is_due = not self._are_compared and len(self._drawn) > 1 and time.monotonic() >= self._next_comparison
+        is_due = not self._are_compared and count > 1 and time.monotonic() >= self._next_comparison
         if is_due:
             began = time.monotonic()
             self._partings, self._are_compared = self._compare(), True
             now = time.monotonic()
             self._next_comparison = now + _COMPARING_SHARE * (now - began)
+        trouble = "; ".join(troubles)
         if not have_changed and not is_due and trouble == self._trouble:
             return None
         self._trouble = trouble
-        drawn = [self._drawn[index] for index in range(len(self._directories))]
-        return (content_of_several(self._names, drawn, self._partings) if len(drawn) > 1 else content_of(drawn[0])), trouble
+        drawn = [self._drawn[index] for index in range(count)]
+        return (content_of_several(self._names, drawn, self._partings) if count > 1 else content_of(drawn[0])), trouble
 
-    def _read_changed(self) -> tuple[bool, str]:
-        """Return whether a run has changed, and what went wrong with others, which stay as they were."""
-        have_changed, troubles = False, []
-        for index, directory in enumerate(self._directories):
-            stats, readers = self._stats_of(index), self._readers[index]
-            if stats == self._stats.get(index):
-                continue
-            is_alone = len(self._directories) == 1
-            try:
-                run = read_run(directory, verify=False, with_snapshots=is_alone, readers=readers)
-            except (OSError, ValueError) as error:
-                if index not in self._drawn:
-                    raise
-                troubles.append(f"{directory}: {error}")
-                continue
-            self._drawn[index], self._stats[index] = drawn_run(run, len(self._directories)), stats
-            have_changed = True
-            written = max((stats[name][1] for name in readers.files if name in stats), default=0)
-            if time.time() - written / 1e9 > _STALE:
-                readers.files.clear()
-        return have_changed, "; ".join(troubles)
-
-    def _stats_of(self, index: int) -> dict[str, tuple[int, int]]:
-        """Return the size and the time of each file of a run, by which it is seen that it has changed."""
-        stats, directory = {}, self._directories[index]
+    def _read(self, index: int) -> bool:
+        """Read a run if the size or the time of one of its files is another; return whether it was."""
+        directory, files, stats = self._directories[index], self._files[index], {}
         with suppress(OSError):
-            for name in sorted({*os.listdir(directory), *self._readers[index].files}):
+            for name in sorted({*os.listdir(directory), *files}):
                 with suppress(OSError):
                     status = os.stat(directory / name)
                     stats[name] = status.st_size, status.st_mtime_ns
-        return stats
+        if stats == self._stats.get(index):
+            return False
+        count = len(self._directories)
+        self._drawn[index] = drawn_run(read_run(directory, verify=False, number_of_runs=count, files=files), count)
+        self._stats[index] = stats
+        if time.time() - max((stats[name][1] for name in files if name in stats), default=0) / 1e9 > _STALE:
+            files.clear()
+        return True
 
 
 class _Feed:
@@ -180,11 +170,8 @@ class _Feed:
     def page(self) -> bytes:
         """Return the page as of now."""
         with self._condition:
-            content, mark = self._content, self._mark()
+            content, mark = self._content, f"{self._token}-{self._version}"
         return page_of(content, mark).encode()
-
-    def _mark(self) -> str:
-        return f"{self._token}-{self._version}"
 
     def changes(self, mark: str) -> Iterator[bytes]:
         """Yield what changes after a page or an event with this mark, as server-sent events, until the server ends."""
@@ -197,23 +184,21 @@ class _Feed:
             with self._condition:
                 if not self.is_ended and self._version == seen:
                     self._condition.wait(_BEAT)
-                # A comment tells whether anyone is there.
-                event = self._event(seen) if self._version > seen else b":\n\n"
+                event = b":\n\n"  # a comment, which tells whether anyone is there
+                if self._version > seen:
+                    news = [what for what, version in self._changed_at.items() if version > seen]
+                    change = {
+                        "runs": {index: self._content.data["runs"][index] for kind, index in news if kind == "run"},
+                        "parts": {name: self._content.parts[name] for kind, name in news if kind == "part"},
+                        "partings": self._content.data["partings"],
+                        "trouble": self._trouble,
+                    }
+                    event = f"event: change\nid: {token}-{self._version}\ndata: {json_of(change)}\n\n".encode()
                 seen = self._version
             yield event
             if self.is_ended:
                 yield b"event: end\ndata:\n\n"
                 return
-
-    def _event(self, seen: int) -> bytes:
-        news = [what for what, version in self._changed_at.items() if version > seen]
-        change = {
-            "runs": {index: self._content.data["runs"][index] for kind, index in news if kind == "run"},
-            "parts": {name: self._content.parts[name] for kind, name in news if kind == "part"},
-            "partings": self._content.data["partings"],
-            "trouble": self._trouble,
-        }
-        return f"event: change\nid: {self._mark()}\ndata: {json_of(change)}\n\n".encode()
 
     def end(self) -> None:
         """Send those who listen away."""
