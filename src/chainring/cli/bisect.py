@@ -20,7 +20,7 @@ from chainring.cli.replay import (
     indices_of,
     iteration_number,
 )
-from chainring.testing._replaying import NoReplay
+from chainring.testing.replay import NoReplay
 
 _MOST_SHOWN = 8  # parameters
 

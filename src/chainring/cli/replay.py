@@ -15,7 +15,7 @@ from chainring._files import is_url, to_json
 from chainring._runs.finished import FinishedRun, start_in_force
 from chainring.cli._common import add_command, ended_by_sigterm, print_json, printable
 from chainring.testing._replay_process import replay_script
-from chainring.testing._replaying import NoReplay
+from chainring.testing.replay import NoReplay
 from chainring.training._run_directory import read_record
 
 _REPLAY = """

@@ -31,17 +31,17 @@ class BatchIndices:
         }
         self._marks: dict[str, tuple[Any, Any, Any]] = {}  # iterator, where its last batch ended, epoch and position
 
-    def mark(self) -> None:
-        """Note where the iterators stand, before an update."""
-        self._marks = {}
-        for name, iterator in self._iterators().items():
-            batch_end = iterator.batch_end() if hasattr(iterator, "batch_end") else None
-            self._marks[name] = (iterator, batch_end, _position(iterator))
-        for passes in self._passes.values():
-            passes.begin()
-
     def _iterators(self) -> dict[str, Any]:
         return self._updater.get_all_iterators() if hasattr(self._updater, "get_all_iterators") else {}
+
+    def mark(self) -> None:
+        """Note where the iterators stand, before an update."""
+        self._marks = {
+            name: (iterator, iterator.batch_end() if isinstance(iterator, IndexedIterator) else None, _position(iterator))
+            for name, iterator in self._iterators().items()
+        }
+        for passes in self._passes.values():
+            passes.begin()
 
     def taken(self, *, is_undone: bool = False) -> dict[str, Any]:
         """Return what was taken since the mark, by the name of the iterator.
@@ -52,13 +52,15 @@ class BatchIndices:
         """
         taken: dict[str, Any] = {}
         for name, (iterator, batch_end, before) in self._marks.items():
-            after = _position(iterator)
+            after, indices = _position(iterator), None
             if id(iterator) in self._passes:
                 indices = self._passes[id(iterator)].between(before, after)
-            elif is_undone:
-                indices = _following_indices(iterator, self._accumulate)
-            else:
-                indices = _indices_since(iterator, batch_end)
+            elif isinstance(iterator, IndexedIterator) and is_undone:
+                batches = islice(copy.copy(iterator).iterate_segments(), self._accumulate)
+                indices = [index for batch in batches for _, segment in batch for index in segment.tolist()]
+            elif isinstance(iterator, IndexedIterator):
+                since = iterator.indices_since(batch_end)
+                indices = None if since is None else [int(index) for index in since]
             if indices:
                 taken[name] = indices
             elif before is None or after is None:
@@ -123,18 +125,3 @@ def _position(iterator: Any) -> Any:
     """Return the epoch of an iterator and the position in it, ``None`` if it does not tell them."""
     progress = getattr(iterator, "progress", None)
     return progress[:2] if isinstance(progress, tuple) and len(progress) == 3 else None
-
-
-def _indices_since(iterator: Any, batch_end: Any) -> list[int] | None:
-    if batch_end is None or not isinstance(iterator, IndexedIterator):
-        return None
-    indices = iterator.indices_since(batch_end, iterator.batch_end())
-    return None if indices is None else [int(index) for index in indices]
-
-
-def _following_indices(iterator: Any, count: int) -> list[int] | None:
-    """Return the indices of the next batches."""
-    if not isinstance(iterator, IndexedIterator):
-        return None
-    batches = islice(copy.copy(iterator).iterate_segments(), count)
-    return [index for batch in batches for _, indices in batch for index in indices.tolist()]

@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 
 Fingerprint = dict[str, dict[str, str]]
 """By category (``"parameters"``), the text of each value by its path."""
+Steps = dict[int, dict[str, Any]]
+"""A trace of what iterations compute: after an update ``module``, the calls in their order, each with digests of its input
+and its output, and ``loss`` and ``gradient``; at the end of the iteration ``tensor``, ``generators`` and ``settings``."""
 
 _COUNTERS = ("progress", "epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
+_COMPUTED = ("loss", "gradient", "tensor", "generators")  # beside the modules, which come first
 
 
 def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> Fingerprint:
     """Return the fingerprint of a trainer's present state and observation, and of described batches."""
     generators, observation = _random.get_rng_state(), trainer.observation
     texts: Fingerprint = {
-        "iterator": {},
+        "iterator": {
+            f"updater/iterator:{name}/{counter}": repr(getattr(iterator, counter, None))
+            for name, iterator in trainer.updater.get_all_iterators().items()
+            for counter in _COUNTERS
+        },
         "batch": {path: text for batch in batches for path, text in batch.items()},
         "observation": {f"observation/{k}": describe(float(v)) for k, v in observation.items() if is_scalar(v)},
         "generators": {f"generators/{trainer.comm.rank}/{name}": checksum(state) for name, state in generators.items()},
@@ -40,21 +48,14 @@ def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> 
         "buffers": {},
         "optimizer": {},
     }
-    for name, iterator in trainer.updater.get_all_iterators().items():
-        for counter in _COUNTERS:
-            texts["iterator"][f"updater/iterator:{name}/{counter}"] = repr(getattr(iterator, counter, None))
     models = trainer.updater.get_all_models()
     for name, model in models.items():
         module = unwrap(model)
         parameters = {path for path, _ in module.named_parameters(remove_duplicate=False)}
         for path, value in module.state_dict().items():
-            leaf_path = f"updater/model:{name}/{path.replace('.', '/')}"
-            if path in parameters:
-                texts["parameters"] |= describe_leaves(leaf_path, value)
-            else:
-                texts["buffers"] |= {
-                    at: "a time" if is_time(leaf) else describe(leaf) for at, leaf in leaves(leaf_path, value)
-                }
+            category = texts["parameters" if path in parameters else "buffers"]
+            for at, leaf in leaves(f"updater/model:{name}/{path.replace('.', '/')}", value):
+                category[at] = "a time" if path not in parameters and is_time(leaf) else describe(leaf)
     names = parameter_names(models)
     for name, optimizer in trainer.updater.get_all_optimizers().items():
         prefix = f"updater/optimizer:{name}"
@@ -65,9 +66,12 @@ def fingerprint(trainer: Trainer, batches: Iterable[Mapping[str, str]] = ()) -> 
     return texts
 
 
-Steps = dict[int, dict[str, Any]]
-"""A trace of what iterations compute: after an update ``module``, the calls in their order, each with digests of its input
-and its output, and ``loss`` and ``gradient``; at the end of the iteration ``tensor``, ``generators`` and ``settings``."""
+def _describe_groups(path: str, optimizer: Any) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        texts |= describe_leaves(f"{path}/{index}", settings)
+    return texts
 
 
 class Capture(Observer):
@@ -78,9 +82,6 @@ class Capture(Observer):
         first: the first iteration; of the one before, the state at its end is taken down too.
         last: the last.
         in_detail: False to leave out modules and gradients, and keep one digest of all tensors, for many iterations.
-
-    Attributes:
-        steps: by iteration what it has computed.
     """
 
     def __init__(self, trainer: Trainer, first: int, last: int, *, in_detail: bool) -> None:
@@ -120,14 +121,6 @@ class Capture(Observer):
         self.steps.setdefault(iteration, {}).update(module=calls, loss=losses, gradient=gradients)
 
 
-def _describe_groups(path: str, optimizer: Any) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        texts |= describe_leaves(f"{path}/{index}", settings)
-    return texts
-
-
 @contextlib.contextmanager
 def _hooked(trainer: Trainer, calls: list[list[str]]) -> Iterator[None]:
     """Inside, add to a list for each module that returns its name, and digests of its input and its output."""
@@ -140,36 +133,18 @@ def _hooked(trainer: Trainer, calls: list[list[str]]) -> Iterator[None]:
         calls.append([name, inputs[id(module)].pop(), _digest(output)])
 
     with contextlib.ExitStack() as stack:
-        for name, module in _hookable(trainer):
-            with contextlib.suppress(RuntimeError):  # a module of TorchScript takes no hooks
-                stack.enter_context(_removing(module.register_forward_pre_hook(before, with_kwargs=True)))
-                hook = functools.partial(after, name)
-                stack.enter_context(_removing(module.register_forward_hook(hook, with_kwargs=True)))
+        models = {} if getattr(trainer.updater, "compile", False) else trainer.updater.get_all_models()
+        for model_name, model in models.items():
+            for name, module in _without_compiled(model_name, model if _is_compiled(model) else unwrap(model), set()):
+                with contextlib.suppress(RuntimeError):  # a module of TorchScript takes no hooks
+                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                    hook = functools.partial(after, name)
+                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield
-
-
-@contextlib.contextmanager
-def _removing(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _hookable(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules by their names, without those inside of compiled code, which hooks would change."""
-    if getattr(trainer.updater, "compile", False):
-        return
-    for name, model in trainer.updater.get_all_models().items():
-        module = model if _is_compiled(model) else unwrap(model)
-        yield from _without_compiled(name, module, set())
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _without_compiled(name: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules by their names, without those inside of compiled code, which hooks would change."""
     if id(module) in seen or getattr(module, "_compiled_call_impl", None) is not None:
         return
     seen.add(id(module))
@@ -177,6 +152,10 @@ def _without_compiled(name: str, module: nn.Module, seen: set[int]) -> Iterator[
     if not _is_compiled(module):
         for child_name, child in module.named_children():
             yield from _without_compiled(f"{name}/{child_name}", child, seen)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _digest(value: Any) -> str:
@@ -190,9 +169,6 @@ def _digest(value: Any) -> str:
 
 
 # --- two of them ---
-
-
-_COMPUTED = ("loss", "gradient", "tensor", "generators")  # beside the modules, which come first
 
 
 def first_step_apart(a: Steps, b: Steps) -> Difference | None:

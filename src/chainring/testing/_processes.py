@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from chainring.training.trainer import Trainer
 
@@ -53,6 +53,10 @@ class ProcessTask:
         path = self.path(suffix)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
+    def records(self, suffix: str) -> list[Any]:
+        """Return the JSON in each line of a file of this task."""
+        return [json.loads(line) for line in self.lines(suffix)]
+
     def read(self, suffix: str) -> Any:
         """Return the JSON in a file of this task."""
         return json.loads(self.path(suffix).read_text())
@@ -75,17 +79,10 @@ class HungError(Exception):
 # --- in the process that starts it ---
 
 
-class Process(Protocol):
-    """A started process."""
-
-    pid: int | None
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or ``None`` while it runs."""
-
-
-Start = Callable[[Any], Process]
-"""Starts a fresh process for a task."""
+Poll = Callable[[], int | None]
+"""Returns the exit code of a process, negative for a signal, or ``None`` while it runs."""
+Start = Callable[[Any], tuple[int, Poll]]
+"""Starts a fresh process for a task, and returns its number."""
 
 
 def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
@@ -97,14 +94,14 @@ def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
 
-    def start(task: ProcessTask) -> Process:
+    def start(task: ProcessTask) -> tuple[int, Poll]:
         command = [sys.executable, "-m", module, json.dumps(asdict(task)), script, *arguments]
         environment = {**os.environ, MARK: task.mark}
         with open(task.path("output"), "ab") as output:
-            process: Any = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
             )
-        return process  # type: ignore[no-any-return]
+        return process.pid, process.poll
 
     return start
 
@@ -112,17 +109,12 @@ def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
 def function_starter(function: Callable[..., None], context: Any) -> Start:
     """Return what calls a function with a task, in a process of a context of ``multiprocessing``."""
 
-    class Started:
-        def __init__(self, task: ProcessTask) -> None:
-            self._process = context.Process(target=_call_apart, args=(function, task))
-            self._process.start()
-            self.pid = self._process.pid
+    def start(task: ProcessTask) -> tuple[int, Poll]:
+        process = context.Process(target=_call_apart, args=(function, task))
+        process.start()
+        return process.pid, lambda: process.exitcode
 
-        def poll(self) -> int | None:
-            code: int | None = self._process.exitcode
-            return code
-
-    return Started
+    return start
 
 
 def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: None) -> int:
@@ -133,10 +125,10 @@ def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: Non
     Raises:
         HungError: its deadline has passed.
     """
-    process = start(task)
+    pid, poll = start(task)
     try:
         done_at: float | None = None
-        while (code := process.poll()) is None:
+        while (code := poll()) is None:
             time.sleep(_POLL)
             watch()
             now = time.monotonic()
@@ -148,26 +140,19 @@ def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: Non
                 raise HungError
         return code
     finally:
-        _end(process, task.mark)
-
-
-def _end(process: Process, mark: str) -> None:
-    """Kill a process with its group, and whatever it has started that carries the mark, and wait until they are gone."""
-    if process.pid is None:
-        return
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-    while process.poll() is None:
-        time.sleep(_POLL)
-    until = time.monotonic() + _GRACE
-    while (left := _started(process.pid, mark)) and time.monotonic() < until:
-        for pid in left:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            if poll() is None:
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL)
+        while poll() is None:
+            time.sleep(_POLL)
+        until = time.monotonic() + _GRACE
+        while (left := _started(pid, task.mark)) and time.monotonic() < until:
+            for started in left:
+                with contextlib.suppress(OSError):
+                    os.kill(started, signal.SIGKILL)
+            time.sleep(_POLL)
 
 
 def _started(group: int, mark: str) -> list[int]:
@@ -183,7 +168,7 @@ def _started(group: int, mark: str) -> list[int]:
 
 def where_it_hung(task: ProcessTask) -> str:
     """Return after which iteration a process hung, and in which lines, as far as it has written them down."""
-    iterations = [json.loads(line)["iteration"] for line in task.lines("jsonl")]
+    iterations = [record["iteration"] for record in task.records("jsonl")]
     where = f"after iteration {iterations[-1]}" if iterations else "before the first iteration"
     threads = "\n".join(task.lines("stack")).split("\n\n")
     frames = [line.strip() for line in threads[-1].splitlines() if line.lstrip().startswith("File ")]
@@ -204,10 +189,6 @@ def failure_of(task: ProcessTask, code: int, summary: str) -> str:
 # --- in the started process ---
 
 
-RunTrainer = Callable[[Trainer, Callable[[Trainer], None]], None]
-"""Does something else in place of a trainer's ``run``, which it is given too."""
-
-
 class _RunEnded(BaseException):
     """Ends a script whose trainer has run."""
 
@@ -221,11 +202,11 @@ def _call_apart(function: Callable[..., None], task: ProcessTask) -> None:
     function(task)
 
 
-def run_script(task: ProcessTask, run_trainer: RunTrainer, caller: str) -> None:
+def run_script(task: ProcessTask, run_trainer: Callable[[Trainer, Callable[[Trainer], None]], None], caller: str) -> None:
     """Execute the script of the command line as Python would, up to the end of its trainer's run.
 
-    ``run_trainer`` takes the place of ``Trainer.run``. A script that makes two trainers is refused: ``caller`` is the name
-    of the function that takes a function which makes one.
+    ``run_trainer`` takes the place of ``Trainer.run``, and is given that too. A script that makes two trainers is refused:
+    ``caller`` is the name of the function that takes a function which makes one.
     """
     sys.argv = sys.argv[2:]
     script = sys.argv[0]
@@ -249,25 +230,20 @@ def run_script(task: ProcessTask, run_trainer: RunTrainer, caller: str) -> None:
 
     trainer_class: Any = Trainer
     trainer_class.__init__, trainer_class.run = counting_init, replaced_run
+    folder, module = os.path.dirname(os.path.realpath(script)), Path(script).stem
+    is_in_package = os.path.exists(os.path.join(folder, "__init__.py")) and module.isidentifier()
     try:
-        _execute(script)
+        if is_in_package:  # as ``python -m`` would, with imports relative to it
+            while os.path.exists(os.path.join(folder, "__init__.py")):
+                folder, package = os.path.split(folder)
+                module = f"{package}.{module}"
+            sys.path.append(folder)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except _RunEnded:
         return
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
     task.exit_with_reason(f"{script} has ended and no Trainer in it has run; give the arguments with which it trains")
-
-
-def _execute(script: str) -> None:
-    """Execute a script as Python would; one in a package as ``python -m`` would, with imports relative to it."""
-    folder, _, _ = os.path.realpath(script).rpartition(os.sep)
-    module = Path(script).stem
-    if not (os.path.exists(os.path.join(folder, "__init__.py")) and module.isidentifier()):
-        runpy.run_path(script, run_name="__main__")
-        return
-    while os.path.exists(os.path.join(folder, "__init__.py")):
-        folder, _, package = folder.rpartition(os.sep)
-        module = f"{package}.{module}"
-    sys.path.append(folder)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -28,26 +28,20 @@ from chainring._runs.finished import FinishedRun
 from chainring.reporting.summary import is_scalar
 from chainring.testing._live_traces import Capture, fingerprint
 from chainring.testing._processes import ProcessTask, failure_of, run, run_script, script_starter
-from chainring.testing._replaying import NoReplay, Replay, Watch, compare_with_record
-from chainring.testing.replay import recorded_threads
+from chainring.testing.replay import NoReplay, Replay, Watch, compare_with_record, recorded_threads
 from chainring.training.trainer import Trainer
 
-_MODULE = "chainring.testing._replay_process"
 _SECONDS = 0.1  # between two notes of where a replay is
 
 
 @dataclass(frozen=True)
 class ReplayTask(ProcessTask):
-    """A replay in a process of its own.
+    """A replay in a process of its own; what is not told here is as for `Replay`.
 
     Attributes:
         source: the directory of the run.
-        latest: the iteration of the latest snapshot with which it may begin.
-        until: the iteration with which it ends.
-        goes_on: True to continue as far as the run may have come, see `Replay`.
         condition: the condition that ends it; where the task was read, its attributes.
         save: where the state is saved at the end.
-        needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
         threads: of torch.
         capture: the first and the last iteration of which it is taken down what they compute, and whether in detail.
     """
@@ -66,33 +60,38 @@ class ReplayTask(ProcessTask):
 def main() -> None:
     """Replay with the script of the command line, up to the end of its trainer's run."""
     task = ReplayTask(**json.loads(sys.argv[1]))
-    _skip_loading_from(task.source)
+    load, source = serializers.load, Path(task.source).resolve()
+
+    @functools.wraps(load)
+    def loading(path: str | os.PathLike[str], obj: Any, *args: Any, **kwargs: Any) -> None:
+        # A script that continues its run from a snapshot begins before it: the replay chooses the snapshot.
+        begins = isinstance(obj, Trainer) and not obj.is_replaying
+        if not (begins and Path(path).resolve().is_relative_to(source)):
+            load(path, obj, *args, **kwargs)
+
+    serializers.load = loading
     with recorded_threads(task.threads):
         run_script(task, functools.partial(_replay, task), "replay")
 
 
-def _skip_loading_from(run_directory: str) -> None:
-    """Let a script that continues its run from a snapshot begin before it: the replay chooses the snapshot."""
-    load, inside = serializers.load, Path(run_directory).resolve()
-
-    @functools.wraps(load)
-    def loading(path: str | os.PathLike[str], obj: Any, *args: Any, **kwargs: Any) -> None:
-        begins = isinstance(obj, Trainer) and not obj.is_replaying
-        if not (begins and Path(path).resolve().is_relative_to(inside)):
-            load(path, obj, *args, **kwargs)
-
-    serializers.load = loading
-
-
 def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer], None]) -> None:
-    condition = task.condition and Condition(**task.condition)
-    watch = Watch(condition.key, condition.holds) if condition else Watch()
+    watch = Watch(task.condition and Condition(**task.condition))
     facts: dict[str, Any] = {"error": None}
     capture = None if task.capture is None else Capture(trainer, *task.capture[:2], in_detail=task.capture[2])
+    due = 0.0
+
+    def on_iteration(iteration: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            due = now + _SECONDS
+            task.path("position").write_text(str(iteration))
+        if capture is not None:
+            capture.look(iteration)
+
     try:
         replaying = Replay(
             trainer, Path(task.source), Path(task.directory), latest=task.latest, until=task.until, goes_on=task.goes_on,
-            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=_position_writer(task, capture),
+            watch=watch, at_end=functools.partial(_describe, task, facts), on_iteration=on_iteration,
             needs_same_bits=task.needs_same_bits,
         )  # fmt: skip
         origin = replaying.origin
@@ -102,20 +101,19 @@ def _replay(task: ReplayTask, trainer: Trainer, run_trainer: Callable[[Trainer],
     except NoReplay as error:
         task.exit_with_reason(str(error))
     except Exception as error:
-        if condition is None:
+        if watch.condition is None:
             raise
         facts["error"] = f"{type(error).__name__}: {error}"
-    reached = watch.match.iteration if watch.match else trainer.updater.iteration
-    comparison = compare_with_record(FinishedRun(task.source), trainer, origin, reached)
+    reached = watch.match["iteration"] if watch.match else trainer.updater.iteration
     facts |= {
         "iteration": reached,
         "batches": replaying.last_batches,
         "captured": capture and capture.steps,
         "may_go_back": replaying.may_go_back,
-        "match": watch.match and asdict(watch.match),
+        "match": watch.match,
         "not_finite": watch.not_finite,
         "seen": sorted(watch.seen),
-        "comparison": comparison and {**asdict(comparison), "difference": comparison.difference},
+        "comparison": compare_with_record(FinishedRun(task.source), trainer, origin, reached),
     }
     task.path("result").write_text(json.dumps(to_json(facts)))
     task.path("done").touch()
@@ -130,27 +128,10 @@ def _describe(task: ReplayTask, facts: dict[str, Any], trainer: Trainer) -> None
         serializers.save(task.save, trainer)
 
 
-def _position_writer(task: ReplayTask, capture: Capture | None) -> Callable[[int], None]:
-    """Return what notes the iteration, a few times a second, and lets what it has computed be taken down."""
-    due = 0.0
-
-    def write(iteration: int) -> None:
-        nonlocal due
-        if (now := time.monotonic()) >= due:
-            due = now + _SECONDS
-            task.path("position").write_text(str(iteration))
-        if capture is not None:
-            capture.look(iteration)
-
-    return write
-
-
 # --- in the process that starts it ---
 
 
-def replay_script(
-    run_directory: Path, script: str, arguments: Sequence[str], *, latest: int, until: int, **settings: Any
-) -> dict[str, Any]:
+def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **settings: Any) -> dict[str, Any]:
     """Replay a run with the script that trained it, in a process of its own, with a progress bar; return its facts.
 
     The ``settings`` are those of a `ReplayTask`.
@@ -159,15 +140,22 @@ def replay_script(
         FileNotFoundError: there is no such script.
         NoReplay: the script fails, or does not come to the iteration.
     """
-    start = script_starter(_MODULE, script, arguments)
+    start = script_starter("chainring.testing._replay_process", script, arguments)
     directory = tempfile.mkdtemp(prefix="chainring-replay-")
+    out = os.path.join(directory, "out")
     try:
-        task = ReplayTask(
-            "replay", directory, os.path.join(directory, "out"), secrets.token_hex(16), source=str(run_directory),
-            latest=latest, until=until, **settings,
-        )  # fmt: skip
-        with tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None) as bar:
-            code = run(start, task, functools.partial(_show, task, bar))
+        task = ReplayTask("replay", directory, out, secrets.token_hex(16), source=str(run_directory), **settings)
+        bar: Any = tqdm(desc="replay", unit="it", delay=3.0, mininterval=0.5, file=sys.stderr, disable=None)
+
+        def show() -> None:
+            begin, position = "".join(task.lines("origin")), "".join(task.lines("position"))
+            if begin.isdigit() and position.isdigit():
+                bar.total = task.until - int(begin)
+                if (count := int(position) - int(begin)) != bar.n:
+                    bar.update(count - bar.n)
+
+        with bar:
+            code = run(start, task, show)
             if task.path("result").exists():
                 bar.total = bar.n = int(task.read("result")["iteration"]) - int("".join(task.lines("origin")))
         if not task.path("result").exists():
@@ -176,15 +164,6 @@ def replay_script(
         return facts
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _show(task: ReplayTask, bar: Any) -> None:
-    """Show in a bar where the process is."""
-    begin, position = "".join(task.lines("origin")), "".join(task.lines("position"))
-    if begin.isdigit() and position.isdigit():
-        bar.total = task.until - int(begin)
-        if (count := int(position) - int(begin)) != bar.n:
-            bar.update(count - bar.n)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What `verify_resume` finds: how two uninterrupted runs differ, and how a killed and resumed run differs from one."""
+"""What `verify_resume` finds: how runs differ from an uninterrupted one, and the report of it: what is first, and why."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ from chainring._places.base import MANIFEST
 from chainring._runs.comparison import Difference, Trace, describe_difference, differences
 from chainring.serializers._loading import read_state
 from chainring.testing._verified_run import Task
-from chainring.training._unsaved import changed, leaves, unsaved
+from chainring.training._unsaved import changed, leaves, remedy, unsaved
 
 _TIME = "elapsed_time"
 _KINDS = ("iterator", "batch", "generators", "observation", "buffers", "parameters", "optimizer")  # causes first
+_SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")  # those that loading must restore
 _NOT_OF_THE_RUN = ("run.json", "previous", "abandoned")  # of the directory, which tells of every start
 _LARGEST_FILE = 1 << 26
 _MAX_SHOWN = 100  # characters of a line
-_SAVED = ("parameters", "buffers", "optimizer", "iterator", "generators")  # those that loading must restore
+_MAX_LINES = 8
 
 Files = dict[str, bytes]
 """By path, what a run has written beside its logs: absolute where it is outside of its ``out``."""
@@ -35,8 +37,7 @@ class Repetition:
     Attributes:
         iterations: the last ones of both.
         first: all that differs in the first iteration in which the training does, causes first.
-        keys: what they report differently while the training is the same, such as speeds.
-        paths: what differs in the state at the end while the training is the same, such as times.
+        keys, paths: what they report, and what the state at the end has, differently while the training is the same.
         idle: the paths of generators from which nobody draws.
         speeds: keys of what reports speeds and use of memory.
         generators: the global random generators that are in other states where the run begins.
@@ -95,21 +96,19 @@ class Findings:
 
 def compare_repeated(first: Task, second: Task) -> Repetition:
     """Compare two uninterrupted runs; a generator from which neither has drawn does not count."""
-    trace, again = read_trace(first), read_trace(second)
+    trace, again = _read_trace(first), _read_trace(second)
     facts = first.read("facts")
-    repetition = Repetition((max(trace), max(again)))
-    repetition.idle = _undrawn(trace) & _undrawn(again)
+    repetition = Repetition((max(trace), max(again)), idle=_undrawn(trace) & _undrawn(again))
     reported = {path.removeprefix("observation/") for iteration in trace.values() for path in iteration["observation"]}
     repetition.speeds = {key for key in reported if key.split("/")[0] in facts["speeds"]}
-    for differing in differences(
-        trace, again, _KINDS, repetition.idle | {f"observation/{key}" for key in repetition.speeds}
-    ):
+    left_out = repetition.idle | {f"observation/{key}" for key in repetition.speeds}
+    for differing in differences(trace, again, _KINDS, left_out):
         if any(difference.what != "observation" for difference in differing):
             repetition.first = sorted(differing, key=lambda difference: difference.what == "observation")
             break
         repetition.keys |= {difference.name.removeprefix("observation/") for difference in differing}
     repetition.generators = differing_generators(first, second)
-    start, start_again = (json.loads(task.lines("memory")[0]) for task in (first, second))
+    start, start_again = first.records("memory")[0], second.records("memory")[0]
     repetition.own_generators = {
         path: text for path, text in start.items() if " in state " in text and start_again.get(path) != text
     }
@@ -131,13 +130,15 @@ def differing_generators(first: Task, second: Task) -> list[str]:
 
 def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repetition) -> Findings:
     """Compare what a resumed run did, until it was killed again or to the end, with the uninterrupted one."""
-    trace = read_trace(resumed)
-    findings = Findings(warnings=[text for text in _warnings_of(resumed) if text not in _warnings_of(whole)])
+    trace, uninterrupted = _read_trace(resumed), _read_trace(whole)
+    warnings, expected_warnings = (
+        [line.partition("Warning: ")[2] for line in task.lines("output") if "Warning: " in line] for task in (resumed, whole)
+    )
+    findings = Findings(warnings=[text for text in warnings if text not in expected_warnings])
     left_out = repetition.idle | {f"observation/{key}" for key in repetition.left_out_keys}
     loaded = dict(list(trace.items())[:1])
-    at_loading = next(differences(read_trace(killed), loaded, _SAVED, left_out), [])
-    uninterrupted = read_trace(whole)
     later = {iteration: kinds for iteration, kinds in trace.items() if iteration not in loaded}
+    at_loading = next(differences(_read_trace(killed), loaded, _SAVED, left_out), [])
     after_kill = next(differences(uninterrupted, later, _KINDS, left_out), [])
     findings.is_at_loading, findings.first = bool(at_loading), at_loading or after_kill
     if resumed.kill_at is None:
@@ -153,33 +154,23 @@ def compare_resumed(whole: Task, killed: Task, resumed: Task, repetition: Repeti
 
 def forgotten(killed: Task, resumed: Task) -> dict[str, str]:
     """Return by path what a run has changed and no state holds, when it was saved -> when that was loaded."""
-    memory, loaded = ([json.loads(line) for line in task.lines("memory")] for task in (killed, resumed))
+    memory, loaded = killed.records("memory"), resumed.records("memory")
     if len(memory) < 2 or not loaded:
         return {}
     return unsaved(changed(memory[0], memory[-2], memory[-1]), memory[-1], loaded[0])
 
 
-def read_trace(task: Task) -> Trace:
-    """Return the fingerprints of a run by iteration."""
-    return {line["iteration"]: line["fingerprint"] for line in map(json.loads, task.lines("jsonl"))}
-
-
-def read_events(task: Task) -> dict[int, list[str]]:
-    """Return what each iteration of a run ended with: "epoch", "evaluation"."""
-    return {line["iteration"]: line["events"] for line in map(json.loads, task.lines("jsonl"))}
+def _read_trace(task: Task) -> Trace:
+    return {record["iteration"]: record["fingerprint"] for record in task.records("jsonl")}
 
 
 def _undrawn(trace: Trace) -> set[str]:
     """Return the paths of the generators whose state never changes."""
-    states: dict[str, set[str]] = {}
+    states = defaultdict(set)
     for kinds in trace.values():
         for path, text in kinds["generators"].items():
-            states.setdefault(path, set()).add(text)
+            states[path].add(text)
     return {path for path, texts in states.items() if len(texts) == 1}
-
-
-def _warnings_of(task: Task) -> list[str]:
-    return [line.partition("Warning: ")[2] for line in task.lines("output") if "Warning: " in line]
 
 
 def _rows(task: Task, log: str) -> list[dict[str, Any]]:
@@ -188,32 +179,27 @@ def _rows(task: Task, log: str) -> list[dict[str, Any]]:
 
 
 def _final_values(task: Task, logs: list[str], repetition: Repetition) -> dict[str, Any]:
-    """Return every value of the state at the end, and of the rows, by path."""
-    left_out = repetition.left_out_keys
-    values = dict(_repeatable_state(read_state(task.path("state")), left_out))
+    """Return every value of the state at the end, and of the rows, by path, without what follows the clock, or is left out."""
+    left_out, state = repetition.left_out_keys, read_state(task.path("state"))
+    flat = {at: leaf for path, value in state.items() for at, leaf in leaves(path, value)}
+    prefixes = [path.removesuffix("passed") for path in flat if path.endswith("/passed")]
+    skipped = [prefix for prefix in prefixes if {f"{prefix}next", f"{prefix}period"} <= flat.keys()]  # of a TimeTrigger
+    for path, value in state.items():
+        if path.endswith("/names") and isinstance(value, list):  # of a summary, whose values are numbered
+            prefix = path.removesuffix("names")
+            skipped += [f"{prefix}{index}/" for index, name in enumerate(value) if name in left_out]
+    values: dict[str, Any] = {}
+    for path, value in flat.items():
+        is_reported = path.startswith(("observation/", "extensions/"))
+        is_left_out = is_reported and any(path.endswith(f"/{key}") for key in left_out)
+        if _TIME not in path.split("/") and not is_left_out and not path.startswith(tuple(skipped)):
+            values[path] = value
     for log in logs:
         for index, row in enumerate(_rows(task, log)):
             for key, value in row.items():
                 if key not in left_out:
                     values.update(leaves(f"rows of {log}/{index}/{key}", value))
     return {path: value for path, value in values.items() if path not in repetition.paths}
-
-
-def _repeatable_state(state: dict[str, Any], left_out: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield every value of a saved state by its path, without those that follow the clock, or are left out."""
-    flat = [pair for path, value in state.items() for pair in leaves(path, value)]
-    paths = {path for path, _ in flat}
-    prefixes = [path.removesuffix("passed") for path in paths if path.endswith("/passed")]
-    skipped = [prefix for prefix in prefixes if {f"{prefix}next", f"{prefix}period"} <= paths]  # a TimeTrigger's state
-    for path, value in state.items():
-        if path.endswith("/names") and isinstance(value, list):  # of a summary, whose values are numbered
-            prefix = path.removesuffix("names")
-            skipped += [f"{prefix}{index}/" for index, name in enumerate(value) if name in left_out]
-    for path, value in flat:
-        is_reported = path.startswith(("observation/", "extensions/"))
-        is_left_out = is_reported and any(path.endswith(f"/{key}") for key in left_out)
-        if _TIME not in path.split("/") and not is_left_out and not path.startswith(tuple(skipped)):
-            yield path, value
 
 
 def _differing_values(whole: dict[str, Any], resumed: dict[str, Any], last: int) -> Iterator[Difference]:
@@ -231,7 +217,7 @@ def _differing_values(whole: dict[str, Any], resumed: dict[str, Any], last: int)
 def read_files(runs: list[Task], logs: list[str]) -> Files:
     """Return what a run has written beside logs, snapshots and its record, in all of its processes."""
     starts: dict[str, int] = {}
-    for path, start in (json.loads(line) for task in runs for line in task.lines("written")):
+    for path, start in (record for task in runs for record in task.records("written")):
         starts.setdefault(path, start)
     left_out = {*logs, *(log.removesuffix(".jsonl") for log in logs), *_NOT_OF_THE_RUN}
     out = runs[0].out
@@ -295,3 +281,201 @@ def _first_difference(content: bytes, continued: bytes) -> str:
     shown = [repr(group[index][:_MAX_SHOWN]) if index < len(group) else "nothing" for group in (lines, others)]
     counts = f", and {len(lines)} -> {len(others)} lines" if len(lines) != len(others) else ""
     return f"line {index + 1}: {' -> '.join(shown)}{counts}"
+
+
+# --- in words ---
+
+_GENERATOR = (
+    "a random generator that is not restored draws in the dataset, the model, the loss or an extension: Python's, NumPy's "
+    "and torch's global ones are restored, a numpy Generator, a random.Random or a torch.Generator of one's own is not. "
+    "Draw from the global ones, or give the object that holds it serialize(serializer)"
+)
+_UNSAVED = (
+    "something is remembered and not saved: an attribute of a module that is not a buffer (register_buffer), an updater, "
+    "an extension or a callback without serialize(serializer), a scheduler or an average of weights that is not saved"
+)
+_CAUSES = {
+    "iterator": [
+        "the iterator, or the loader in it, has no state, or leaves some of it out: give it serialize(serializer), or "
+        "state_dict() and load_state_dict(state)",
+        "the dataset or batch size is another one when the program is started again",
+    ],
+    "batch": [
+        "a loader without state that begins its passes otherwise after a restart: a generator, or a sampler that draws from "
+        "its own random generator",
+        _GENERATOR,
+        "the dataset changes while it is used, or is read in an order that changes, such as that of a set or a directory",
+    ],
+    "generators": [
+        "code that draws from a global generator is called at other times in the resumed run: it counts calls, keeps a "
+        "cache, or follows the clock",
+        _GENERATOR,
+    ],
+    "observation": [_UNSAVED, _GENERATOR],
+    "optimizer": [
+        _UNSAVED,
+        "an extension sets the learning rate from a count of its own instead of trainer.updater.iteration",
+    ],
+}
+_ONLY_REPORTED = (
+    "the training is the same and its rows or extensions are not: an extension, a trigger or a postprocess remembers "
+    "something that its serialize(serializer) does not save, or the rows hold values that do not follow from the training"
+)
+_NOT_RESTORED = (
+    "saved state is not restored: a serialize(serializer), or a load_state_dict, leaves it out, or the program changes "
+    "it in initialize, after it was loaded"
+)
+_FILES = (
+    "the file is written apart from the state: lines of iterations that are computed again are there twice, or those before "
+    "the kill are gone. Write it from the state, or cut it back to the length that serialize(serializer) restores, as the "
+    "writers of a LogReport do"
+)
+_SEEDS = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
+_MADE = {
+    "Generator": "numpy.random.default_rng(0), or torch.Generator().manual_seed(0)",
+    "RandomState": "numpy.random.RandomState(0)",
+    "Random": "random.Random(0)",
+}
+
+
+def format_exact(findings: Findings, kills: list[str], repetition: Repetition) -> list[str]:
+    """Return the lines for a run that is the uninterrupted one."""
+    times = "once" if len(kills) == 1 else f"{len(kills)} times"
+    count = findings.compared_files
+    files = f" In {count} files beside the logs no difference was found." if count else ""
+    return [
+        f"exact: killed {times} and resumed, the run is bit for bit the uninterrupted one: {findings.count} values are the "
+        f"same after iteration {findings.iterations[0]}, and those of each iteration on the way.{files}",
+        *(f"  killed {kill}" for kill in kills),
+        *_left_out_lines(repetition, findings.left_out_files),
+    ]
+
+
+def format_difference(
+    findings: Findings, kill: str, repetition: Repetition, facts: Mapping[str, Any], resumed_facts: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the lines for a run that is another after a kill, with what may have caused it, the likeliest first."""
+    if findings.failure:
+        return [f"differs: killed {kill}, the run does not continue.", *findings.failure.splitlines()]
+    lines = [
+        f"differs: killed {kill}, the resumed run differs from the uninterrupted one.",
+        "Where two values are given, they are: uninterrupted -> resumed",
+    ]
+    causes: list[str] = []
+    end, resumed_end = findings.iterations
+    if end != resumed_end:
+        lines.append(f"One ended after iteration {end}, the resumed one after {resumed_end}")
+        causes.append("a stop trigger that counts, and does not save its count, ends the run at another iteration")
+    if resumed_facts and facts["threads"] != resumed_facts["threads"]:
+        text = f"torch used {facts['threads']} threads and then {resumed_facts['threads']}: sums round otherwise"
+        causes.insert(0, text)
+    if findings.first:
+        first = findings.first[0]
+        where = f"It differs first in iteration {first.iteration}, in"
+        if findings.is_at_loading:
+            where = f"Right after the snapshot of iteration {first.iteration} was loaded, it differs from the saved state in"
+        lines += [f"{where} the {_text(first)}", *_others(findings.first)]
+        causes += [_NOT_RESTORED] if findings.is_at_loading else _CAUSES.get(first.what, [_UNSAVED])
+    elif findings.last:
+        causes.append(_ONLY_REPORTED)
+    if findings.last:
+        names = {item.name for item in findings.first}
+        ordered = sorted(findings.last, key=lambda item: item.name not in names)
+        lines.append(f"At the end {len(ordered)} of {findings.count} values differ:")
+        lines += _shortened([f"  {item.name}: {item.text}" for item in ordered])
+    if findings.files:
+        lines.append("Files that the run has written beside its logs differ:")
+        lines += _shortened([f"  {path}: {text}" for path, text in findings.files.items()])
+        causes.append(_FILES)
+    if facts["inexact"]:
+        causes.append(f"the run was {facts['inexact']}")
+    lines += ["Why it might:", *(f"- {cause}" for cause in causes + _clocks(facts))]
+    if findings.warnings:
+        lines += ["The resumed run was warned:", *(f"  {text}" for text in findings.warnings[:_MAX_LINES])]
+    return lines + _left_out_lines(repetition, findings.left_out_files)
+
+
+def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: list[str]) -> list[str]:
+    """Return the lines for a program of which two uninterrupted runs differ, and what makes them the same."""
+    lines = ["inconclusive: two uninterrupted runs of the program already differ, so that its resume cannot be judged."]
+    first = repetition.first[0] if repetition.first else None
+    if first is not None:
+        lines += [f"They differ first {_when(first)}, in the {_text(first)}", *_others(repetition.first)]
+    else:
+        lines.append(f"One ended after iteration {repetition.iterations[0]}, the other after {repetition.iterations[1]}")
+    if repetition.generators or repetition.own_generators:
+        names = [f"the global one of {name}" for name in repetition.generators] + list(repetition.own_generators)
+        lines.append(f"Random generators that begin otherwise each time: {', '.join(names[:_MAX_LINES])}")
+    if shared:
+        lines.append(f"All runs share files that it has written outside of its out: {', '.join(shared[:_MAX_LINES])}")
+    to_add = []
+    if repetition.generators:
+        seeds = "; ".join(_SEEDS[name] for name in repetition.generators if name in _SEEDS)
+        to_add.append(f"{seeds or 'chainring.deterministic(0)'}, in place of what seeds it by the clock or not at all")
+    for path, text in repetition.own_generators.items():
+        made = next((made for name, made in _MADE.items() if f"a {name} in" in text), "a seed")
+        to_add.append(f"{made}, where {path} is made")
+    if not to_add:
+        to_add.append("chainring.deterministic(0) as the first line, which also asks for deterministic kernels")
+        if first is not None and first.iteration > 0 and first.what in ("buffers", "parameters", "optimizer"):
+            to_add.append("torch.set_num_threads(1), since sums over other numbers of threads round otherwise")
+        to_add += [
+            "a seed for every generator of the program's own, such as torch.manual_seed(0), random.Random(0), "
+            "numpy.random.default_rng(0)",
+            "sorted(...) around sets and directories; and let nothing follow the clock, or files that an earlier run has left",
+        ]
+    return [*lines, "Add:", *(f"  {line}" for line in to_add + _clocks(facts))]
+
+
+def format_unseeded(findings: Findings, generators: list[str]) -> list[str]:
+    """Return the lines for a program whose resume is exact only where it draws the same again before its run."""
+    where = f" {_when(findings.first[0])}, in the {_text(findings.first[0])}" if findings.first else " at the end"
+    seeds = [_SEEDS[name] for name in generators if name in _SEEDS]
+    line = "; ".join(seeds) if 0 < len(seeds) < len(_SEEDS) else "chainring.deterministic(0)"
+    return [
+        "inconclusive: two uninterrupted runs of the program already differ, since it does not seed its generators, and "
+        "what it draws before the run, such as its data or their split, is in no state.",
+        f"With the same draws the resumed run is exact; with others it differs first{where}",
+        "Add, before anything is drawn:",
+        f"  {line}",
+    ]
+
+
+def format_forgotten(unsaved: Mapping[str, str]) -> list[str]:
+    """Return the lines for what the run has changed and no state holds."""
+    if not unsaved:
+        return ["No unsaved state was found: all attributes that it changes are part of its state."]
+    lines = [f"  {path}: {text}. To save it: {remedy(path, text)}" for path, text in unsaved.items()]
+    return ["Not part of any state, in the killed run when it was saved -> in the resumed run:", *_shortened(lines)]
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - _MAX_LINES
+    return lines if more <= 0 else [*lines[:_MAX_LINES], f"  and {more} more"]
+
+
+def _left_out_lines(repetition: Repetition, files: list[str]) -> list[str]:
+    left_out = [*sorted(repetition.keys), *sorted(repetition.paths), *sorted(files)]
+    if not left_out:
+        return []
+    more = f" and {len(left_out) - _MAX_LINES} more" if len(left_out) > _MAX_LINES else ""
+    return [f"Not compared, because two starts of the program differ in: {', '.join(left_out[:_MAX_LINES])}{more}"]
+
+
+def _text(difference: Difference) -> str:
+    return f"{difference.what}: {difference.name}: {difference.text}"
+
+
+def _when(difference: Difference) -> str:
+    return f"in iteration {difference.iteration}" if difference.iteration else "before the first iteration"
+
+
+def _others(differences: list[Difference]) -> list[str]:
+    others = Counter(other.what for other in differences[1:])
+    counts = ", ".join(f"{count} of {what}" for what, count in others.items())
+    return [f"  then also, in the same iteration: {counts}"] if others else []
+
+
+def _clocks(facts: Mapping[str, Any]) -> list[str]:
+    clocks = ", ".join(facts["clocks"])
+    return [f"triggers that follow the clock fire at other iterations each time: those of {clocks}"] if clocks else []

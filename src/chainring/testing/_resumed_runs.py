@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chainring import _random
+from chainring._checks import find_call_error
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
 from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
@@ -54,16 +55,14 @@ def require_equal(expected: Mapping[str, str], found: Mapping[str, str], rule: s
 
 Build = Callable[[str], tuple[Trainer, Any]]
 """Makes a trainer that writes into a directory, and returns it with the object under test, the subject."""
-Observe = Callable[[Trainer, Any], dict[str, str]]
-"""Returns the texts that are compared after each iteration, given the trainer and the subject."""
 Observations = dict[int, dict[str, str]]
-"""The recorded texts by iteration."""
+"""By iteration, the texts that are compared."""
 
 
 def run_resumed(
     build: Build,  # called for each segment of the run, with the random generators where they were at first
     iterations: int,
-    observe: Observe,
+    observe: Callable[[Trainer, Any], dict[str, str]],  # returns the texts after an iteration, given the subject too
     seconds: float | None = None,  # the duration of an iteration on a manual clock; None where time is the real one
     resume_points: Iterable[int] = (),
     strict: bool = True,  # loading must restore the saved state exactly, and an error in the run is the subject's fault
@@ -75,6 +74,13 @@ def run_resumed(
     clock = ManualClock()
     clocked = nullcontext() if seconds is None else clock
     saves = sorted(set(resume_points))
+
+    def record(trainer: Trainer) -> None:
+        iteration, updates = trainer.updater.iteration, max(observations, default=0) + 1
+        remedy = "update() counts after update_core(), and nothing else does"
+        require(iteration == updates, "an update adds one to iteration", f"{iteration} after {updates} updates", remedy)
+        observations[iteration] = observe(trainer, subject)
+
     with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory, _random.preserve_rng(), clocked:
         for segment, stop in enumerate([*saves, iterations]):
             snapshot = Path(directory) / "saved" / str(segment)
@@ -83,11 +89,16 @@ def run_resumed(
             trainer, subject = build(str(Path(directory) / "out"))
             trainer.extend(lambda _: clock.advance(seconds or 0), name="manual clock", priority=_FIRST)
             # A trigger of its own also calls it where an updater does not count.
-            observer = _observer(observe, subject, observations)
-            trainer.extend(observer, name="observer", trigger=lambda trainer: True, priority=_LAST)
+            trainer.extend(record, name="observer", trigger=lambda trainer: True, priority=_LAST)
             trainer.stop_trigger = get_stop_trigger((stop, "iteration"))
             if segment:
-                _load(snapshot.with_name(str(segment - 1)), trainer, last := max(observations, default=0))
+                rule = "state that was saved can be loaded into a new object"
+                with require_no_error(rule, "serialize reads the keys that it writes"):
+                    load(snapshot.with_name(str(segment - 1)), trainer)
+                iteration, last = trainer.updater.iteration, max(observations, default=0)
+                remedy = "Your own serialize begins with super().serialize(serializer)"
+                found = f"it is {iteration} after loading, and was {last}"
+                require(iteration == last, "an updater saves its iteration", found, remedy)
                 if strict:
                     rule = f"a new object that loads the state saved after iteration {last} has that state"
                     require_equal(state, state_of(subject), rule, _ASSIGN)
@@ -101,34 +112,21 @@ def run_resumed(
     return observations
 
 
-def _load(snapshot: Path, trainer: Trainer, last: int) -> None:
-    with require_no_error("state that was saved can be loaded into a new object", "serialize reads the keys that it writes"):
-        load(snapshot, trainer)
-    found = f"it is {trainer.updater.iteration} after loading, and was {last}"
-    remedy = "Your own serialize begins with super().serialize(serializer)"
-    require(trainer.updater.iteration == last, "an updater saves its iteration", found, remedy)
-
-
-def _observer(observe: Observe, subject: Any, observations: Observations) -> Callable[[Trainer], None]:
-    def call(trainer: Trainer) -> None:
-        iteration = trainer.updater.iteration
-        updates = max(observations, default=0) + 1
-        remedy = "update() counts after update_core(), and nothing else does"
-        require(iteration == updates, "an update adds one to iteration", f"{iteration} after {updates} updates", remedy)
-        observations[iteration] = observe(trainer, subject)
-
-    return call
-
-
 def require_resumable(run: Callable[[list[int]], Observations], iterations: int, remedy: str, subject: str) -> Observations:
     """Require a run to be the same again, and resumed after any or every iteration, and return its observations."""
     expected = run([])
+
+    def require_same(resume_points: list[int], rule: str, remedy: str) -> None:
+        found = run(resume_points)
+        require(len(found) == len(expected), rule, f"it has {len(found)} iterations instead of {len(expected)}", remedy)
+        for iteration, texts in expected.items():
+            require_equal(texts, found[iteration], f"{rule}; in iteration {iteration}", remedy)
+
     shared = "Nothing is kept in the class, the module, or what make() shares"
-    _require_equal_runs(expected, run([]), f"{subject} created again behaves alike", shared)
+    require_same([], f"{subject} created again behaves alike", shared)
+    continued = f"continued with {subject[0].lower()}{subject[1:]} created again"
     for resume_points, when in resume_points_of(iterations):
-        continued = f"continued with {subject[0].lower()}{subject[1:]} created again"
-        rule = f"a run that is saved {when} and {continued} is the same run"
-        _require_equal_runs(expected, run(resume_points), rule, remedy)
+        require_same(resume_points, f"a run that is saved {when} and {continued} is the same run", remedy)
     return expected
 
 
@@ -137,12 +135,6 @@ def resume_points_of(iterations: int) -> Iterator[tuple[list[int], str]]:
     for iteration in range(iterations):
         yield [iteration], f"after iteration {iteration}"
     yield [*range(iterations)], "after every iteration"
-
-
-def _require_equal_runs(expected: Observations, found: Observations, rule: str, remedy: str) -> None:
-    require(len(found) == len(expected), rule, f"it has {len(found)} iterations instead of {len(expected)}", remedy)
-    for iteration, texts in expected.items():
-        require_equal(texts, found[iteration], f"{rule}; in iteration {iteration}", remedy)
 
 
 def state_of(subject: Any) -> dict[str, str]:
@@ -163,30 +155,13 @@ def call_factory(make: Callable[..., Any], argument: Any) -> Any:
     """Call ``make``, with the argument only if it needs one."""
     if not callable(make):
         raise TypeError(f"make is a function that makes a new object at each call, got {make!r}; write lambda: ...")
-    return make() if accepts(make, 0) else make(argument)
+    return make() if find_call_error(make) is None else make(argument)
 
 
 def call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Any:
     """Call ``make_trainer`` with the ``out`` that the trainer is to use, or without, if it has no such parameter."""
     takes_out = "out" in inspect.signature(make_trainer).parameters
     return make_trainer(out=out) if takes_out else call_factory(make_trainer, out)
-
-
-def accepts(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        pass  # some callables of C have no signature
-    return True
-
-
-def uneven_values(iteration: int) -> dict[str, float]:
-    """Return the values reported by default: a loss that falls, with steps back, and an accuracy."""
-    loss = 1 / iteration + 0.25 * (iteration % 3)
-    return {"main/loss": loss, "main/accuracy": 1 - loss / 2}
 
 
 _FAILURES = {0: "that fails before it is initialized", 4: "that fails in its fourth iteration", None: "that does not fail"}
@@ -219,23 +194,17 @@ def require_finalized(build: Build, iteration: int | None, remedy: str) -> None:
         trainer.extend(_FailingExtension(iteration), name="fails")
         trainer.stop_trigger = get_stop_trigger((5, "iteration"))
         rule = f"a run {_FAILURES[iteration]} ends with that error alone, and finalize is called"
+        logger, later_errors = logging.getLogger("chainring"), []
+        logger.addFilter(hide := lambda record: False)  # the planned error is not for the log
         with require_no_error(rule, remedy):
-            later_errors = _run_until_planned_error(trainer)
+            try:
+                trainer.run()
+            except _PlannedError as error:
+                later_errors = [note for note in getattr(error, "__notes__", []) if note.startswith("afterwards")]
+            finally:
+                logger.removeFilter(hide)
         require(not later_errors, rule, "; ".join(later_errors), remedy)
         finalize: Any = getattr(subject, "finalize", None)  # None also in what make_extension returns
         if callable(finalize):
             with require_no_error(f"after a run {_FAILURES[iteration]} finalize may be called again", remedy):
                 finalize()
-
-
-def _run_until_planned_error(trainer: Trainer) -> list[str]:
-    """Run the trainer without its log of the planned error, and return the errors that came after it."""
-    logger = logging.getLogger("chainring")
-    logger.addFilter(hide := lambda record: False)
-    try:
-        trainer.run()
-    except _PlannedError as error:
-        return [note for note in getattr(error, "__notes__", []) if note.startswith("afterwards")]
-    finally:
-        logger.removeFilter(hide)
-    return []

@@ -32,7 +32,6 @@ from chainring.training.triggers import TimeTrigger
 from chainring.training.triggers.base import never
 from chainring.training.updaters.callbacks import UpdateCallbacks
 
-MODULE = "chainring.testing._verified_run"
 _ENOUGH = 40  # iterations, where the run itself chooses its length
 _MOST_SECONDS = 10.0  # of training then, unless that were only a few iterations
 _AFTER_EPOCHS = 5  # iterations after the end of the second epoch
@@ -82,17 +81,14 @@ def run_made_trainer(make_trainer: Callable[..., Any], task: Task) -> None:
 
 
 def _begin(task: Task) -> None:
-    """Seed what a program may leave unseeded, and have written down what it writes and where it hangs."""
+    """Seed what a program may leave unseeded, and have written down where it hangs, and what it writes elsewhere.
+
+    Of each file that it opens for writing there it is written down how much was there before.
+    """
     os.environ[MARK] = task.mark
     if task.deadline < float("inf"):
         stack = open(task.path("stack"), "w")  # noqa: SIM115 - for as long as the process lives
         faulthandler.dump_traceback_later(max(task.deadline - time.monotonic() - 1, 0.1), file=stack)
-    _record_written(task)
-    _random.seed_all("verify-resume", task.seed)
-
-
-def _record_written(task: Task) -> None:
-    """Have this process write down each file elsewhere that it opens for writing, and how much of it was there before."""
     seen: set[str] = set()
     not_elsewhere = (os.path.join(os.path.realpath(task.directory), ""), "/dev/", "/proc/")
 
@@ -107,11 +103,15 @@ def _record_written(task: Task) -> None:
             return
         seen.add(path)
         appends = "a" in mode or flags & os.O_APPEND
-        start = os.path.getsize(path) if appends and os.path.isfile(path) else 0
-        with open(task.path("written"), "a") as file:
-            file.write(json.dumps([path, start]) + "\n")
+        _append(task, "written", [path, os.path.getsize(path) if appends and os.path.isfile(path) else 0])
 
     sys.addaudithook(audit)
+    _random.seed_all("verify-resume", task.seed)
+
+
+def _append(task: Task, suffix: str, record: Any) -> None:
+    with open(task.path(suffix), "a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def _run(trainer: Trainer, task: Task, original: Callable[[Trainer], None]) -> None:
@@ -136,7 +136,6 @@ class _Recording(Observer):
         self._calls = 0
         self._began = 0.0
         self._ends_of_epochs: list[int] = []
-        self._has_memory = False
         self._events: set[str] = set()  # of the present iteration
         batches: list[dict[str, str]] = []
         self._batches = batches  # of the present iteration
@@ -148,26 +147,13 @@ class _Recording(Observer):
             warnings.filterwarnings("ignore", "the training iterator ended after")
         trainer.watch(self)
 
-    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
-        iteration = trainer.updater.iteration
-        self._record(trainer, iteration)
-        self._write_memory(trainer, iteration)
-        if iteration == self._task.save_at:
-            serializers.save(self._task.snapshot, trainer)
-        if iteration == self._task.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        ends_itself = ends()
-        stops = ends_itself or self._is_long_enough(iteration - self._first)
-        if stops:
-            self.save(trainer, ends_itself)
-        return stops
-
     def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
         if isinstance(entry.extension, Evaluator):
             self._events.add("evaluation")
         call()
 
-    def _record(self, trainer: Trainer, iteration: int) -> None:
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
+        iteration, task = trainer.updater.iteration, self._task
         if self._calls > 0 and trainer.updater.is_new_epoch:
             self._events.add("epoch")
             self._ends_of_epochs.append(iteration - self._first)
@@ -176,19 +162,21 @@ class _Recording(Observer):
         self._calls += 1
         if self._calls <= 2:  # the first iteration takes long, and says nothing about the others
             self._began = time.monotonic()
-        line = {"iteration": iteration, "events": [*self._events], "fingerprint": fingerprint(trainer, self._batches)}
-        with open(self._task.path("jsonl"), "a") as file:
-            file.write(json.dumps(line) + "\n")
+        trace = fingerprint(trainer, self._batches)
+        _append(task, "jsonl", {"iteration": iteration, "events": [*self._events], "fingerprint": trace})
         self._events.clear()
         self._batches.clear()
-
-    def _write_memory(self, trainer: Trainer, iteration: int) -> None:
-        """Write down what lies in memory at the start, and when a snapshot is taken and before."""
-        save_at = self._task.save_at
-        if not self._has_memory or (save_at is not None and save_at - 1 <= iteration <= save_at):
-            with open(self._task.path("memory"), "a") as file:
-                file.write(json.dumps(attributes_of(trainer)) + "\n")
-            self._has_memory = True
+        if self._calls == 1 or (task.save_at is not None and task.save_at - 1 <= iteration <= task.save_at):
+            _append(task, "memory", attributes_of(trainer))  # at the start, and when a snapshot is taken and before
+        if iteration == task.save_at:
+            serializers.save(task.snapshot, trainer)
+        if iteration == task.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ends_itself = ends()
+        stops = ends_itself or self._is_long_enough(iteration - self._first)
+        if stops:
+            self.save(trainer, ends_itself)
+        return stops
 
     def _is_long_enough(self, length: int) -> bool:
         if self._task.length is not None:
@@ -204,22 +192,17 @@ class _Recording(Observer):
         """Save the state at the end, and facts that explain a difference; once."""
         if self._task.path("facts").exists():
             return
+        reports = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
         facts = {
             "ended_itself": ended_itself,
             "threads": torch.get_num_threads(),
             "inexact": _random.nondeterminism_reason(),
-            "logs": _logs_of(trainer),
+            "logs": [name for report in reports for name in report.writes if name.endswith(".jsonl")],
             "speeds": [entry.name for entry in trainer.entries if type(entry.extension).__name__ in _SPEEDS],
             "clocks": [entry.name for entry in trainer.entries if isinstance(entry.trigger, TimeTrigger)],
         }
         serializers.save(self._task.path("state"), trainer)
         self._task.path("facts").write_text(json.dumps(facts))
-
-
-def _logs_of(trainer: Trainer) -> list[str]:
-    """Return the names of the files of rows that its LogReports write."""
-    reports = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
-    return [name for report in reports for name in report.writes if name.endswith(".jsonl")]
 
 
 if __name__ == "__main__":

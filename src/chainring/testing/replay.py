@@ -1,25 +1,53 @@
-"""replay: restores a trainer as it was at any iteration of an earlier run."""
+"""replay: restores a trainer as it was at any iteration of an earlier run, which is only read.
+
+A new trainer begins with the nearest snapshot of that run, in an ``out`` of its own, and repeats the iterations from there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from tqdm import tqdm
 
 from chainring._checks import is_integer
-from chainring._runs.finished import FinishedRun
-from chainring.testing._replaying import NoReplay, Replay, compare_with_record
+from chainring._distributed.sharding import to_local
+from chainring._messages import warn
+from chainring._naming import parameter_names
+from chainring._runs.comparison import first_recorded_difference
+from chainring._runs.conditions import Condition
+from chainring._runs.finished import FinishedRun, saved_trainers
+from chainring.reporting.summary import is_scalar
+from chainring.serializers._loading import load
+from chainring.serializers._store import CorruptError, open_store
+from chainring.testing._batches import BatchIndices
 from chainring.testing._resumed_runs import call_make_trainer
+from chainring.training._observer import Observer
 from chainring.training._run_directory import read_record
+from chainring.training.extension import Entry
+from chainring.training.extensions import FailOnNonNumber, LogReport
 from chainring.training.trainer import Trainer
+from chainring.training.triggers import ReachedTrigger, TimeTrigger
+
+
+class NoReplay(ValueError):  # noqa: N818 - it is read as an answer
+    """An iteration cannot be replayed; the text says why, and what to do.
+
+    Example::
+
+        with pytest.raises(NoReplay):
+            replay(make_trainer, "result", 10**9)
+    """
 
 
 class ReplayDiffers(AssertionError):  # noqa: N818 - it is read as a finding
@@ -68,19 +96,30 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
         raise TypeError(f"an iteration is an integer, got {iteration!r}")
     if iteration < 0:
         raise ValueError(f"an iteration is 0, the state before the first, or more; got {iteration}")
+    iteration = int(iteration)
     directory = Path(os.path.realpath(tempfile.mkdtemp(prefix="chainring-replay-")))
     try:
-        earlier = _open(out, directory / "run")
-        earlier.copy_nearest(int(iteration))
-        run = earlier.directory
-        with recorded_threads(read_record(run).get("threads")):
+        try:
+            run = FinishedRun.open(out, directory / "run")
+        except ValueError as error:  # it is a snapshot
+            raise NoReplay(str(error)) from error
+        run.copy_files()
+        run.copy_nearest(iteration)
+        with recorded_threads(read_record(run.directory).get("threads")):
             trainer = call_make_trainer(make_trainer, str(directory / "out"))
             if not isinstance(trainer, Trainer):
                 raise TypeError(f"make_trainer returns a Trainer that has not run, and returned a {type(trainer).__name__}")
-            replaying = _replay(trainer, run, directory, int(iteration))
-        comparison = compare_with_record(earlier, trainer, replaying.origin, int(iteration))
-        if comparison is not None and comparison.difference is not None:
-            raise ReplayDiffers(comparison.difference)
+            bar: Any = tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5, disable=None)
+            with bar:
+                replaying = Replay(
+                    trainer, run.directory, directory, latest=iteration, until=iteration,
+                    on_iteration=lambda reached: bar.update(reached - replaying.origin.iteration - bar.n),
+                )  # fmt: skip
+                bar.total = iteration - replaying.origin.iteration
+                replaying.run(type(trainer).run)
+        comparison = compare_with_record(run, trainer, replaying.origin, iteration)
+        if comparison is not None and comparison["difference"] is not None:
+            raise ReplayDiffers(comparison["difference"])
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -88,31 +127,7 @@ def replay(make_trainer: Callable[..., Any], out: str | os.PathLike[str], iterat
     return trainer
 
 
-def _open(out: str | os.PathLike[str], copies: Path) -> FinishedRun:
-    try:
-        run = FinishedRun.open(out, copies)
-    except ValueError as error:  # it is a snapshot
-        raise NoReplay(str(error)) from error
-    run.copy_files()
-    return run
-
-
-def _replay(trainer: Trainer, run: Path, directory: Path, iteration: int) -> Replay:
-    with tqdm(desc=f"replay to iteration {iteration}", unit="it", delay=3.0, mininterval=0.5, disable=None) as bar:
-        replaying = Replay(
-            trainer, run, directory, latest=iteration, until=iteration,
-            on_iteration=lambda reached: _advance(bar, reached - replaying.origin.iteration),
-        )  # fmt: skip
-        bar.total = iteration - replaying.origin.iteration
-        replaying.run(type(trainer).run)
-    return replaying
-
-
-def _advance(bar: Any, count: int) -> None:
-    bar.update(count - bar.n)
-
-
-@contextmanager
+@contextlib.contextmanager
 def recorded_threads(threads: Any) -> Iterator[None]:
     """Inside, let torch use as many threads as the run did, because sums over other numbers of them round otherwise."""
     before = torch.get_num_threads()
@@ -123,3 +138,257 @@ def recorded_threads(threads: Any) -> Iterator[None]:
     finally:
         if torch.get_num_threads() != before:
             torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a replay begins.
+
+    Attributes:
+        snapshot: the snapshot; ``None`` for the beginning of the run.
+        iteration: that of the snapshot.
+        ranks: on how many ranks the run was there.
+        is_exact: False if those were several, and one process computes other bits.
+    """
+
+    snapshot: Path | None
+    iteration: int
+    ranks: int
+    is_exact: bool
+
+
+@dataclass
+class Watch:
+    """Looks at each iteration of a replay, until a condition holds for a reported value; for ``None``, at none.
+
+    Attributes:
+        match: the iteration, its value, and its batches by the name of the iterator, see `BatchIndices`.
+        not_finite: the first iteration after which parameters were not finite, and their names.
+        seen: the keys that were reported.
+    """
+
+    condition: Condition | None = None
+    match: dict[str, Any] | None = None
+    not_finite: tuple[int, list[str]] | None = None
+    seen: set[str] = field(default_factory=set)
+
+    def look(self, trainer: Trainer, iteration: int, batches: BatchIndices, *, is_undone: bool = False) -> None:
+        """Look at an iteration, as far as it has come; its update may have failed, and is undone then."""
+        if self.match is not None or self.condition is None:
+            return
+        self.seen.update(trainer.observation)
+        value: Any = trainer.observation.get(self.condition.key)
+        value = value[0] if type(value) is tuple and len(value) == 2 else value  # with its weight
+        if is_scalar(value) and self.condition.holds(float(value)):
+            taken = batches.taken(is_undone=is_undone)
+            self.match = {"iteration": iteration, "value": float(value), "batches": taken}
+
+    def look_at_parameters(self, trainer: Trainer, iteration: int) -> None:
+        """Remember the first iteration after which parameters were not finite."""
+        if self.condition is None or self.not_finite is not None:
+            return
+        models = trainer.updater.get_all_models()
+        parameters = {id(p): p.detach() for model in models.values() for p in model.parameters() if not is_lazy(p)}
+        values = {key: to_local(p.coalesce().values() if p.is_sparse else p) for key, p in parameters.items()}
+        numbers = {key: value for key, value in values.items() if value.numel() and value.is_floating_point()}
+        largest = [torch.linalg.vector_norm(value, math.inf).double().cpu() for value in numbers.values()]
+        if largest and not bool(torch.isfinite(torch.stack(largest)).all()):
+            names = parameter_names(models)
+            wrong = [names.get(key, "?") for key, value in numbers.items() if not bool(torch.isfinite(value).all())]
+            self.not_finite = (iteration, wrong) if wrong else None
+
+
+class Replay(Observer):
+    """Repeats iterations of a run with a trainer that has not run, and ends after one of them.
+
+    Args:
+        trainer: it gets an ``out`` of its own in the directory.
+        run: the directory of the earlier run, of which nothing is changed.
+        directory: an empty one for what the replay writes.
+        latest: the iteration of the latest snapshot with which it may begin.
+        until: the iteration with which it ends.
+        goes_on: True to continue after it as far as the run may have come: until a row or a snapshot would be there.
+        watch: looks at each iteration.
+        at_end: called when the last iteration is over, with the trainer as it was there.
+        on_iteration: called after each.
+        needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
+
+    Attributes:
+        origin: where it begins.
+        batches: what the last update has taken from the iterators.
+        last_batches: what the iteration with which it ends has taken.
+        may_go_back: whether an extension may send the run back to a snapshot.
+    """
+
+    is_replay = True
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: Path,
+        directory: Path,
+        *,
+        latest: int,
+        until: int,
+        goes_on: bool = False,
+        watch: Watch | None = None,
+        at_end: Callable[[Trainer], None] = lambda trainer: None,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
+        needs_same_bits: bool = True,
+    ) -> None:
+        if trainer.comm.world.size > 1:
+            raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
+        self._trainer, self._until, self._goes_on, self._watch = trainer, until, goes_on, watch or Watch()
+        self._at_end, self._on_iteration = at_end, on_iteration
+        self._reached: int | None = None  # None before the first iteration
+        self._newest_written = 0  # the last iteration with a row or a snapshot
+        self._is_over = False
+        self.batches = BatchIndices(trainer.updater)
+        self.last_batches: dict[str, Any] = {}
+        self.may_go_back = any(
+            isinstance(entry.extension, FailOnNonNumber) and entry.extension.policy != "skip" for entry in trainer.entries
+        )
+        trainer.out = str(directory / "out")
+        os.makedirs(trainer.out)
+        self._staged = directory / "snapshot" if self.may_go_back else None  # has a copy, to which a rollback may go back
+        self.origin = _load_nearest(trainer, run, latest, self._staged, needs_same_bits)
+        if trainer.updater.iteration > until:
+            raise NoReplay(
+                f"the trainer begins after iteration {trainer.updater.iteration}, and there is no snapshot of iteration "
+                f"{until} or before in {run}: the script loads a state itself; give the arguments with which it began"
+            )
+
+    def run(self, run_trainer: Callable[[Trainer], None]) -> None:
+        """Run the trainer by its own ``run`` until the iteration is over; raise `NoReplay` where it ends before."""
+        trainer = self._trainer
+        stop_watching = trainer.watch(self)
+        try:
+            run_trainer(trainer)
+        except BaseException:
+            if self._watch.match is None:
+                raise
+        finally:
+            stop_watching()
+        is_over = self._is_over or self._watch.match is not None
+        if not is_over and not (self._goes_on and trainer.updater.iteration >= self._until):
+            raise NoReplay(
+                f"the trainer ends after iteration {trainer.updater.iteration}, before {self._until}; give the arguments "
+                "with which it continues for longer"
+            )
+
+    def ends(self, trainer: Trainer, ends: Callable[[], bool]) -> bool:
+        """Return whether the replay ends at the head of this iteration."""
+        iteration, watch = trainer.updater.iteration, self._watch
+        if self._reached is None:
+            watch.look_at_parameters(trainer, iteration)
+            if self._staged is not None and self.origin.snapshot is not None:
+                with contextlib.suppress(OSError):  # the run has one of that name there
+                    os.rename(self._staged / self.origin.snapshot.name, Path(trainer.out) / self.origin.snapshot.name)
+        elif iteration > self._reached:
+            watch.look(trainer, iteration, self.batches)
+        elif watch.not_finite is not None and watch.not_finite[0] > iteration:
+            watch.not_finite = None  # the run has gone back
+        self._reached = iteration
+        self._on_iteration(iteration)
+        if watch.match is not None:
+            return True
+        if iteration == self._until and not self._goes_on:
+            for entry in trainer.entries:  # as before a snapshot, where a check of its numbers may send the run back
+                if entry.before_snapshot is not None and not entry.is_snapshot:
+                    entry.before_snapshot(trainer)
+            self._is_over = True
+            self._at_end(trainer)
+            return True
+        would_end = ends()
+        if self._goes_on and iteration > self._until and self._newest_written > self._until:
+            return True
+        trigger = trainer.stop_trigger
+        follows_clock = isinstance(trigger, TimeTrigger) or (
+            isinstance(trigger, ReachedTrigger) and trigger.unit == "second"
+        )
+        is_by_the_clock = follows_clock and trainer.interruption.signum is None
+        return would_end and not (is_by_the_clock and iteration < self._until)  # here iterations may take longer
+
+    def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
+        """Do an update, and look at what it has reported."""
+        iteration = trainer.updater.iteration + 1
+        self.batches.mark()
+        try:
+            update()
+        except BaseException:
+            self._watch.look(trainer, iteration, self.batches, is_undone=True)
+            raise
+        self._watch.look_at_parameters(trainer, iteration)
+        self._watch.look(trainer, iteration, self.batches)
+        if iteration == self._until:
+            self.last_batches = self.batches.taken()
+
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        """Call an extension; a snapshot is written only if a rollback may go back to it."""
+        if entry.is_snapshot or isinstance(entry.extension, LogReport):
+            self._newest_written = trainer.updater.iteration  # where all can see how far the run has come
+        if self.may_go_back or not entry.is_snapshot:
+            call()
+
+
+def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None, needs_same_bits: bool) -> Origin:
+    """Load the latest sound snapshot of a run up to an iteration, with a copy of it in ``staged``; return where that is."""
+
+    def origin_of(snapshot: Path | None, iteration: int, ranks: int) -> Origin:
+        is_exact = ranks == 1 or getattr(trainer.updater, "virtual_ranks", None) is not None
+        if not is_exact and needs_same_bits:
+            raise NoReplay(
+                f"{run} was trained on {ranks} ranks, and one process computes the same examples in the same order with "
+                "other last bits; with StandardUpdater(..., virtual_ranks=) they are the same on any number of ranks. "
+                "`chainring batch` and `chainring bisect` work without"
+            )
+        return Origin(snapshot, iteration, ranks, is_exact)
+
+    for saved, manifest, ranks in saved_trainers(open_store(run), latest):
+        snapshot = run / saved.name
+        origin = origin_of(snapshot, manifest.iteration, ranks)
+        try:
+            if staged is not None:
+                shutil.rmtree(staged, ignore_errors=True)
+                shutil.copytree(snapshot, staged / snapshot.name)
+            load(snapshot, trainer)
+        except FileNotFoundError:  # removed by the run, which continues
+            continue
+        except CorruptError as error:
+            if snapshot.exists():
+                warn(f"snapshot {snapshot.name!r} is skipped: {error}")
+            continue
+        # A log looks for the images, texts and histograms of earlier rows beside its rows.
+        logs = [entry.extension for entry in trainer.entries if isinstance(entry.extension, LogReport)]
+        for name in (name for log in logs for name in log.writes if name.endswith(".media.jsonl")):
+            if (run / name).is_file() and not Path(name).is_absolute():
+                target = Path(trainer.out) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(run / name, target)
+        return origin
+    recorded = read_record(run).get("ranks", 1)
+    later = (ranks for _, _, ranks in saved_trainers(open_store(run)))
+    return origin_of(None, trainer.updater.iteration, next(later, recorded if isinstance(recorded, int) else 1))
+
+
+def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> dict[str, Any] | None:
+    """Compare the iterations of a replay with what a `Recorder` has recorded of the run; ``None`` if either has nothing.
+
+    It has the ``count`` of iterations that are the same, the ``last`` that is recorded, the ``iteration`` that differs first,
+    and the ``difference`` in a sentence. Of a run of several ranks the generators are those of one, and are not compared.
+    """
+    recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
+    if recorded is None or replayed is None or not len(recorded.iterations):
+        return None
+    last = int(recorded.iterations[-1])
+    count, first = first_recorded_difference(recorded, replayed, origin.iteration, until, with_generators=origin.ranks == 1)
+    if first is None:
+        same = {"count": count, "last": last, "iteration": None, "difference": None}
+        return same if count or until == origin.iteration else None
+    what = "the state of the random generators" if first.what == "generators" else f"the {first.what} {first.name}".rstrip()
+    difference = (
+        f"the replay differs from the run: {what} of iteration {first.iteration} is not the one that was "
+        "recorded. The script, its arguments, its data, a version or the number of threads have "
+        "changed, or something is remembered that is not saved: `chainring verify-resume` finds that"
+    )
+    return {"count": count, "last": last, "iteration": first.iteration, "difference": difference}

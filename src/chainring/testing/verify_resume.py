@@ -17,21 +17,10 @@ from typing import Any, Literal
 
 from chainring._messages import info
 from chainring.serializers._store import STATE
-from chainring.testing import _resume_report
+from chainring.testing import _resume_findings
 from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
-from chainring.testing._resume_findings import (
-    Files,
-    Findings,
-    Repetition,
-    compare_files,
-    compare_repeated,
-    compare_resumed,
-    differing_generators,
-    forgotten,
-    read_events,
-    read_files,
-)
-from chainring.testing._verified_run import MODULE, Task, run_made_trainer
+from chainring.testing._resume_findings import Files, Findings, Repetition
+from chainring.testing._verified_run import Task, run_made_trainer
 
 _TIMEOUT = 120.0  # seconds
 _MARGIN = 10  # iterations, by which another run may exceed one that ended by itself
@@ -124,9 +113,18 @@ def verify_resume(
         ValueError: there is nothing to resume with these numbers.
         FileExistsError: ``directory`` is not empty.
     """
-    _check_importable(make_trainer)
+    rule = "make_trainer is called in fresh processes, which import it by its name"
+    if not callable(make_trainer):
+        raise TypeError(f"{rule}; got {make_trainer!r}, which is not a function")
+    remedy = "define it at the top level of a module"
+    try:
+        multiprocessing.reduction.ForkingPickler.dumps(make_trainer)
+    except Exception as error:
+        raise TypeError(f"{rule}, and {make_trainer!r} cannot be: {error}; {remedy}") from error
+    if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
     start = function_starter(functools.partial(run_made_trainer, make_trainer), multiprocessing.get_context(start_method))
-    verdict = _verify(start, "make_trainer", iterations, kill_after, timeout, directory, is_quiet=True)
+    verdict = _verify(start, "", iterations, kill_after, timeout, directory)
     if verdict.name == "differs":
         raise ResumeDiffers(verdict.report)
     if verdict.name == "inconclusive":
@@ -169,12 +167,12 @@ class Verdict:
 
 def verify_script(
     script: str,
-    arguments: Sequence[str] = (),
+    arguments: Sequence[str],
     *,
-    iterations: int | None = None,
-    kill_after: Sequence[int] | None = None,
-    timeout: float = _TIMEOUT,
-    directory: str | os.PathLike[str] | None = None,
+    iterations: int | None,
+    kill_after: Sequence[int] | None,
+    timeout: float,
+    directory: str | None,
 ) -> Verdict:
     """Verify a script that runs one trainer, like `verify_resume`; the rest of the script is not executed.
 
@@ -182,17 +180,17 @@ def verify_script(
         FileNotFoundError: there is no such script.
         NotTried: the script fails, or ends before it could be killed.
     """
-    return _verify(script_starter(MODULE, script, arguments), script, iterations, kill_after, timeout, directory)
+    start = script_starter("chainring.testing._verified_run", script, arguments)
+    return _verify(start, script, iterations, kill_after, timeout, directory)
 
 
 def _verify(
     start: Start,
-    name: str,
+    name: str,  # in what is printed before each run; empty to print nothing
     iterations: int | None,
     kill_after: int | Sequence[int] | None,
     timeout: float,
     directory: str | os.PathLike[str] | None,
-    is_quiet: bool = False,
 ) -> Verdict:
     """Run a program several times in a directory, removed by default, and compare what its runs did."""
     points = [] if kill_after is None else [kill_after] if isinstance(kill_after, int) else sorted(set(kill_after))
@@ -209,7 +207,7 @@ def _verify(
         os.makedirs(path, exist_ok=True)
         if os.listdir(path):
             raise FileExistsError(f"{path} is not empty; give a new directory")
-        return _Verification(start, "" if is_quiet else name, path, iterations, points, timeout).judge()
+        return _Verification(start, name, path, timeout).judge(iterations, points)
     finally:
         if directory is None:
             shutil.rmtree(path, ignore_errors=True)
@@ -218,73 +216,68 @@ def _verify(
 class _Verification:
     """The runs of one program, and what was found in them."""
 
-    def __init__(
-        self, start: Start, name: str, directory: str, iterations: int | None, points: list[int], timeout: float
-    ) -> None:
+    def __init__(self, start: Start, name: str, directory: str, timeout: float) -> None:
         self._start, self._name, self._directory, self._timeout = start, name, directory, timeout
-        self._iterations, self._points = iterations, points
-        self._length = 0  # of the runs after the first
+        self._length: int | None = None  # of the runs after the first
         self._mark = secrets.token_hex(16)
         self._seeds = secrets.randbits(32), secrets.randbits(32)
         self._whole_files: list[Files] = []  # of the two uninterrupted runs, read before another run adds to them
         self._verdict = Verdict("exact")
         self._has_searched = False  # True once a resumed run was looked through for what no state holds
 
-    def judge(self) -> Verdict:
+    def judge(self, iterations: int | None, points: list[int]) -> Verdict:
         """Launch the runs, compare them, and return the verdict."""
         verdict = self._verdict
         try:
-            lines = self._judge()
+            lines = self._compare(iterations, points)
         except HungError as hung:
             verdict.name = "inconclusive"
             lines = [f"inconclusive: {hung}"]
         if verdict.not_reached:
             lines.append(f"Not reached in {verdict.iterations} iterations: {'; '.join(verdict.not_reached)}")
-        lines += _resume_report.format_forgotten(verdict.unsaved) if self._has_searched else []
+        lines += _resume_findings.format_forgotten(verdict.unsaved) if self._has_searched else []
         verdict.report = "\n".join(lines)
         return verdict
 
-    def _judge(self) -> list[str]:
+    def _compare(self, iterations: int | None, points: list[int]) -> list[str]:
         verdict = self._verdict
-        first = self._run_whole("first", self._iterations)
-        events = read_events(first)
-        verdict.iterations = max(events) - min(events)
-        verdict.kills, verdict.not_reached = self._plan(events)
+        first = self._run_whole("first", iterations)
+        events = {record["iteration"]: record["events"] for record in first.records("jsonl")}
+        begin = min(events)
+        length = verdict.iterations = max(events) - begin
+        if points and length <= points[-1]:
+            raise NotTried(
+                f"the run ended after {length} iterations by itself, and was to be killed after {points[-1]}: "
+                "kill it earlier, or let it train for longer"
+            )
+        if points:
+            verdict.kills = [Kill(begin + point, begin + point) for point in points]
+        else:
+            verdict.kills, verdict.not_reached = _choose_kills(events)
+        kills = verdict.kills
+        if not kills:
+            raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
         facts = first.read("facts")
-        self._length = self._iterations or verdict.iterations + (_MARGIN if facts["ended_itself"] else 0)
-        second = self._run_whole("second", self._length)
-        repetition = compare_repeated(first, second)
+        self._length = iterations or length + (_MARGIN if facts["ended_itself"] else 0)
+        repetition = _resume_findings.compare_repeated(first, self._run_whole("second", self._length))
         if repetition.differs:
             verdict.name = "inconclusive"
-            self._resume(first, verdict.kills[:1], repetition, self._seeds[0], "")  # for what it forgets
-            return _resume_report.format_repetition(repetition, facts, list(filter(os.path.isabs, self._whole_files[0])))
-        findings, kill, resumed = self._resume(first, verdict.kills, repetition, self._seeds[1], "")
+            self._resume(first, kills[:1], repetition, self._seeds[0], "")  # for what it forgets
+            shared = list(filter(os.path.isabs, self._whole_files[0]))
+            return _resume_findings.format_repetition(repetition, facts, shared)
+        findings, kill, resumed = self._resume(first, kills, repetition, self._seeds[1], "")
         if not findings.differs:
-            return _resume_report.format_exact(findings, list(map(str, verdict.kills)), repetition)
-        if generators := differing_generators(first, resumed):
+            return _resume_findings.format_exact(findings, list(map(str, kills)), repetition)
+        if generators := _resume_findings.differing_generators(first, resumed):
             seeds = self._seeds[0], " with the same draws"
-            again, kill_again, resumed_again = self._resume(first, verdict.kills, repetition, *seeds)
+            again, kill_again, resumed_again = self._resume(first, kills, repetition, *seeds)
             if not again.differs:
                 verdict.name = "inconclusive"
-                return _resume_report.format_unseeded(findings, generators)
+                return _resume_findings.format_unseeded(findings, generators)
             findings, kill, resumed = again, kill_again, resumed_again
         verdict.name = "differs"
         resumed_facts = resumed.read("facts") if resumed.is_done else None
-        return _resume_report.format_difference(findings, str(kill), repetition, (facts, resumed_facts))
-
-    def _plan(self, events: dict[int, list[str]]) -> tuple[list[Kill], list[str]]:
-        begin, length = min(events), max(events) - min(events)
-        if self._points:
-            if length <= self._points[-1]:
-                raise NotTried(
-                    f"the run ended after {length} iterations by itself, and was to be killed after {self._points[-1]}: "
-                    "kill it earlier, or let it train for longer"
-                )
-            return [Kill(begin + point, begin + point) for point in self._points], []
-        kills, missing = _choose_kills(events)
-        if not kills:
-            raise NotTried(f"the run ended after {length} iterations by itself: let it train for longer, to be killed")
-        return kills, missing
+        return _resume_findings.format_difference(findings, str(kill), repetition, facts, resumed_facts)
 
     def _run_whole(self, run: str, length: int | None) -> Task:
         task = self._task(run, length=length)
@@ -292,7 +285,7 @@ class _Verification:
         code = self._launch(task, name)
         if code != 0 or not _is_saved(task):
             raise NotTried(failure_of(task, code, f"{name}, failed" if run == "second" else f"{name} failed"))
-        self._whole_files.append(read_files([task], task.read("facts")["logs"]))
+        self._whole_files.append(_resume_findings.read_files([task], task.read("facts")["logs"]))
         return task
 
     def _resume(
@@ -314,15 +307,15 @@ class _Verification:
             code = self._launch(resumed, f"resumed from iteration {kill.saved_at}{then}")
             if not (_is_saved(resumed) if following is None else (resumed.snapshot / STATE).exists()):
                 return Findings(failure=failure_of(resumed, code, "the killed run cannot be resumed")), kill, resumed
-            findings = compare_resumed(first, runs[-1], resumed, repetition)
-            self._verdict.unsaved |= forgotten(runs[-1], resumed)
+            findings = _resume_findings.compare_resumed(first, runs[-1], resumed, repetition)
+            self._verdict.unsaved |= _resume_findings.forgotten(runs[-1], resumed)
             self._has_searched = True
             runs.append(resumed)
             if findings.differs:
                 break
         if not findings.first:
-            files, files_again = self._whole_files
-            compare_files(findings, files, files_again, read_files(runs, first.read("facts")["logs"]))
+            files = _resume_findings.read_files(runs, first.read("facts")["logs"])
+            _resume_findings.compare_files(findings, *self._whole_files, files)
         return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
@@ -343,67 +336,40 @@ def _is_saved(task: Task) -> bool:
     return task.is_done and (task.path("state") / STATE).exists()
 
 
-def _check_importable(make_trainer: Any) -> None:
-    rule = "make_trainer is called in fresh processes, which import it by its name"
-    if not callable(make_trainer):
-        raise TypeError(f"{rule}; got {make_trainer!r}, which is not a function")
-    remedy = "define it at the top level of a module"
-    try:
-        multiprocessing.reduction.ForkingPickler.dumps(make_trainer)
-    except Exception as error:
-        raise TypeError(f"{rule}, and {make_trainer!r} cannot be: {error}; {remedy}") from error
-    if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
-
-
-# --- where a run is killed ---
-
-
 def _choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str]]:
     """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach.
 
-    Args:
-        events: what each iteration of the uninterrupted run ended with, from where it began to its last.
+    The events are what each iteration of the uninterrupted run ended with, from where it began to its last.
     """
     first, last = min(events), max(events)
     inner = range(first + 1, last)
-    epochs = [at for at in inner if "epoch" in events[at]]
-    evaluations = [at for at in inner if "evaluation" in events[at]]
+    epochs, evaluations = ([at for at in inner if event in events[at]] for event in ("epoch", "evaluation"))
     kills: dict[int, Kill] = {}
+
+    def add(at: int, reason: str) -> None:
+        kills.setdefault(at, Kill(at, at)).reasons.append(reason)
+
     if epochs:
-        kills[epochs[0]] = Kill(epochs[0], epochs[0], [_END])
+        add(epochs[0], _END)
     if evaluations:
-        apart = [at for at in evaluations if at not in epochs]
-        at = apart[0] if apart else evaluations[0]
-        kills.setdefault(at, Kill(at, at)).reasons.append(_EVALUATION)
-    if (within := _within(first, last, epochs)) is not None:
-        kills.setdefault(within, Kill(within, within)).reasons.append(_WITHIN)
-    latest = max(kills, default=first)
-    is_second_end_reached = len(epochs) > 1 and epochs[1] + 2 < last
-    _add_redone(
-        kills, first, epochs[1] + 2 if is_second_end_reached else min(last - 1, max(latest + 3, (latest + last) // 2))
-    )
-    reached = {reason for kill in kills.values() for reason in kill.reasons}
-    return [kills[at] for at in sorted(kills)], [
-        kind for kind in (_WITHIN, _END, _EVALUATION, _REDONE) if kind not in reached
-    ]
-
-
-def _within(first: int, last: int, epochs: list[int]) -> int | None:
-    """Return an iteration in the midst of the second epoch, or as near to it as the run has one that ends no epoch."""
+        add(next((at for at in evaluations if at not in epochs), evaluations[0]), _EVALUATION)
+    # In the midst of the second epoch, or as near to it as the run has an iteration that ends no epoch.
     begin, end = epochs[0] if epochs else first, epochs[1] if len(epochs) > 1 else last
     middle = (begin + end) // 2 if epochs or last - first > 2 * _MOST_REDONE else first + 1
-    candidates = [at for at in range(first + 1, last) if at not in epochs]
-    return min(candidates, key=lambda at: (abs(at - middle), at), default=None)
-
-
-def _add_redone(kills: dict[int, Kill], first: int, at: int) -> None:
-    """Add a kill some iterations after a snapshot, or have another one resumed from an earlier snapshot."""
-    before = max((other for other in kills if other < at), default=first)
-    if at in kills or before + 1 >= at:
-        at = max(kills, default=first)
-        before = max((other for other in kills if other < at), default=first)
-    if before + 1 < at:
-        kill = kills.setdefault(at, Kill(at, at))
-        kill.saved_at = max(at - _MOST_REDONE, before + 1)
-        kill.reasons.append(_REDONE)
+    candidates = [at for at in inner if at not in epochs]
+    if candidates:
+        add(min(candidates, key=lambda at: (abs(at - middle), at)), _WITHIN)
+    # Some iterations after a snapshot; or the latest of these is resumed from an earlier snapshot.
+    latest = max(kills, default=first)
+    at = min(last - 1, max(latest + 3, (latest + last) // 2))
+    if len(epochs) > 1 and epochs[1] + 2 < last:
+        at = epochs[1] + 2
+    for point in (at, latest):
+        before = max((other for other in kills if other < point), default=first)
+        if before + 1 < point and (point not in kills or point == latest):
+            add(point, _REDONE)
+            kills[point].saved_at = max(point - _MOST_REDONE, before + 1)
+            break
+    reached = {reason for kill in kills.values() for reason in kill.reasons}
+    missing = [kind for kind in (_WITHIN, _END, _EVALUATION, _REDONE) if kind not in reached]
+    return [kills[at] for at in sorted(kills)], missing

@@ -1,0 +1,292 @@
+"""check_extension, check_trigger, fired and check_updater: the rules for these parts of a trainer, tried in short runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from chainring._checks import find_call_error, is_integer
+from chainring.testing import _resumed_runs
+from chainring.testing._resumed_runs import require, require_no_error
+from chainring.testing.fakes import FakeUpdater, Values
+from chainring.training._observer import Observer
+from chainring.training._unsaved import describe_leaves
+from chainring.training.extension import Entry
+from chainring.training.trainer import Trainer
+from chainring.training.triggers import get_trigger
+from chainring.training.triggers.base import never
+
+_SAVE_EXTENSION = "Give it serialize(serializer), which saves all that it remembers: self.x = serializer('x', self.x)"
+_FINALIZE_EXTENSION = (
+    "Let finalize() do nothing where nothing is to be released: before initialize, and when it is called again"
+)
+_SAVE_TRIGGER = (
+    "Give the trigger serialize(serializer), which saves all that its answer follows from, its last answer and the "
+    "iteration of it included; or derive it from chainring.training.triggers.Trigger and begin with super().serialize"
+)
+_REPEAT = (
+    "Asked again in the same iteration a trigger repeats its answer: write ask(trainer) in a subclass of "
+    "chainring.training.triggers.Trigger"
+)
+_SAVE_UPDATER = (
+    "The objects that get_iterator, get_model and get_optimizer return are saved; all else that it remembers is saved by "
+    "its serialize(serializer), which begins with super().serialize(serializer)"
+)
+_FINALIZE_UPDATER = "Let finalize() do nothing when it is called again, and end what it can whatever has failed"
+
+
+def uneven_values(iteration: int) -> dict[str, float]:
+    """Return the values reported by default: a loss that falls, with steps back, and an accuracy."""
+    loss = 1 / iteration + 0.25 * (iteration % 3)
+    return {"main/loss": loss, "main/accuracy": 1 - loss / 2}
+
+
+def check_extension(
+    make: Callable[..., Any],
+    *,
+    iterations: int = 6,
+    updater: Callable[[], Any] | None = None,
+    trigger: Any = None,
+    result: Callable[[Any], Any] = lambda extension: None,
+) -> None:
+    """Check that an extension can be registered, resumed and finalized.
+
+    A run that is saved after any iteration, and resumed with all objects created again, must equal the uninterrupted run:
+    in the calls of the extension, the reported values, the extension's state and ``result``, models, optimizers and
+    random generators after each iteration. An error of the training, before the extension was initialized or after it was
+    called, must be raised unchanged; ``finalize`` may be called again. An iteration takes one second on a `ManualClock`.
+
+    Args:
+        make: a function that creates the extension; if it needs an argument, it gets the updater.
+        iterations: the length of the runs.
+        updater: a function that creates the updater; by default a `FakeUpdater` with 3 iterations per epoch, which
+            reports varying values of ``main/loss`` and ``main/accuracy``.
+        trigger: the trigger that calls it; by default the extension's own.
+        result: a function that returns another value of the extension to compare, such as its rows.
+
+    Raises:
+        AssertionError: a rule is violated, or the extension is never called, so that nothing is tested.
+    """
+    calls: list[int] = []
+    never_called = False
+
+    def build(out: str) -> tuple[Trainer, Any]:
+        nonlocal never_called
+        own_updater = FakeUpdater(3, uneven_values) if updater is None else updater()
+        extension = _resumed_runs.call_factory(make, own_updater)
+        trainer = Trainer(own_updater, out=out)
+        with require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
+            trainer.extend(extension, trigger=trigger)
+        (entry,) = trainer.entries
+        never_called = entry.trigger is never  # it works beside the loop, as a profiler does
+        trainer.watch(_CallRecorder(entry, calls))
+        return trainer, extension
+
+    def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
+        is_called = str(trainer.updater.iteration in calls[-1:])
+        results = describe_leaves("result", result(extension))
+        return _resumed_runs.fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
+
+    def run(resume_points: list[int]) -> _resumed_runs.Observations:
+        calls.clear()
+        return _resumed_runs.run_resumed(build, iterations, observe, 1.0, resume_points)
+
+    _resumed_runs.require_resumable(run, iterations, _SAVE_EXTENSION, "An extension")
+    rule, remedy = (
+        "the trial shows something only if the extension is called",
+        "Give trigger= or iterations= with which it is",
+    )
+    require(bool(calls) or never_called, rule, f"not in {iterations} iterations", remedy)
+    for failure in (0, 4):
+        _resumed_runs.require_finalized(build, failure, _FINALIZE_EXTENSION)
+
+
+class _CallRecorder(Observer):
+    def __init__(self, entry: Entry, calls: list[int]) -> None:
+        self._entry, self._calls = entry, calls
+
+    def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
+        if entry is self._entry:
+            self._calls.append(trainer.updater.iteration)
+        call()
+
+
+def fired(
+    trigger: Any,
+    *,
+    iterations: int,
+    epoch_length: float = 1,
+    values: Values | None = None,
+    seconds: float = 1.0,
+    resumed_after: Iterable[int] = (),
+) -> list[int]:
+    """Return the iterations at which a trigger fires in a run.
+
+    The run uses a trainer with a `FakeUpdater` and a `ManualClock`; its files are removed.
+
+    Example::
+
+        assert fired((2, "epoch"), iterations=12, epoch_length=3) == [6, 12]
+
+    Args:
+        trigger: anything that `get_trigger` accepts, or a class or function without arguments that creates it.
+        iterations: the length of the run.
+        epoch_length: the number of iterations in an epoch.
+        values: the values that each iteration reports, see `FakeUpdater`.
+        seconds: the duration of an iteration.
+        resumed_after: the iterations after which the run is saved, and resumed by a new trainer with a new trigger; 0 is
+            before the first.
+
+    Raises:
+        TypeError: the trigger has another form, or is to be resumed and cannot be created again.
+        ValueError: an argument is out of range.
+        AssertionError: the state of the trigger cannot be saved and loaded.
+    """
+    resume_points = list(resumed_after)
+    make = _trigger_factory(trigger, is_resumed=bool(resume_points))
+    outside = [point for point in resume_points if not 0 <= point <= iterations]
+    if outside:
+        raise ValueError(f"a run of {iterations} iterations is resumed after 0 to {iterations} of them, got {outside}")
+    (found,) = _call_iterations(make, 1, iterations, epoch_length, values, seconds, resume_points, strict=False)
+    return found
+
+
+def check_trigger(
+    make: Any,
+    *,
+    iterations: int = 12,
+    epoch_length: float = 3,
+    values: Values = uneven_values,
+    seconds: float = 1.0,
+) -> None:
+    """Check that a trigger can be shared, saved and resumed.
+
+    In runs with a `FakeUpdater`, it must fire at the same iterations with one extension or two, at whatever iteration the
+    run is saved and resumed, and each time it is created again.
+
+    Args:
+        make: a class, or a function without arguments, that creates the trigger; or ``(period, unit)``.
+        iterations: the length of the runs.
+        epoch_length: the number of iterations in an epoch.
+        values: the values that each iteration reports, see `FakeUpdater`; by default varying values of ``main/loss`` and
+            ``main/accuracy``.
+        seconds: the duration of an iteration on a `ManualClock`.
+
+    Raises:
+        AssertionError: a rule is violated, or the trigger never fires, so that nothing is tested.
+        TypeError: ``make`` does not create a trigger, or returns the same object each time.
+    """
+    factory = _trigger_factory(make, is_resumed=True)
+    settings = (iterations, epoch_length, values, seconds)
+    (alone,) = _call_iterations(factory, 1, *settings)
+    remedy = "Give iterations=, epoch_length=, values= or seconds= with which it does"
+    require(bool(alone), "the trial shows something only if the trigger fires", f"never in {iterations} iterations", remedy)
+    (again,) = _call_iterations(factory, 1, *settings)
+    remedy = "Nothing is kept in the class, the module, or what make() shares"
+    require(again == alone, "a trigger created again starts again", f"it fired at {alone}, then at {again}", remedy)
+    for calls in _call_iterations(factory, 2, *settings):
+        found = f"one of the two is called at {calls}, and alone it would be at {alone}"
+        require(calls == alone, "two extensions that share a trigger are both called when it fires", found, _REPEAT)
+    for resume_points, when in _resumed_runs.resume_points_of(iterations):
+        rule = f"a run saved {when} and continued fires when the uninterrupted one does"
+        for calls in _call_iterations(factory, 2, *settings, resume_points):
+            require(calls == alone, rule, f"it fires at {calls} instead of {alone}", _SAVE_TRIGGER)
+
+
+def _trigger_factory(trigger: Any, is_resumed: bool) -> Callable[[], Any]:
+    """Return a function that calls a class, or a function without arguments; any other callable is the trigger itself."""
+    is_function = callable(trigger) and find_call_error(trigger) is None and find_call_error(trigger, None) is not None
+    if isinstance(trigger, type) or is_function:
+        return lambda: get_trigger(trigger())
+    get_trigger(trigger)  # refuses other forms
+    if is_resumed and callable(trigger):
+        raise TypeError(f"a resumed run has a new trigger, and {trigger!r} is one object; give lambda: ..., which makes it")
+    return lambda: get_trigger(trigger)
+
+
+def _call_iterations(
+    make: Callable[[], Any],
+    extensions: int,
+    iterations: int,
+    epoch_length: float,
+    values: Values | None,
+    seconds: float,
+    resume_points: Iterable[int] = (),
+    strict: bool = True,
+) -> list[list[int]]:
+    """Return the iterations at which each of so many extensions that share a trigger is called, see `fired`."""
+    if not is_integer(iterations) or iterations < 1:
+        raise ValueError(f"a run has at least 1 iteration, got iterations={iterations!r}")
+    calls: list[list[int]] = [[] for _ in range(extensions)]
+
+    def build(out: str) -> tuple[Trainer, Any]:
+        trigger = make()
+        trainer = Trainer(FakeUpdater(epoch_length, values), out=out)
+        for record in calls:
+            trainer.extend(_recorder(record), name="recorder", trigger=trigger)
+        return trainer, trigger
+
+    _resumed_runs.run_resumed(build, iterations, lambda *_: {}, seconds, resume_points, strict)
+    return calls
+
+
+def _recorder(calls: list[int]) -> Callable[[Trainer], None]:
+    return lambda trainer: calls.append(trainer.updater.iteration)
+
+
+def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
+    """Check that an updater counts correctly, can be resumed, and can be finalized.
+
+    Each update must add one to ``iteration``, and the epoch attributes must be consistent. A run that is saved after any
+    iteration, and resumed with all objects created again, must equal the uninterrupted run: in reported values,
+    iterators, models, optimizers, the updater's state and random generators after each iteration. ``finalize`` may be
+    called again, and must not replace an error.
+
+    Args:
+        make: a function that creates the updater with its data, model and optimizer. The random generators are in the
+            same state at each call, so that the models are equal.
+        iterations: the length of the runs; more than an epoch tests more. The data must last at least as long.
+
+    Raises:
+        AssertionError: a rule is violated.
+    """
+
+    def build(out: str) -> tuple[Trainer, Any]:
+        updater = make()
+        with require_no_error("a trainer takes it as its updater", "Derive it from chainring.training.Updater"):
+            return Trainer(updater, out=out), updater
+
+    epochs: dict[int, tuple[float, int]] = {}
+
+    def observe(trainer: Trainer, updater: Any) -> dict[str, str]:
+        if epochs and getattr(updater, "counts_epochs", True):
+            _require_epochs(updater, epochs)
+        return _resumed_runs.fingerprint_with_state(trainer, updater)
+
+    def run(resume_points: list[int]) -> _resumed_runs.Observations:
+        epochs.clear()
+        if not resume_points:  # a resumed run is compared with this one
+            epochs[0] = (0.0, 0)
+        return _resumed_runs.run_resumed(build, iterations, observe, resume_points=resume_points)
+
+    observations = _resumed_runs.require_resumable(run, iterations, _SAVE_UPDATER, "An updater")
+    found, remedy = f"they end after {len(observations)} updates", "Give data that are repeated, or fewer iterations="
+    require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
+    for failure in (0, 4, None):
+        _resumed_runs.require_finalized(build, failure, _FINALIZE_UPDATER)
+
+
+def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
+    """Require the epochs of an update to continue from those of the one before."""
+    iteration = updater.iteration
+    previous_detail, previous_epoch = epochs[iteration - 1]
+    detail, epoch = epochs[iteration] = (updater.epoch_detail, updater.epoch)
+    remedy = "Leave them to get_iterator('main'), from whose epochs they come, or define all four"
+    found = f"epoch_detail {detail} and epoch {epoch} in iteration {iteration}, after {previous_detail} and {previous_epoch}"
+    is_whole_part = previous_detail <= detail and int(detail) == epoch
+    require(is_whole_part, "epoch is epoch_detail without its fraction", found, remedy)
+    rule = "previous_epoch_detail is epoch_detail before the update"
+    is_previous = updater.previous_epoch_detail == previous_detail
+    require(is_previous, rule, f"{updater.previous_epoch_detail}; {found}", remedy)
+    rule = "is_new_epoch says that the update has ended an epoch"
+    require(updater.is_new_epoch == (epoch > previous_epoch), rule, f"{updater.is_new_epoch}; {found}", remedy)
