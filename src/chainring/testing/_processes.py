@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from chainring._checks import find_call_error
 from chainring.training.trainer import Trainer
 
 MARK = "CHAINRING_VERIFY_RESUME"  # in the environment of whatever a task starts
@@ -187,6 +189,13 @@ def failure_of(task: ProcessTask, code: int, summary: str) -> str:
 
 
 # --- in the started process ---
+
+
+def call_make_trainer(make_trainer: Callable[..., Any], out: str) -> Any:
+    """Call ``make_trainer`` with the ``out`` that the trainer is to use, or without, if it takes none."""
+    if "out" in inspect.signature(make_trainer).parameters:
+        return make_trainer(out=out)
+    return make_trainer() if find_call_error(make_trainer) is None else make_trainer(out)
 
 
 class _RunEnded(BaseException):

@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def _rows(task: Task, log: str) -> list[dict[str, Any]]:
 
 
 def _final_values(task: Task, logs: list[str], repetition: Repetition) -> dict[str, Any]:
-    """Return every value of the state at the end, and of the rows, by path, without what follows the clock, or is left out."""
+    """Return every value of the state at the end, and of the rows, by path, but what follows the clock or is left out."""
     left_out, state = repetition.left_out_keys, read_state(task.path("state"))
     flat = {at: leaf for path, value in state.items() for at, leaf in leaves(path, value)}
     prefixes = [path.removesuffix("passed") for path in flat if path.endswith("/passed")]
@@ -276,11 +277,11 @@ def _first_difference(content: bytes, continued: bytes) -> str:
         sizes = f"{len(content)} bytes -> {len(continued)} bytes"
         return sizes if len(content) != len(continued) else f"{len(content)} other bytes"
     lines, others = (text.decode(errors="replace").splitlines() for text in (content, continued))
-    index = next((i for i, pair in enumerate(zip(lines, others, strict=False)) if pair[0] != pair[1]), None)
-    index = min(len(lines), len(others)) if index is None else index
-    shown = [repr(group[index][:_MAX_SHOWN]) if index < len(group) else "nothing" for group in (lines, others)]
+    pairs = enumerate(zip_longest(lines, others), 1)
+    number, pair = next((each for each in pairs if each[1][0] != each[1][1]), (len(lines) + 1, (None, None)))
+    shown = ["nothing" if line is None else repr(line[:_MAX_SHOWN]) for line in pair]
     counts = f", and {len(lines)} -> {len(others)} lines" if len(lines) != len(others) else ""
-    return f"line {index + 1}: {' -> '.join(shown)}{counts}"
+    return f"line {number}: {' -> '.join(shown)}{counts}"
 
 
 # --- in words ---
@@ -422,7 +423,8 @@ def format_repetition(repetition: Repetition, facts: Mapping[str, Any], shared: 
         to_add += [
             "a seed for every generator of the program's own, such as torch.manual_seed(0), random.Random(0), "
             "numpy.random.default_rng(0)",
-            "sorted(...) around sets and directories; and let nothing follow the clock, or files that an earlier run has left",
+            "sorted(...) around sets and directories; and let nothing follow the clock, or files that an earlier run has "
+            "left",
         ]
     return [*lines, "Add:", *(f"  {line}" for line in to_add + _clocks(facts))]
 

@@ -21,8 +21,7 @@ import torch
 
 from chainring import _random, serializers
 from chainring.testing._live_traces import fingerprint
-from chainring.testing._processes import MARK, ProcessTask, run_script
-from chainring.testing._resumed_runs import call_make_trainer
+from chainring.testing._processes import MARK, ProcessTask, call_make_trainer, run_script
 from chainring.training._observer import Observer
 from chainring.training._unsaved import attributes_of, checksum, describe_leaves
 from chainring.training.extension import Entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from chainring import _random
 from chainring._distributed.virtual_ranks import block_of
 from chainring.serializers._loading import load
 from chainring.serializers._saving import save
-from chainring.testing._resumed_runs import require, require_equal, require_no_error
+from chainring.testing.checks import require, require_equal, require_no_error
 from chainring.training._unsaved import checksum, describe_leaves
 
 _COUNTERS = ("epoch", "epoch_detail", "previous_epoch_detail", "is_new_epoch")
@@ -104,11 +104,9 @@ class _Trial:
 def _take(iterator: Any, count: int) -> list[Record]:
     """Return the records of the next batches, of fewer where the iterator ends."""
     records: list[Record] = []
-    while len(records) < count:
-        try:
+    with suppress(StopIteration):
+        while len(records) < count:
             records.append(_record(iterator, _examples(next(iterator))))
-        except StopIteration:
-            break
     return records
 
 
@@ -139,7 +137,7 @@ def _require_batches(expected: list[Record], found: list[Record], rule: str, rem
 
 def _require_epochs(records: list[Record]) -> None:
     """Require the counters of each batch to continue evenly from those of the one before."""
-    previous, epoch = "0.0", 0
+    previous, epoch, details = "0.0", 0, []
     for index, record in enumerate(records):
         found = f"{ ({name: record[name] for name in _COUNTERS}) } in batch {index}, after {previous}"
         rule = "previous_epoch_detail is epoch_detail before the batch"
@@ -151,17 +149,14 @@ def _require_epochs(records: list[Record]) -> None:
         rule = "is_new_epoch says that the batch has ended an epoch"
         require(record["is_new_epoch"] == str(int(record["epoch"]) > epoch), rule, found, _COUNT)
         previous, epoch = record["epoch_detail"], int(record["epoch"])
-    details = [float(record["epoch_detail"]) for record in records]
+        details.append(detail)
+    is_even = all(detail.is_integer() for detail in details)
+    for steps in ([int(record["examples"]) for record in records], [1] * len(records)):
+        total = sum(steps)  # the details are the running sum of the steps over a constant, to the accuracy of floats
+        sums = np.cumsum(steps) * details[-1]
+        is_even |= np.allclose(np.multiply(details, total), sums, rtol=0, atol=1e-9 * total)
     rule = "epoch_detail grows by the share of the epoch that the batch is, counted in examples or in batches"
-    sizes = [int(record["examples"]) for record in records]
-    is_even = any(_grows_by(details, steps) for steps in (sizes, [1] * len(records)))
-    require(is_even or all(detail.is_integer() for detail in details), rule, details, _COUNT)
-
-
-def _grows_by(details: list[float], steps: list[int]) -> bool:
-    """Return whether the details are the running sum of the steps over a constant, to the accuracy of floats."""
-    total = sum(steps)
-    return np.allclose(np.multiply(details, total), np.cumsum(steps) * details[-1], rtol=0, atol=1e-9 * total)
+    require(is_even, rule, details, _COUNT)
 
 
 def _require_own_generators(trial: _Trial, expected: list[Record]) -> None:
@@ -220,7 +215,7 @@ def _require_reset(trial: _Trial, expected: list[Record]) -> None:
 
 
 def _require_shares(trial: _Trial, count: int) -> None:
-    """Require each rank to have its share of every batch, and to count the epochs of the whole."""
+    """Require each rank to have its rows of every batch, and to count the epochs as the iterator does alone."""
     with trial.new_iterator() as iterator:
         if not hasattr(iterator, "share"):
             return
@@ -228,35 +223,27 @@ def _require_shares(trial: _Trial, count: int) -> None:
         worlds: list[tuple[int | None, int]] = [(None, size) for size in (2, 3) if size <= most]
         if getattr(iterator, "serves_virtual_ranks", False):
             worlds += [(count, size) for count, size in ((3, 2), (4, 2), (4, 3)) if count <= most]
-    with trial.new_iterator() as iterator:
         batches = [(_examples(next(iterator)), _counters(iterator)) for _ in range(count)]
-    for virtual_ranks, size in worlds:
-        for rank in range(size):
-            with trial.new_iterator() as iterator:
-                if virtual_ranks is not None:
-                    iterator.use_virtual_ranks(virtual_ranks)
-                iterator.share(rank, size)
-                _require_share(iterator, batches, rank, size, virtual_ranks)
-
-
-def _require_share(
-    iterator: Any, batches: list[tuple[list[Any], Record]], rank: int, size: int, virtual_ranks: int | None
-) -> None:
-    """Require an iterator that was given a rank to have its rows of each batch, and to count as it does alone."""
-    block = range(rank, rank + 1) if virtual_ranks is None else block_of(rank, size, virtual_ranks)
-    rule = f"rank {rank} of {size} gets batch[{rank}::{size}], and the epochs of the whole"
-    remedy = "Return batch[self.rank::self.size]; where that is empty, one example in a Batch of weight 0"
-    if virtual_ranks is not None:
-        rule = f"rank {rank} of {size} gets the rows of virtual ranks {[*block]} of {virtual_ranks}, and the same epochs"
-        remedy = "Return self.take_share(batch)"
-    for index, (examples, counters) in enumerate(batches):
-        batch = next(iterator)
-        weight = getattr(batch, "weight", len(batch))
-        # A batch of weight 0 holds an example that does not count.
-        found = _record(iterator, _examples(batch) if weight else []) | {"weight": str(weight)}
-        share = [example for row, example in enumerate(examples) if row % (virtual_ranks or size) in block]
-        expected = _record(iterator, share) | counters | {"weight": str(len(share))}
-        require_equal(expected, found, f"{rule}; in batch {index}", remedy)
+    for (virtual_ranks, size), rank in ((world, rank) for world in worlds for rank in range(world[1])):
+        block = range(rank, rank + 1)
+        rule = f"rank {rank} of {size} gets batch[{rank}::{size}], and the epochs of the whole"
+        remedy = "Return batch[self.rank::self.size]; where that is empty, one example in a Batch of weight 0"
+        with trial.new_iterator() as iterator:
+            if virtual_ranks is not None:
+                block = block_of(rank, size, virtual_ranks)
+                rows = f"the rows of virtual ranks {[*block]} of {virtual_ranks}"
+                rule = f"rank {rank} of {size} gets {rows}, and the same epochs"
+                remedy = "Return self.take_share(batch)"
+                iterator.use_virtual_ranks(virtual_ranks)
+            iterator.share(rank, size)
+            for index, (examples, counters) in enumerate(batches):
+                batch = next(iterator)
+                weight = getattr(batch, "weight", len(batch))
+                # A batch of weight 0 holds an example that does not count.
+                found = _record(iterator, _examples(batch) if weight else []) | {"weight": str(weight)}
+                share = [example for row, example in enumerate(examples) if row % (virtual_ranks or size) in block]
+                expected = _record(iterator, share) | counters | {"weight": str(len(share))}
+                require_equal(expected, found, f"{rule}; in batch {index}", remedy)
 
 
 def _require_marks(trial: _Trial, expected: list[Record]) -> None:

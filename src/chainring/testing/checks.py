@@ -1,19 +1,29 @@
-"""check_extension, check_trigger, fired and check_updater: the rules for these parts of a trainer, tried in short runs."""
+"""check_extension, check_trigger, fired and check_updater: the rules for these parts of a trainer, tried in short runs.
+
+A run is whole, or saved and continued at any point by a trainer that was created again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+from chainring import _random
 from chainring._checks import find_call_error, is_integer
-from chainring.testing import _resumed_runs
-from chainring.testing._resumed_runs import require, require_no_error
-from chainring.testing.fakes import FakeUpdater, Values
+from chainring.serializers._loading import load
+from chainring.serializers._saving import save
+from chainring.serializers.protocol import DictionarySerializer, visit_if_stateful
+from chainring.testing._live_traces import fingerprint
+from chainring.testing.fakes import FakeUpdater, ManualClock, Values
 from chainring.training._observer import Observer
 from chainring.training._unsaved import describe_leaves
-from chainring.training.extension import Entry
+from chainring.training.extension import Entry, make_extension
 from chainring.training.trainer import Trainer
-from chainring.training.triggers import get_trigger
+from chainring.training.triggers import get_stop_trigger, get_trigger
 from chainring.training.triggers.base import never
 
 _SAVE_EXTENSION = "Give it serialize(serializer), which saves all that it remembers: self.x = serializer('x', self.x)"
@@ -33,6 +43,11 @@ _SAVE_UPDATER = (
     "its serialize(serializer), which begins with super().serialize(serializer)"
 )
 _FINALIZE_UPDATER = "Let finalize() do nothing when it is called again, and end what it can whatever has failed"
+_FIRST, _LAST = 10**9, -(10**9)  # priorities
+_PLAIN_VALUES = "State is numbers, strings, bytes, None, tensors, arrays, and lists, tuples and dicts of such"
+_ASSIGN = "Assign the value that the serializer returns: self.x = serializer('x', self.x)"
+_CLOCK_OFFSET = 1000.0  # seconds between the clocks of two segments of a run: that of another process stands anywhere
+_FAILURES = {0: "that fails before it is initialized", 4: "that fails in its fourth iteration", None: "that does not fail"}
 
 
 def uneven_values(iteration: int) -> dict[str, float]:
@@ -67,13 +82,15 @@ def check_extension(
     Raises:
         AssertionError: a rule is violated, or the extension is never called, so that nothing is tested.
     """
+    if not callable(make):
+        raise TypeError(f"make is a function that makes a new object at each call, got {make!r}; write lambda: ...")
     calls: list[int] = []
     never_called = False
 
     def build(out: str) -> tuple[Trainer, Any]:
         nonlocal never_called
         own_updater = FakeUpdater(3, uneven_values) if updater is None else updater()
-        extension = _resumed_runs.call_factory(make, own_updater)
+        extension = make() if find_call_error(make) is None else make(own_updater)
         trainer = Trainer(own_updater, out=out)
         with require_no_error("an extension can be registered", "It is a callable of one argument, the trainer"):
             trainer.extend(extension, trigger=trigger)
@@ -85,20 +102,17 @@ def check_extension(
     def observe(trainer: Trainer, extension: Any) -> dict[str, str]:
         is_called = str(trainer.updater.iteration in calls[-1:])
         results = describe_leaves("result", result(extension))
-        return _resumed_runs.fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
+        return _fingerprint_with_state(trainer, extension) | results | {"whether it is called": is_called}
 
-    def run(resume_points: list[int]) -> _resumed_runs.Observations:
+    def run(resume_points: list[int]) -> _Observations:
         calls.clear()
-        return _resumed_runs.run_resumed(build, iterations, observe, 1.0, resume_points)
+        return _run_resumed(build, iterations, observe, 1.0, resume_points)
 
-    _resumed_runs.require_resumable(run, iterations, _SAVE_EXTENSION, "An extension")
-    rule, remedy = (
-        "the trial shows something only if the extension is called",
-        "Give trigger= or iterations= with which it is",
-    )
-    require(bool(calls) or never_called, rule, f"not in {iterations} iterations", remedy)
+    _require_resumable(run, iterations, _SAVE_EXTENSION, "An extension")
+    rule, found = "the trial shows something only if the extension is called", f"not in {iterations} iterations"
+    require(bool(calls) or never_called, rule, found, "Give trigger= or iterations= with which it is")
     for failure in (0, 4):
-        _resumed_runs.require_finalized(build, failure, _FINALIZE_EXTENSION)
+        _require_finalized(build, failure, _FINALIZE_EXTENSION)
 
 
 class _CallRecorder(Observer):
@@ -187,7 +201,7 @@ def check_trigger(
     for calls in _call_iterations(factory, 2, *settings):
         found = f"one of the two is called at {calls}, and alone it would be at {alone}"
         require(calls == alone, "two extensions that share a trigger are both called when it fires", found, _REPEAT)
-    for resume_points, when in _resumed_runs.resume_points_of(iterations):
+    for resume_points, when in _resume_points_of(iterations):
         rule = f"a run saved {when} and continued fires when the uninterrupted one does"
         for calls in _call_iterations(factory, 2, *settings, resume_points):
             require(calls == alone, rule, f"it fires at {calls} instead of {alone}", _SAVE_TRIGGER)
@@ -223,15 +237,13 @@ def _call_iterations(
         trigger = make()
         trainer = Trainer(FakeUpdater(epoch_length, values), out=out)
         for record in calls:
-            trainer.extend(_recorder(record), name="recorder", trigger=trigger)
+            trainer.extend(
+                lambda trainer, record=record: record.append(trainer.updater.iteration), name="recorder", trigger=trigger
+            )
         return trainer, trigger
 
-    _resumed_runs.run_resumed(build, iterations, lambda *_: {}, seconds, resume_points, strict)
+    _run_resumed(build, iterations, lambda *_: {}, seconds, resume_points, strict)
     return calls
-
-
-def _recorder(calls: list[int]) -> Callable[[Trainer], None]:
-    return lambda trainer: calls.append(trainer.updater.iteration)
 
 
 def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
@@ -261,19 +273,19 @@ def check_updater(make: Callable[[], Any], *, iterations: int = 6) -> None:
     def observe(trainer: Trainer, updater: Any) -> dict[str, str]:
         if epochs and getattr(updater, "counts_epochs", True):
             _require_epochs(updater, epochs)
-        return _resumed_runs.fingerprint_with_state(trainer, updater)
+        return _fingerprint_with_state(trainer, updater)
 
-    def run(resume_points: list[int]) -> _resumed_runs.Observations:
+    def run(resume_points: list[int]) -> _Observations:
         epochs.clear()
         if not resume_points:  # a resumed run is compared with this one
             epochs[0] = (0.0, 0)
-        return _resumed_runs.run_resumed(build, iterations, observe, resume_points=resume_points)
+        return _run_resumed(build, iterations, observe, resume_points=resume_points)
 
-    observations = _resumed_runs.require_resumable(run, iterations, _SAVE_UPDATER, "An updater")
+    observations = _require_resumable(run, iterations, _SAVE_UPDATER, "An updater")
     found, remedy = f"they end after {len(observations)} updates", "Give data that are repeated, or fewer iterations="
     require(len(observations) == iterations, "the data last for the whole trial", found, remedy)
     for failure in (0, 4, None):
-        _resumed_runs.require_finalized(build, failure, _FINALIZE_UPDATER)
+        _require_finalized(build, failure, _FINALIZE_UPDATER)
 
 
 def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
@@ -290,3 +302,164 @@ def _require_epochs(updater: Any, epochs: dict[int, tuple[float, int]]) -> None:
     require(is_previous, rule, f"{updater.previous_epoch_detail}; {found}", remedy)
     rule = "is_new_epoch says that the update has ended an epoch"
     require(updater.is_new_epoch == (epoch > previous_epoch), rule, f"{updater.is_new_epoch}; {found}", remedy)
+
+
+# --- the runs ---
+
+
+def require(holds: bool, rule: str, found: object, remedy: str) -> None:
+    """Raise an `AssertionError` with rule, value and remedy unless the rule holds."""
+    if not holds:
+        raise AssertionError(f"{rule}: {found}. {remedy}")
+
+
+@contextmanager
+def require_no_error(rule: str, remedy: str) -> Iterator[None]:
+    """Raise an `AssertionError` where the body fails; one that the body raises is left as it is."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{rule}: {type(error).__name__}: {error}. {remedy}") from error
+
+
+def require_equal(expected: Mapping[str, str], found: Mapping[str, str], rule: str, remedy: str) -> None:
+    """Require two collections of texts to be the same, and name the first that differ."""
+    paths = [path for path in {**expected, **found} if expected.get(path) != found.get(path)]
+    shown = [f"{path} was {expected.get(path, 'absent')}, is {found.get(path, 'absent')}" for path in paths[:3]]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    require(not paths, rule, "; ".join(shown) + more, remedy)
+
+
+_Build = Callable[[str], tuple[Trainer, Any]]
+"""Makes a trainer that writes into a directory, and returns it with the object under test, the subject."""
+_Observations = dict[int, dict[str, str]]
+"""By iteration, the texts that are compared."""
+
+
+def _run_resumed(
+    build: _Build,  # called for each segment of the run, with the random generators where they were at first
+    iterations: int,
+    observe: Callable[[Trainer, Any], dict[str, str]],  # returns the texts after an iteration, given the subject too
+    seconds: float | None = None,  # the duration of an iteration on a manual clock; None where time is the real one
+    resume_points: Iterable[int] = (),
+    strict: bool = True,  # loading must restore the saved state exactly, and an error in the run is the subject's fault
+) -> _Observations:
+    """Run a trainer that is saved after each resume point and continued by a new one, and return the observations."""
+    observations: _Observations = {}
+    state: dict[str, str] = {}
+    generators = _random.get_rng_state()
+    clock = ManualClock()
+    clocked = nullcontext() if seconds is None else clock
+    saves = sorted(set(resume_points))
+
+    def record(trainer: Trainer) -> None:
+        iteration, updates = trainer.updater.iteration, max(observations, default=0) + 1
+        remedy = "update() counts after update_core(), and nothing else does"
+        require(iteration == updates, "an update adds one to iteration", f"{iteration} after {updates} updates", remedy)
+        observations[iteration] = observe(trainer, subject)
+
+    with tempfile.TemporaryDirectory(prefix="chainring-testing-") as directory, _random.preserve_rng(), clocked:
+        for segment, stop in enumerate([*saves, iterations]):
+            snapshot = Path(directory) / "saved" / str(segment)
+            clock.now = _CLOCK_OFFSET * segment
+            _random.set_rng_state(generators)
+            trainer, subject = build(str(Path(directory) / "out"))
+            trainer.extend(lambda _: clock.advance(seconds or 0), name="manual clock", priority=_FIRST)
+            # A trigger of its own also calls it where an updater does not count.
+            trainer.extend(record, name="observer", trigger=lambda trainer: True, priority=_LAST)
+            trainer.stop_trigger = get_stop_trigger((stop, "iteration"))
+            if segment:
+                rule = "state that was saved can be loaded into a new object"
+                with require_no_error(rule, "serialize reads the keys that it writes"):
+                    load(snapshot.with_name(str(segment - 1)), trainer)
+                iteration, last = trainer.updater.iteration, max(observations, default=0)
+                remedy = "Your own serialize begins with super().serialize(serializer)"
+                found = f"it is {iteration} after loading, and was {last}"
+                require(iteration == last, "an updater saves its iteration", found, remedy)
+                if strict:
+                    rule = f"a new object that loads the state saved after iteration {last} has that state"
+                    require_equal(state, _state_of(subject), rule, _ASSIGN)
+            rule = f"a run of {iterations} iterations does not fail"
+            with require_no_error(rule, "See the error that is named as its cause") if strict else nullcontext():
+                trainer.run()
+            if segment < len(saves):
+                state = _state_of(subject)
+                with require_no_error("state can be saved", _PLAIN_VALUES):
+                    save(snapshot, trainer)
+    return observations
+
+
+def _require_resumable(
+    run: Callable[[list[int]], _Observations], iterations: int, remedy: str, subject: str
+) -> _Observations:
+    """Require a run to be the same again, and resumed after any or every iteration, and return its observations."""
+    expected = run([])
+
+    def require_same(resume_points: list[int], rule: str, remedy: str) -> None:
+        found = run(resume_points)
+        require(len(found) == len(expected), rule, f"it has {len(found)} iterations instead of {len(expected)}", remedy)
+        for iteration, texts in expected.items():
+            require_equal(texts, found[iteration], f"{rule}; in iteration {iteration}", remedy)
+
+    shared = "Nothing is kept in the class, the module, or what make() shares"
+    require_same([], f"{subject} created again behaves alike", shared)
+    continued = f"continued with {subject[0].lower()}{subject[1:]} created again"
+    for resume_points, when in _resume_points_of(iterations):
+        require_same(resume_points, f"a run that is saved {when} and {continued} is the same run", remedy)
+    return expected
+
+
+def _resume_points_of(iterations: int) -> Iterator[tuple[list[int], str]]:
+    """Yield each single iteration to resume after, then all of them, with words that say which."""
+    for iteration in range(iterations):
+        yield [iteration], f"after iteration {iteration}"
+    yield [*range(iterations)], "after every iteration"
+
+
+def _state_of(subject: Any) -> dict[str, str]:
+    """Return the state of an object by path, empty where it has none."""
+    serializer = DictionarySerializer()
+    with require_no_error("the state of an object can be asked for at any time", "See serialize, or state_dict"):
+        visit_if_stateful(serializer, "state", subject)
+    return {path: text for key, value in serializer.target.items() for path, text in describe_leaves(key, value).items()}
+
+
+def _fingerprint_with_state(trainer: Trainer, subject: Any) -> dict[str, str]:
+    """Return the fingerprint of a trainer and the state of the subject."""
+    categories = fingerprint(trainer).values()
+    return {path: text for category in categories for path, text in category.items()} | _state_of(subject)
+
+
+class _PlannedError(RuntimeError):
+    """The planned failure of a run."""
+
+
+def _require_finalized(build: _Build, iteration: int | None, remedy: str) -> None:
+    """Require a run that fails in an iteration to add no error to that one, and ``finalize`` to be repeatable."""
+    with tempfile.TemporaryDirectory(prefix="chainring-testing-") as out, _random.preserve_rng(), ManualClock():
+
+        def fail(trainer: Trainer) -> None:
+            if trainer.updater.iteration == iteration:
+                raise _PlannedError
+
+        trainer, subject = build(out)
+        priority = _FIRST if iteration == 0 else _LAST  # before all others are initialized, or after all were called
+        trainer.extend(make_extension(initializer=fail, priority=priority)(fail), name="fails")
+        trainer.stop_trigger = get_stop_trigger((5, "iteration"))
+        rule = f"a run {_FAILURES[iteration]} ends with that error alone, and finalize is called"
+        logger, later_errors = logging.getLogger("chainring"), []
+        logger.addFilter(hide := lambda record: False)  # the planned error is not for the log
+        with require_no_error(rule, remedy):
+            try:
+                trainer.run()
+            except _PlannedError as error:
+                later_errors = [note for note in getattr(error, "__notes__", []) if note.startswith("afterwards")]
+            finally:
+                logger.removeFilter(hide)
+        require(not later_errors, rule, "; ".join(later_errors), remedy)
+        finalize: Any = getattr(subject, "finalize", None)  # None also in what make_extension returns
+        if callable(finalize):
+            with require_no_error(f"after a run {_FAILURES[iteration]} finalize may be called again", remedy):
+                finalize()

@@ -86,12 +86,29 @@ class FakeUpdater(Updater):
         if self._epoch_length <= 0:
             raise ValueError(f"an epoch has more than 0 iterations, got epoch_length={epoch_length!r}")
         self.epoch_length = epoch_length
-        self._values = _as_function(values)
+        if not callable(values):
+            if values is not None and not isinstance(values, Mapping):
+                raise TypeError(
+                    "values is a mapping from a key to its values, or a function of the iteration; got "
+                    f"{type(values).__name__}"
+                )
+            values = dict(values or {})
+            for key, column in values.items():
+                if isinstance(column, str) or not (hasattr(column, "__len__") and hasattr(column, "__getitem__")):
+                    raise TypeError(
+                        f"values has for each key a sequence, one value an iteration; {key!r} has {column!r}. "
+                        f"For the same in each iteration give a function: lambda iteration: {{{key!r}: {column!r}}}"
+                    )
+        self._values = values
 
     def update_core(self) -> None:
-        values = self._values(self.iteration + 1)
+        if callable(self._values):
+            values = dict(self._values(self.iteration + 1) or {})
+        else:
+            columns = {key: column for key, column in self._values.items() if self.iteration < len(column)}
+            values = {key: column[self.iteration] for key, column in columns.items() if column[self.iteration] is not None}
         if values:
-            report(dict(values))
+            report(values)
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
@@ -108,26 +125,3 @@ class FakeUpdater(Updater):
     @property
     def is_new_epoch(self) -> bool:  # type: ignore[override]
         return self.iteration > 0 and self.epoch != int((self.iteration - 1) / self._epoch_length)
-
-
-def _as_function(values: Values | None) -> Callable[[int], Mapping[str, Any]]:
-    """Return the values as a function of the iteration."""
-    if callable(values):
-        return values
-    if values is not None and not isinstance(values, Mapping):
-        raise TypeError(
-            f"values is a mapping from a key to its values, or a function of the iteration; got {type(values).__name__}"
-        )
-    columns = {} if values is None else dict(values)
-    for key, column in columns.items():
-        if isinstance(column, str) or not (hasattr(column, "__len__") and hasattr(column, "__getitem__")):
-            raise TypeError(
-                f"values has for each key a sequence, one value an iteration; {key!r} has {column!r}. "
-                f"For the same in each iteration give a function: lambda iteration: {{{key!r}: {column!r}}}"
-            )
-
-    def values_of(iteration: int) -> dict[str, Any]:
-        present = {key: column[iteration - 1] for key, column in columns.items() if iteration <= len(column)}
-        return {key: value for key, value in present.items() if value is not None}
-
-    return values_of

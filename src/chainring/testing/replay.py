@@ -31,7 +31,7 @@ from chainring.reporting.summary import is_scalar
 from chainring.serializers._loading import load
 from chainring.serializers._store import CorruptError, open_store
 from chainring.testing._batches import BatchIndices
-from chainring.testing._resumed_runs import call_make_trainer
+from chainring.testing._processes import call_make_trainer
 from chainring.training._observer import Observer
 from chainring.training._run_directory import read_record
 from chainring.training.extension import Entry
@@ -374,8 +374,8 @@ def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None,
 def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> dict[str, Any] | None:
     """Compare the iterations of a replay with what a `Recorder` has recorded of the run; ``None`` if either has nothing.
 
-    It has the ``count`` of iterations that are the same, the ``last`` that is recorded, the ``iteration`` that differs first,
-    and the ``difference`` in a sentence. Of a run of several ranks the generators are those of one, and are not compared.
+    It has the ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that
+    differs, and the ``difference`` in a sentence. Of a run of several ranks the generators are those of one, and are not compared.
     """
     recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
     if recorded is None or replayed is None or not len(recorded.iterations):

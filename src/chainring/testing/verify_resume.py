@@ -314,8 +314,9 @@ class _Verification:
             if findings.differs:
                 break
         if not findings.first:
-            files = _resume_findings.read_files(runs, first.read("facts")["logs"])
-            _resume_findings.compare_files(findings, *self._whole_files, files)
+            files, files_again = self._whole_files
+            resumed_files = _resume_findings.read_files(runs, first.read("facts")["logs"])
+            _resume_findings.compare_files(findings, files, files_again, resumed_files)
         return findings, kill, resumed
 
     def _launch(self, task: Task, text: str) -> int:
