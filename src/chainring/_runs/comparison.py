@@ -39,21 +39,13 @@ _ABSENT = object()  # in place of a value that one of the snapshots has not
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing in which two runs differ.
+    """One thing in which two runs differ."""
 
-    Attributes:
-        iteration: the first in which it was seen.
-        what: the kind of thing.
-        name: its key or path.
-        text: both values, or by how much they differ.
-        after: the last iteration before of which the same thing was compared, and is the same; ``None`` if there is none.
-    """
-
-    iteration: int
-    what: str
-    name: str = ""
-    text: str = ""
-    after: int | None = None
+    iteration: int  # the first in which it was seen
+    what: str  # the kind of thing
+    name: str = ""  # its key or path
+    text: str = ""  # both values, or by how much they differ
+    after: int | None = None  # the last iteration before of which the same thing was compared, and is the same
 
     @property
     def named(self) -> str:
@@ -143,24 +135,15 @@ def _units_apart(a: Tensor, b: Tensor) -> int | None:
 
 @dataclass
 class Comparison:
-    """What two runs have in common, and where they part.
+    """What two runs have in common, and where they part."""
 
-    Attributes:
-        settings: those that differ, by name the values of both.
-        differences: the first of each kind in each of the files.
-        same_until: the last iteration in which something was compared and is the same, ``None`` if there is none.
-        compared, not_compared: what was compared, and what could not be, in words.
-        lasts: the last iteration of each run.
-        tensors_same_at: the last iteration before the first difference of tensors after which they are known to be the same.
-    """
-
-    settings: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    differences: list[Difference] = field(default_factory=list)
-    same_until: int | None = None
-    compared: list[str] = field(default_factory=list)
-    not_compared: list[str] = field(default_factory=list)
-    lasts: tuple[int, int] = (0, 0)
-    tensors_same_at: int | None = None
+    settings: dict[str, tuple[Any, Any]]  # those that differ, by name the values of both
+    lasts: tuple[int, int]  # the last iteration of each run
+    differences: list[Difference] = field(default_factory=list)  # the first of each kind in each of the files
+    same_until: int | None = None  # the last iteration in which something was compared and is the same
+    compared: list[str] = field(default_factory=list)  # in words
+    not_compared: list[str] = field(default_factory=list)  # what could not be, in words
+    tensors_same_at: int | None = None  # the last iteration before their first difference after which they are the same
 
     @property
     def is_same(self) -> bool | None:
@@ -186,7 +169,7 @@ class Comparison:
 
 def compare_runs(a: FinishedRun, b: FinishedRun, *, with_snapshots: bool = True) -> Comparison:
     """Compare what two runs have left, with a progress bar where large snapshots are read, unless they are left out."""
-    comparison = Comparison(_differing_settings(a, b), lasts=(a.last, b.last))
+    comparison = Comparison(_differing_settings(a, b), (a.last, b.last))
     not_compared = comparison.not_compared
     if without := [run.place for run in (a, b) if not run.record]:
         not_compared.append(f"settings, since there is no run.json in {' and '.join(without)}")

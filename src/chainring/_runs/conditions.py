@@ -55,20 +55,13 @@ class Condition:
 
 @dataclass
 class Evidence:
-    """What is known of a key without a replay.
+    """What is known of a key without a replay."""
 
-    Attributes:
-        begin, last: the iteration with which the run began, and the last that it is known to have reached.
-        values: by iteration the value; ``None`` where it was not reported.
-        means: the means of intervals, each with the iterations before its first and with which it ends.
-        logged: the keys in the rows of the logs.
-    """
-
-    begin: int
-    last: int
-    values: dict[int, float | None] = field(default_factory=dict)
-    means: list[tuple[int, int, float]] = field(default_factory=list)
-    logged: set[str] = field(default_factory=set)
+    begin: int  # the iteration with which the run began
+    last: int  # that it is known to have reached
+    values: dict[int, float | None] = field(default_factory=dict)  # by iteration; None where it was not reported
+    means: list[tuple[int, int, float]] = field(default_factory=list)  # of intervals: the iteration before, and the last
+    logged: set[str] = field(default_factory=set)  # the keys in the rows of the logs
 
     def first_unknown(self, condition: Condition) -> int:
         """Return the first iteration of which it is not known that the condition does not hold."""

@@ -63,19 +63,8 @@ class LogRow:
 class FinishedRun:
     """A run that has ended, was killed, or is still running; it is only read, and nothing in it is trusted.
 
-    Files of a run in an object store are copied when they are asked for, into a directory that is removed with this object.
-
-    Args:
-        place: the directory of the run, or its address.
-        copies: an empty directory for the copies, which then stay.
-
-    Attributes:
-        directory: that of the run, or of the copies.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: it is a snapshot.
-        OSError: the store does not answer.
+    Files of a run in an object store are copied when they are asked for, into a directory that is removed with this object,
+    or into an empty one that is given for the ``copies``, and stays.
     """
 
     def __init__(self, place: Place, copies: Path | None = None) -> None:
@@ -88,7 +77,7 @@ class FinishedRun:
             raise ValueError(f"{self.place} is a snapshot; give its run, such as {above}")
         self.store: Snapshots = open_store(self.place)
         if not self._is_remote:
-            self.directory = Path(self.store.place)
+            self.directory = Path(self.store.place)  # where its files are, or their copies
         elif copies is not None:
             copies.mkdir(parents=True, exist_ok=True)
             self.directory = copies.resolve()
@@ -185,12 +174,7 @@ class FinishedRun:
 
     @cached_property
     def logs(self) -> dict[str, list[LogRow]]:
-        """The rows of every log by the name of its file.
-
-        Raises:
-            ValueError: a line is not a row that was written after the one before.
-            OSError: a file cannot be read.
-        """
+        """The rows of every log by the name of its file."""
         logs: dict[str, list[LogRow]] = {}
         for name in self.log_names:
             if (path := self.file(name)) is None:
@@ -209,12 +193,7 @@ class FinishedRun:
 
     @cached_property
     def recorder(self) -> Ledger | None:
-        """What a `Recorder` has recorded, also in a file of another name; ``None`` if there is nothing.
-
-        Raises:
-            LedgerError: the file is damaged.
-            OSError: it cannot be read.
-        """
+        """What a `Recorder` has recorded, also in a file of another name; ``None`` if there is nothing."""
         for name in self._recorder_names:
             if (path := self.file(name)) is None:
                 continue
@@ -326,11 +305,7 @@ def saved_trainers(store: Snapshots, latest: int | None = None) -> Iterator[tupl
 
 
 def read_values(snapshot: SavedSnapshot) -> dict[str, Any]:
-    """Return the plain values in a snapshot by their paths, without reading its tensors.
-
-    Raises:
-        OSError, ValueError: they cannot be read.
-    """
+    """Return the plain values in a snapshot by their paths, without reading its tensors."""
     file = snapshot.open(STATE, snapshot.read_manifest())
     if file.size > _LARGEST_STATE:
         raise ValueError(f"{file.path} is too large for the state of a snapshot")

@@ -24,12 +24,7 @@ _ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 
 
 def locate(place: Place) -> StoredFile | list[SavedSnapshot]:
-    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; at a path or an address.
-
-    Raises:
-        FileNotFoundError, ValueError, CorruptError: there is none of them; with the path to give instead.
-        OSError: a store does not answer.
-    """
+    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; an error tells what to give instead."""
     given = os.fspath(place)
     if not given:
         raise ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")

@@ -191,21 +191,13 @@ def _replayed_lines(replayed: Replayed) -> Iterator[str]:
 
 @dataclass
 class Replayed:
-    """What two replays have found.
+    """What two replays have found in the iterations after one up to another."""
 
-    Attributes:
-        begin, end: the iterations that were compared are those after the one up to the other.
-        first: the first step that differs.
-        module: the first module that returns something else.
-        tensor: the first tensor that differs at the end of an iteration.
-        notes: sentences about the replays.
-    """
-
-    begin: int = 0
-    end: int = 0
-    first: Difference | None = None
-    module: Difference | None = None
-    tensor: Difference | None = None
+    begin: int
+    end: int
+    first: Difference | None = None  # the first step that differs
+    module: Difference | None = None  # the first that returns something else
+    tensor: Difference | None = None  # the first that differs at the end of an iteration
     notes: list[str] = field(default_factory=list)
 
 

@@ -153,20 +153,13 @@ def _batch(options: argparse.Namespace) -> int:
 
 
 class RecordedRun:
-    """A run with its record, of which iterations are replayed by a script.
-
-    Attributes:
-        place: where the run is, as it was given.
-        directory: that of the run; of one in an object store a copy of what is needed of it.
-        run: the same, read.
-        replays: how many replays were made.
-    """
+    """A run with its record, of which iterations are replayed by a script."""
 
     def __init__(self, place: str, script: str, arguments: Sequence[str] = ()) -> None:
         self.place = place
         self.run = FinishedRun.open(place)
         self.run.copy_files()
-        self.directory = self.run.directory
+        self.directory = self.run.directory  # of a run in an object store a copy of what is needed of it
         self.replays = 0
         self._script, self._given = script, arguments
         self._record = read_record(self.directory)

@@ -75,13 +75,10 @@ def _describe_groups(path: str, optimizer: Any) -> dict[str, str]:
 
 
 class Capture(Observer):
-    """Takes down what the iterations of a trainer compute: the modules by hooks, losses, gradients, state, generators.
+    """Takes down what iterations compute, from a first to a last: modules by hooks, losses, gradients, state, generators.
 
-    Args:
-        trainer: one that has not run.
-        first: the first iteration; of the one before, the state at its end is taken down too.
-        last: the last.
-        in_detail: False to leave out modules and gradients, and keep one digest of all tensors, for many iterations.
+    Of the one before the first, the state at its end is taken down too. Without ``in_detail``, for many iterations, modules
+    and gradients are left out, and of all tensors there is one digest.
     """
 
     def __init__(self, trainer: Trainer, first: int, last: int, *, in_detail: bool) -> None:

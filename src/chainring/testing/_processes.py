@@ -31,21 +31,13 @@ _GRACE = 3.0  # seconds for a process to end once its run is saved
 
 @dataclass(frozen=True)
 class ProcessTask:
-    """What one process does, in a directory that it shares with others.
+    """What one process does, in a directory that it shares with others."""
 
-    Attributes:
-        run: the name of the task, and of its files.
-        directory: that of all tasks.
-        out: the ``out`` of the trainer.
-        mark: in the environment of its processes, by which they are found.
-        deadline: on the monotonic clock; where it stands shortly before is written down.
-    """
-
-    run: str
+    run: str  # the name of the task, and of its files
     directory: str
-    out: str
-    mark: str
-    deadline: float = field(default=float("inf"), kw_only=True)
+    out: str  # of the trainer
+    mark: str  # in the environment of its processes, by which they are found
+    deadline: float = field(default=float("inf"), kw_only=True)  # on the monotonic clock; before, it tells where it stands
 
     def path(self, suffix: str) -> Path:
         return Path(self.directory) / f"{self.run}.{suffix}"
@@ -88,11 +80,7 @@ Start = Callable[[Any], tuple[int, Poll]]
 
 
 def script_starter(module: str, script: str, arguments: Sequence[str]) -> Start:
-    """Return what starts a module that runs a script with its arguments, see `run_script`.
-
-    Raises:
-        FileNotFoundError: there is no such script.
-    """
+    """Return what starts a module that runs a script with its arguments, see `run_script`."""
     if not Path(script).is_file():
         raise FileNotFoundError(f"there is no script {script}")
 
@@ -122,10 +110,7 @@ def function_starter(function: Callable[..., None], context: Any) -> Start:
 def run(start: Start, task: ProcessTask, watch: Callable[[], None] = lambda: None) -> int:
     """Do a task and return its exit code, with 0 for a process that was saved and did not end; end what it has started.
 
-    ``watch`` is called again and again meanwhile.
-
-    Raises:
-        HungError: its deadline has passed.
+    ``watch`` is called again and again meanwhile. After the deadline a `HungError` is raised.
     """
     pid, poll = start(task)
     try:

@@ -36,25 +36,17 @@ _SECONDS = 0.1  # between two notes of where a replay is
 
 @dataclass(frozen=True)
 class ReplayTask(ProcessTask):
-    """A replay in a process of its own; what is not told here is as for `Replay`.
+    """A replay in a process of its own; what is not told here is as for `Replay`."""
 
-    Attributes:
-        source: the directory of the run.
-        condition: the condition that ends it; where the task was read, its attributes.
-        save: where the state is saved at the end.
-        threads: of torch.
-        capture: the first and the last iteration of which it is taken down what they compute, and whether in detail.
-    """
-
-    source: str
+    source: str  # the directory of the run
     latest: int
     until: int
     goes_on: bool = False
-    condition: Any = None
-    save: str | None = None
+    condition: Any = None  # that ends it; where the task was read, its attributes
+    save: str | None = None  # where the state is saved at the end
     needs_same_bits: bool = True
-    threads: int | None = None
-    capture: tuple[int, int, bool] | None = None
+    threads: int | None = None  # of torch
+    capture: tuple[int, int, bool] | None = None  # the first and last iteration to take down, and whether in detail
 
 
 def main() -> None:
@@ -135,10 +127,6 @@ def replay_script(run_directory: Path, script: str, arguments: Sequence[str], **
     """Replay a run with the script that trained it, in a process of its own, with a progress bar; return its facts.
 
     The ``settings`` are those of a `ReplayTask`.
-
-    Raises:
-        FileNotFoundError: there is no such script.
-        NoReplay: the script fails, or does not come to the iteration.
     """
     start = script_starter("chainring.testing._replay_process", script, arguments)
     directory = tempfile.mkdtemp(prefix="chainring-replay-")

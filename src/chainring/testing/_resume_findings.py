@@ -33,26 +33,16 @@ Files = dict[str, bytes]
 
 @dataclass
 class Repetition:
-    """How two uninterrupted runs differ.
+    """How two uninterrupted runs differ."""
 
-    Attributes:
-        iterations: the last ones of both.
-        first: all that differs in the first iteration in which the training does, causes first.
-        keys, paths: what they report, and what the state at the end has, differently while the training is the same.
-        idle: the paths of generators from which nobody draws.
-        speeds: keys of what reports speeds and use of memory.
-        generators: the global random generators that are in other states where the run begins.
-        own_generators: by path, other generators that are.
-    """
-
-    iterations: tuple[int, int]
-    first: list[Difference] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
-    paths: set[str] = field(default_factory=set)
-    idle: set[str] = field(default_factory=set)
-    speeds: set[str] = field(default_factory=set)
-    generators: list[str] = field(default_factory=list)
-    own_generators: dict[str, str] = field(default_factory=dict)
+    iterations: tuple[int, int]  # the last ones of both
+    first: list[Difference] = field(default_factory=list)  # all in the first iteration in which the training differs
+    keys: set[str] = field(default_factory=set)  # that they report differently while the training is the same
+    paths: set[str] = field(default_factory=set)  # in the state at the end, of what differs then
+    idle: set[str] = field(default_factory=set)  # of generators from which nobody draws
+    speeds: set[str] = field(default_factory=set)  # keys of what reports speeds and use of memory
+    generators: list[str] = field(default_factory=list)  # global ones in other states where the run begins
+    own_generators: dict[str, str] = field(default_factory=dict)  # by path, other ones that are
 
     @property
     def differs(self) -> bool:
@@ -65,30 +55,18 @@ class Repetition:
 
 @dataclass
 class Findings:
-    """How a resumed run differs from the uninterrupted one.
+    """How a resumed run differs from the uninterrupted one."""
 
-    Attributes:
-        is_at_loading: whether the first difference was there before an update was made with what was loaded.
-        first: all that differs in the first iteration that does, causes first.
-        iterations: the last ones, if the resumed run was not killed again.
-        last: differences in the state at the end and in the rows of the logs.
-        count: values compared at the end.
-        files, left_out_files: what differs in files beside the logs, and those that could not be compared.
-        compared_files: the number of those that could.
-        warnings: of the resumed run alone.
-        failure: how it failed instead.
-    """
-
-    is_at_loading: bool = False
-    first: list[Difference] = field(default_factory=list)
-    iterations: tuple[int, int] = (0, 0)
-    last: list[Difference] = field(default_factory=list)
-    count: int = 0
-    files: dict[str, str] = field(default_factory=dict)
-    left_out_files: list[str] = field(default_factory=list)
+    is_at_loading: bool = False  # the first difference was there before an update was made with what was loaded
+    first: list[Difference] = field(default_factory=list)  # all in the first iteration that differs, causes first
+    iterations: tuple[int, int] = (0, 0)  # the last ones, if the resumed run was not killed again
+    last: list[Difference] = field(default_factory=list)  # in the state at the end and in the rows of the logs
+    count: int = 0  # of the values compared at the end
+    files: dict[str, str] = field(default_factory=dict)  # what differs in those beside the logs
+    left_out_files: list[str] = field(default_factory=list)  # that could not be compared
     compared_files: int = 0
-    warnings: list[str] = field(default_factory=list)
-    failure: str = ""
+    warnings: list[str] = field(default_factory=list)  # of the resumed run alone
+    failure: str = ""  # how it failed instead
 
     @property
     def differs(self) -> bool:

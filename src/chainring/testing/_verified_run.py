@@ -41,21 +41,13 @@ _HELD_OUT = frozenset(["validation", "valid", "val", "test", "eval", "dev"])  # 
 
 @dataclass(frozen=True)
 class Task(ProcessTask):
-    """One of the runs of a verification; iterations are counted as the updater does.
+    """One of the runs of a verification; iterations are counted as the updater does."""
 
-    Attributes:
-        out: the trainer's; that of a resumed run is that of the killed one.
-        seed: of the generators of Python, NumPy and torch before the script begins.
-        length: iterations from where the script begins; ``None`` for the run to choose.
-        resume_from: the name of a snapshot in ``out`` from which it continues.
-        save_at, kill_at: the iterations after which a snapshot is taken, and after which the process is killed.
-    """
-
-    seed: int
-    length: int | None = None
-    resume_from: str | None = None
-    save_at: int | None = None
-    kill_at: int | None = None
+    seed: int  # of the generators of Python, NumPy and torch before the script begins
+    length: int | None = None  # iterations from where the script begins; None for the run to choose
+    resume_from: str | None = None  # the name of a snapshot in its ``out``, which a killed run has left
+    save_at: int | None = None  # the iteration after which a snapshot is taken
+    kill_at: int | None = None  # that after which the process is killed
 
     @property
     def snapshot(self) -> Path:

@@ -9,6 +9,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,13 +234,14 @@ def _call_iterations(
         raise ValueError(f"a run has at least 1 iteration, got iterations={iterations!r}")
     calls: list[list[int]] = [[] for _ in range(extensions)]
 
+    def note(record: list[int], trainer: Trainer) -> None:
+        record.append(trainer.updater.iteration)
+
     def build(out: str) -> tuple[Trainer, Any]:
         trigger = make()
         trainer = Trainer(FakeUpdater(epoch_length, values), out=out)
         for record in calls:
-            trainer.extend(
-                lambda trainer, record=record: record.append(trainer.updater.iteration), name="recorder", trigger=trigger
-            )
+            trainer.extend(partial(note, record), name="recorder", trigger=trigger)
         return trainer, trigger
 
     _run_resumed(build, iterations, lambda *_: {}, seconds, resume_points, strict)

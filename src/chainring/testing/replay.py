@@ -142,35 +142,22 @@ def recorded_threads(threads: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a replay begins.
+    """Where a replay begins."""
 
-    Attributes:
-        snapshot: the snapshot; ``None`` for the beginning of the run.
-        iteration: that of the snapshot.
-        ranks: on how many ranks the run was there.
-        is_exact: False if those were several, and one process computes other bits.
-    """
-
-    snapshot: Path | None
+    snapshot: Path | None  # None for the beginning of the run
     iteration: int
-    ranks: int
-    is_exact: bool
+    ranks: int  # on how many the run was there
+    is_exact: bool  # False if those were several, and one process computes other bits
 
 
 @dataclass
 class Watch:
-    """Looks at each iteration of a replay, until a condition holds for a reported value; for ``None``, at none.
+    """Looks at each iteration of a replay, until a condition holds for a reported value."""
 
-    Attributes:
-        match: the iteration, its value, and its batches by the name of the iterator, see `BatchIndices`.
-        not_finite: the first iteration after which parameters were not finite, and their names.
-        seen: the keys that were reported.
-    """
-
-    condition: Condition | None = None
-    match: dict[str, Any] | None = None
-    not_finite: tuple[int, list[str]] | None = None
-    seen: set[str] = field(default_factory=set)
+    condition: Condition | None = None  # None to look at nothing
+    match: dict[str, Any] | None = None  # the iteration, its value, and its batches by the name of the iterator
+    not_finite: tuple[int, list[str]] | None = None  # the first iteration after which parameters were not, and which
+    seen: set[str] = field(default_factory=set)  # the keys that were reported
 
     def look(self, trainer: Trainer, iteration: int, batches: BatchIndices, *, is_undone: bool = False) -> None:
         """Look at an iteration, as far as it has come; its update may have failed, and is undone then."""
@@ -199,42 +186,23 @@ class Watch:
 
 
 class Replay(Observer):
-    """Repeats iterations of a run with a trainer that has not run, and ends after one of them.
-
-    Args:
-        trainer: it gets an ``out`` of its own in the directory.
-        run: the directory of the earlier run, of which nothing is changed.
-        directory: an empty one for what the replay writes.
-        latest: the iteration of the latest snapshot with which it may begin.
-        until: the iteration with which it ends.
-        goes_on: True to continue after it as far as the run may have come: until a row or a snapshot would be there.
-        watch: looks at each iteration.
-        at_end: called when the last iteration is over, with the trainer as it was there.
-        on_iteration: called after each.
-        needs_same_bits: whether a run of several ranks is refused where one process computes other bits.
-
-    Attributes:
-        origin: where it begins.
-        batches: what the last update has taken from the iterators.
-        last_batches: what the iteration with which it ends has taken.
-        may_go_back: whether an extension may send the run back to a snapshot.
-    """
+    """Repeats iterations of a run with a trainer that has not run, and ends after one of them."""
 
     is_replay = True
 
     def __init__(
         self,
         trainer: Trainer,
-        run: Path,
-        directory: Path,
+        run: Path,  # the directory of the earlier run, of which nothing is changed
+        directory: Path,  # an empty one for what the replay writes, the ``out`` of the trainer too
         *,
-        latest: int,
-        until: int,
-        goes_on: bool = False,
+        latest: int,  # the iteration of the latest snapshot with which it may begin
+        until: int,  # the iteration with which it ends
+        goes_on: bool = False,  # after it, as far as the run may have come: until a row or a snapshot would be there
         watch: Watch | None = None,
-        at_end: Callable[[Trainer], None] = lambda trainer: None,
-        on_iteration: Callable[[int], None] = lambda iteration: None,
-        needs_same_bits: bool = True,
+        at_end: Callable[[Trainer], None] = lambda trainer: None,  # called with the trainer as it was at the end
+        on_iteration: Callable[[int], None] = lambda iteration: None,  # called after each
+        needs_same_bits: bool = True,  # a run of several ranks is refused where one process computes other bits
     ) -> None:
         if trainer.comm.world.size > 1:
             raise NoReplay("a replay runs in one process; start it without a launcher of ranks")
@@ -243,9 +211,9 @@ class Replay(Observer):
         self._reached: int | None = None  # None before the first iteration
         self._newest_written = 0  # the last iteration with a row or a snapshot
         self._is_over = False
-        self.batches = BatchIndices(trainer.updater)
-        self.last_batches: dict[str, Any] = {}
-        self.may_go_back = any(
+        self._batches = BatchIndices(trainer.updater)
+        self.last_batches: dict[str, Any] = {}  # what the iteration with which it ends has taken
+        self.may_go_back = any(  # to a snapshot
             isinstance(entry.extension, FailOnNonNumber) and entry.extension.policy != "skip" for entry in trainer.entries
         )
         trainer.out = str(directory / "out")
@@ -285,7 +253,7 @@ class Replay(Observer):
                 with contextlib.suppress(OSError):  # the run has one of that name there
                     os.rename(self._staged / self.origin.snapshot.name, Path(trainer.out) / self.origin.snapshot.name)
         elif iteration > self._reached:
-            watch.look(trainer, iteration, self.batches)
+            watch.look(trainer, iteration, self._batches)
         elif watch.not_finite is not None and watch.not_finite[0] > iteration:
             watch.not_finite = None  # the run has gone back
         self._reached = iteration
@@ -312,16 +280,16 @@ class Replay(Observer):
     def around_update(self, trainer: Trainer, update: Callable[[], None]) -> None:
         """Do an update, and look at what it has reported."""
         iteration = trainer.updater.iteration + 1
-        self.batches.mark()
+        self._batches.mark()
         try:
             update()
         except BaseException:
-            self._watch.look(trainer, iteration, self.batches, is_undone=True)
+            self._watch.look(trainer, iteration, self._batches, is_undone=True)
             raise
         self._watch.look_at_parameters(trainer, iteration)
-        self._watch.look(trainer, iteration, self.batches)
+        self._watch.look(trainer, iteration, self._batches)
         if iteration == self._until:
-            self.last_batches = self.batches.taken()
+            self.last_batches = self._batches.taken()
 
     def around_call(self, trainer: Trainer, entry: Entry, call: Callable[[], None]) -> None:
         """Call an extension; a snapshot is written only if a rollback may go back to it."""
@@ -374,8 +342,8 @@ def _load_nearest(trainer: Trainer, run: Path, latest: int, staged: Path | None,
 def compare_with_record(run: FinishedRun, trainer: Trainer, origin: Origin, until: int) -> dict[str, Any] | None:
     """Compare the iterations of a replay with what a `Recorder` has recorded of the run; ``None`` if either has nothing.
 
-    It has the ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that
-    differs, and the ``difference`` in a sentence. Of a run of several ranks the generators are those of one, and are not compared.
+    Return the ``count`` of iterations that are the same, the ``last`` that is recorded, the first ``iteration`` that
+    differs, and the ``difference`` in a sentence. Of several ranks the generators are those of one, and are not compared.
     """
     recorded, replayed = run.sound_recorder(), FinishedRun(trainer.out).sound_recorder()
     if recorded is None or replayed is None or not len(recorded.iterations):

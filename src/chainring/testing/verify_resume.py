@@ -147,22 +147,14 @@ class Kill:
 
 @dataclass
 class Verdict:
-    """The result of a verification.
+    """The result of a verification."""
 
-    Attributes:
-        name: "exact", "differs" or "inconclusive".
-        report: all of it as text.
-        kills: where the run was killed.
-        not_reached: the kinds of points that it did not reach.
-        unsaved: changes of the run that are not saved, by path, with the value when saved -> when loaded.
-    """
-
-    name: str
+    name: str  # "exact", "differs" or "inconclusive"
     report: str = ""
     iterations: int = 0
     kills: list[Kill] = field(default_factory=list)
-    not_reached: list[str] = field(default_factory=list)
-    unsaved: dict[str, str] = field(default_factory=dict)
+    not_reached: list[str] = field(default_factory=list)  # kinds of points
+    unsaved: dict[str, str] = field(default_factory=dict)  # by path, what changes: the value when saved -> when loaded
 
 
 def verify_script(
@@ -174,12 +166,7 @@ def verify_script(
     timeout: float,
     directory: str | None,
 ) -> Verdict:
-    """Verify a script that runs one trainer, like `verify_resume`; the rest of the script is not executed.
-
-    Raises:
-        FileNotFoundError: there is no such script.
-        NotTried: the script fails, or ends before it could be killed.
-    """
+    """Verify a script that runs one trainer, like `verify_resume`; the rest of the script is not executed."""
     start = script_starter("chainring.testing._verified_run", script, arguments)
     return _verify(start, script, iterations, kill_after, timeout, directory)
 
@@ -223,7 +210,7 @@ class _Verification:
         self._seeds = secrets.randbits(32), secrets.randbits(32)
         self._whole_files: list[Files] = []  # of the two uninterrupted runs, read before another run adds to them
         self._verdict = Verdict("exact")
-        self._has_searched = False  # True once a resumed run was looked through for what no state holds
+        self._has_searched = False  # in a resumed run, for what no state holds
 
     def judge(self, iterations: int | None, points: list[int]) -> Verdict:
         """Launch the runs, compare them, and return the verdict."""
@@ -338,10 +325,7 @@ def _is_saved(task: Task) -> bool:
 
 
 def _choose_kills(events: Mapping[int, list[str]]) -> tuple[list[Kill], list[str]]:
-    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach.
-
-    The events are what each iteration of the uninterrupted run ended with, from where it began to its last.
-    """
+    """Return the kills of one run that is resumed after each, and which kinds of points the run does not reach."""
     first, last = min(events), max(events)
     inner = range(first + 1, last)
     epochs, evaluations = ([at for at in inner if event in events[at]] for event in ("epoch", "evaluation"))
