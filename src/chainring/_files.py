@@ -12,7 +12,6 @@ import shutil
 import socket
 import stat
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -110,20 +109,8 @@ def write_error(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, f"{error.strerror or error}: it could not be written{space}", str(path))
 
 
-def write_bytes(path: Path, content: bytes) -> tuple[int, int]:
-    """Write a new file and flush it to the disk; return its size and CRC-32."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(content), zlib.crc32(content)
-
-
 def flush(path: Path) -> None:
-    """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power.
-
-    Some systems and file systems cannot flush a directory; then there is nothing to be done.
-    """
+    """Flush a file to the disk, or a directory: what was created in it or renamed into it survives a loss of power."""
     if _IS_WINDOWS and path.is_dir():
         return
     access = os.O_RDWR if _IS_WINDOWS else os.O_RDONLY  # Windows flushes only what may be written
@@ -131,7 +118,8 @@ def flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)  # which some systems and file systems cannot flush
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not is_folder:
             raise
     finally:
         os.close(descriptor)
@@ -185,36 +173,6 @@ def read_regular(path: Path, limit: int) -> bytes:
     return content
 
 
-def read_at(descriptor: int, view: memoryview, start: int) -> int:
-    """Read bytes from a place in a file into a view; return how many there were."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], start)
-    with _positions:
-        os.lseek(descriptor, start, os.SEEK_SET)
-        content = os.read(descriptor, len(view))
-    view[: len(content)] = content
-    return len(content)
-
-
-def write_at(descriptor: int, content: bytes, start: int) -> int:
-    """Write bytes to a place in a file; return how many were written."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, content, start)
-    with _positions:
-        os.lseek(descriptor, start, os.SEEK_SET)
-        return os.write(descriptor, content)
-
-
-_positions = threading.Lock()  # Windows reads and writes at the position of the file, which threads share
-
-
-def try_lock(descriptor: int) -> bool:
-    """Take the lock of an open file; return whether nobody else has it. It is free as soon as the file is closed."""
-    import filelock  # for those who write
-
-    return filelock.lock_descriptor(descriptor, blocking=False)
-
-
 def make_folder(root: Path, folder: str | os.PathLike[str]) -> Path:
     """Make a folder below ``root``, with those above it, and return it; no link there is followed.
 
@@ -235,15 +193,6 @@ def make_folder(root: Path, folder: str | os.PathLike[str]) -> Path:
             raise FileExistsError(errno.EEXIST, "a link or a file is in the way of a folder; move it away", str(part))
         part.mkdir(exist_ok=True)
     return path
-
-
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file, which is read in chunks."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(8 << 20):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def make_numbered_directory(parent: Path) -> Path:
@@ -269,13 +218,8 @@ class AppendOnly:
     """What a run has appended to a file, or will: the file, the number of bytes, and their CRC-32.
 
     A snapshot beside the file has these three in place of the bytes: it does not grow with the file. More bytes may follow
-    in the file, of updates after the snapshot, or a tail that the next write replaces.
-
-    Attributes:
-        path: the file; ``None`` if the bytes are in ``content``, as those of a run in memory are.
-        size: the number of bytes.
-        crc: their CRC-32.
-        content: bytes that are in no file yet.
+    in the file, of updates after the snapshot, or a tail that the next write replaces. Without a path, as in a run in
+    memory, the bytes are in ``content``.
     """
 
     path: Path | None = None
@@ -290,7 +234,7 @@ class AppendOnly:
 
     @classmethod
     def restore(cls, state: list[Any], directory: Path | None) -> Self:
-        """Return what `state` described, beside a snapshot that is now in ``directory``."""
+        """Return what `state` has described, beside a snapshot that is now in ``directory``."""
         name, size, crc, *_ = state
         return cls((directory or Path()) / Path(name).name, size, crc)
 
@@ -360,12 +304,7 @@ class AppendOnly:
         self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
 
     def write_tail(self, content: bytes) -> None:
-        """Write bytes at the end that do not count yet: the next write replaces them.
-
-        Raises:
-            OSError: there is something that is not a file of this name alone, see `open_regular`; or they could not be
-                written.
-        """
+        """Write bytes at the end that do not count yet: the next write replaces them; see `open_regular` for errors."""
         assert self.path is not None
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
@@ -450,14 +389,26 @@ class DirectoryLock:
     _descriptors: set[int] = set()  # noqa: RUF012 - one record for the process, for those that it forks
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
+        import filelock  # for those who write
+
         path = Path(os.path.realpath(directory), ".lock")
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            if not try_lock(descriptor):
-                holder = _read_holder(descriptor)
-                raise _refusal(str(path.parent), holder.get("pid"), holder.get("host"))
+            if not filelock.lock_descriptor(descriptor, blocking=False):
+                holder: Any = {}
+                for start in (0, 1):  # Windows lets nobody read the first byte, a space, which is locked
+                    with suppress(OSError, ValueError):
+                        os.lseek(descriptor, start, os.SEEK_SET)
+                        holder = json.loads(os.read(descriptor, 4096))
+                        break
+                pid, host = (holder.get("pid"), holder.get("host")) if isinstance(holder, dict) else (None, None)
+                raise BlockingIOError(
+                    f"{path.parent} is being written by another run: process {pid} on {host}. Wait for it to end, or choose "
+                    "another out"
+                )
             os.ftruncate(descriptor, 0)
-            write_at(descriptor, b" " + json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+            os.write(descriptor, b" " + json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         except BaseException:
             os.close(descriptor)
             raise
@@ -481,20 +432,3 @@ class DirectoryLock:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=DirectoryLock.close_in_child)
-
-
-def _refusal(directory: str, pid: Any, host: Any) -> BlockingIOError:
-    writer = f"process {pid} on {host}"
-    return BlockingIOError(
-        f"{directory} is being written by another run: {writer}. Wait for it to end, or choose another out"
-    )
-
-
-def _read_holder(descriptor: int) -> dict[str, Any]:
-    """Return the process and host that wrote the file of a lock, as far as they can be read."""
-    for start in (0, 1):  # Windows lets nobody read the first byte, a space, which is locked
-        with suppress(OSError, ValueError):
-            text = bytearray(4096)
-            content = json.loads(text[: read_at(descriptor, memoryview(text), start)])
-            return content if isinstance(content, dict) else {}
-    return {}

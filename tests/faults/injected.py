@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from chainring._places.local import Directory
+from chainring._places.base import Directory
 
 OPERATIONS = ("rename", "replace", "truncate", "ftruncate", "unlink", "rmdir", "mkdir", "symlink", "fsync")
 _committing = threading.local()

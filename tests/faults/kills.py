@@ -16,7 +16,8 @@ MOST = 15  # kills of one run, after which it is left in peace
 GOLDEN = 0.6180339887498949  # its multiples fill the interval from 0 to 1 evenly
 
 POINTS = [
-    "begun", "wrote rank00000-of-00001.safetensors", "wrote state.json", "wrote manifest", "flushed", "renamed", "committed",
+    "begun", "wrote rank00000-of-00001.safetensors", "wrote state.json", "wrote manifest.json", "flushed", "renamed",
+    "committed",
     *(
         f"{when} {what}"
         for what in (

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from chainring import training
 from chainring._distributed.group import BESIDE, OWN, is_connection_error, is_timeout
-from chainring._distributed.late import find_late
+from chainring._distributed.heartbeat import find_late
 from chainring._distributed.progress import Record
 from chainring.iterators import SerialIterator
 from chainring.parallel import create_communicator

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from chainring._places.local import Directory
+from chainring._places.base import Directory
 from chainring.parallel import Communicator
 from chainring.serializers import _loading, _safetensors, _saving
 from chainring.serializers._store import CorruptError, Snapshots, open_store
@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_write_leaves_no_snapshot_on_any(tmp_path, broken, er
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("point", ["begun", "wrote state.json", "wrote manifest", "flushed"])
+@pytest.mark.parametrize("point", ["begun", "wrote state.json", "wrote manifest.json", "flushed"])
 def test_a_failure_of_rank_0_is_raised_by_all(tmp_path, point):
     """Before the files of the others are asked for, and after."""
 

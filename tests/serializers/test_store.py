@@ -7,8 +7,7 @@ import zlib
 import pytest
 
 from chainring._files import temporary_path
-from chainring._places.base import MANIFEST
-from chainring._places.local import Directory
+from chainring._places.base import MANIFEST, Directory
 from chainring.serializers._store import CorruptError, Snapshots, find_newest, open_store
 
 FILES = {"a.bin": b"alpha" * 7, "b.bin": b"", "state.json": b'{"x": 1}'}
@@ -33,7 +32,16 @@ def watched(root, at):
     return Snapshots(Directory(root, at=at))
 
 
-POINTS = ["begun", "wrote a.bin", "wrote b.bin", "wrote state.json", "wrote manifest", "flushed", "renamed", "committed"]
+POINTS = [
+    "begun",
+    "wrote a.bin",
+    "wrote b.bin",
+    "wrote state.json",
+    "wrote manifest.json",
+    "flushed",
+    "renamed",
+    "committed",
+]
 
 
 def test_what_was_committed_verifies_and_tells_its_iteration(store):

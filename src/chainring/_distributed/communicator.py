@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from chainring._messages import warn
 from chainring.converters import Device, as_device, is_auto
+
+RUNNING_ALONE, WAITING = "alone", "waiting"  # keys of the store of runs
+_PATIENCE = 5.0  # seconds in which a rank that runs by itself looks for others, once in a process
+_has_looked = _is_alone = False
 
 
 class Communicator:
@@ -67,22 +72,34 @@ class Communicator:
         Raises:
             ValueError: only some of the ranks have a communicator of several ranks.
         """
-        started = dist.is_available() and dist.is_initialized()
-        if self.world.size == 1 and started and dist.get_world_size() > 1:
-            warn(
-                f"{dist.get_world_size()} ranks have been started, and every rank trains on all data by itself, because "
-                "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
-            )
-            from chainring._distributed.attendance import begin_alone  # which few programs need
-
-            begin_alone(dist.get_rank(), dist.get_world_size())
+        global _has_looked, _is_alone
+        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if count == 1 or self.world.size > 1:
+            return
+        warn(
+            f"{count} ranks have been started, and every rank trains on all data by itself, because "
+            "the updater has no comm: StandardUpdater(..., comm=chainring.parallel.create_communicator())",
+        )
+        if (store := store_of_runs()) is None:
+            return
+        rank = str(dist.get_rank())
+        store.set(RUNNING_ALONE, rank)
+        alone, until = store.add(f"{RUNNING_ALONE}/count", 1), time.monotonic() + (0 if _has_looked else _PATIENCE)
+        _has_looked = True
+        while not _is_alone:
+            if store.add(WAITING, 0):
+                raise ValueError(describe_alone(rank))
+            _is_alone = alone >= count or time.monotonic() > until
+            time.sleep(0 if _is_alone else 0.05)
+            alone = store.add(f"{RUNNING_ALONE}/count", 0)
 
     def end(self) -> None:
         """End a run."""
-        if self.world.size == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            from chainring._distributed.attendance import end_alone
-
-            end_alone()
+        global _is_alone
+        if _is_alone and self.world.size == 1:
+            _is_alone = False
+            if (store := store_of_runs()) is not None:
+                store.set(RUNNING_ALONE, "")
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         """Replace each tensor, in place, by its mean over the ranks, or with ``average=False`` by its sum."""
@@ -91,23 +108,18 @@ class Communicator:
         """Replace each tensor, in place, by the one of rank ``root``."""
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to replace a tensor, in place, by its sum over the ranks; what it returns waits for that, and returns it."""
+        """Start to replace a tensor by its sum over the ranks; what this returns waits for that, and returns it."""
         self.all_reduce([tensor], average=False)
         return lambda: tensor
 
     def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        """Start to send row r of a matrix to rank r; what it returns waits for the others' and returns it, rank by rank.
-
-        Args:
-            sent: one row for each rank; in a list they may have different lengths.
-            sizes: how many elements each rank sends here.
-        """
+        """Start to send row r to rank r; what this returns waits for those of the others, of these sizes, by rank."""
         device = sent[0].device
         received = [rows[self.rank].to(device) for rows in self.gather_object(list(sent))]
         return lambda: received
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to exchange tensors of one shape; what it returns waits for them, and returns them stacked, rank by rank."""
+        """Start to exchange tensors of one shape; what this returns waits for them, and returns them stacked by rank."""
         gathered = torch.stack([other.to(tensor.device) for other in self.gather_object(tensor)])
         return lambda: gathered
 
@@ -132,12 +144,7 @@ class Communicator:
         return self
 
     def failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks why the run fails, so that they do not wait for this rank.
-
-        Returns:
-            The error that this rank must raise, which is the given one or a `RankFailed` with the traceback of the rank that
-            failed first.
-        """
+        """Tell the others why the run fails; return the error to raise, which may be a `RankFailed` of who failed first."""
         return error
 
     def close(self) -> None:
@@ -150,7 +157,7 @@ def device_of_rank(device: Device, comm: Communicator) -> torch.device | None:
 
 
 def as_communicator(comm: Any) -> Communicator:
-    """Return a communicator, or one made from an object of another class that has some of its attributes."""
+    """Return a communicator; one of another class may have only some of its attributes."""
     if isinstance(comm, Communicator):
         return comm
     adapted = Communicator()
@@ -169,3 +176,18 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
         except RankFailed as error:
             print(f"rank {comm.rank} stops, because another has failed: {error}")
     """
+
+
+def store_of_runs() -> Any:
+    """Return the store of the process group in which all ranks say how they begin a run; ``None`` without one."""
+    find = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if find is None or not dist.is_initialized() else dist.PrefixStore("chainring/runs", find())
+
+
+def describe_alone(rank: str) -> str:
+    """Return that a rank runs by itself where others wait for it."""
+    return (
+        f"all ranks train together, and rank {rank} runs its trainer without the communicator by which others wait for it: "
+        "give StandardUpdater comm=create_communicator() on every rank. Where one rank trains something by itself, let the "
+        "others wait for it by comm.barrier() before they begin"
+    )

@@ -30,12 +30,8 @@ def write_on_one_rank(tensors: Mapping[str, Any], write: Write, place: str) -> N
 
     A stand-in has the shape and the dtype of a sharded tensor, and no memory; ``load`` returns the whole tensor, for which
     the ranks that hold parts of it send them. The rank that writes needs memory for one tensor at a time, the others for a
-    piece of 1 MB. Tensors that share memory have one stand-in. Plain tensors are given to ``write`` as they are.
-
-    Args:
-        tensors: by name, the same on all ranks.
-        write: writes them.
-        place: to which they are written, the same on all ranks.
+    piece of 1 MB. Tensors that share memory have one stand-in. Plain tensors are given to ``write`` as they are. All ranks
+    have the same names of ``tensors``, and the same ``place`` to which they are written.
 
     Raises:
         ValueError: the ranks have other tensors or places, or do not hold the whole of one.
@@ -75,27 +71,47 @@ class _Exchange:
         descriptions = {self._writer: self._describe(), **{rank: _receive_object(rank) for rank in self._others}}
         refusal = _find_refusal(descriptions)
         for rank in self._others:
-            _send_object(refusal, rank)
+            dist.send_object_list([refusal], rank)
         if refusal is not None:
             raise ValueError(refusal)
+        written = dict(self._tensors)
+        stand_ins: dict[Any, Tensor] = {}
+        numbers: dict[int, int] = {}  # of the tensor that a stand-in stands for
+        for number, (name, tensor) in enumerate(self._sharded):
+            local = to_local(tensor)
+            key = (local.data_ptr(), tensor.shape, tensor.dtype) if local.numel() else name
+            if key not in stand_ins:
+                stand_ins[key] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+                numbers[id(stand_ins[key])] = number
+            written[name] = stand_ins[key]
+
+        def load(tensor: Tensor) -> Tensor:
+            number = numbers.get(id(tensor))
+            return tensor if number is None else self._gather(number, tensor, descriptions)
+
         failure: str | None = None
         try:
-            write(*self._make_stand_ins(descriptions))
+            write(written, load)
         except BaseException as error:  # whatever it is, the other ranks must not wait
             failure = f"{type(error).__name__}: {error}"
             raise
         finally:
             for rank in self._others if not self._is_receiving else ():  # after a signal: then this process ends
                 _send_numbers([_END, _END], rank)
-                _send_object(failure, rank)
+                dist.send_object_list([failure], rank)
 
     def follow(self) -> None:
         """Send the parts that the writer asks for, until it has ended."""
-        _send_object(self._describe(), self._writer)
+        dist.send_object_list([self._describe()], self._writer)
         if (refusal := _receive_object(self._writer)) is not None:
             raise ValueError(refusal)
-        while (request := _receive_numbers(2, self._writer))[0] != _END:
-            for piece in _pieces(self._shards[request[0]][request[1]].tensor.detach()):
+        request = torch.zeros(2, dtype=torch.int64, device=exchange_device())
+        while True:
+            dist.recv(request, self._writer)
+            number, index = request.tolist()
+            if number == _END:
+                break
+            for piece in _pieces(self._shards[number][index].tensor.detach()):
                 dist.send(piece.to(exchange_device()).contiguous().reshape(-1).view(torch.uint8), self._writer)
         if (failure := _receive_object(self._writer)) is not None:
             raise OSError(errno.EIO, f"rank {self._writer}, which writes for all, has failed: {failure}")
@@ -108,25 +124,6 @@ class _Exchange:
             return str(error)
         about = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self._sharded]
         return _Description(self._place, about, [list(map(region_of, shards)) for shards in self._shards])
-
-    def _make_stand_ins(self, descriptions: Mapping[int, Any]) -> tuple[dict[str, Tensor], Load]:
-        """Return what is to be written, and the function that returns its values."""
-        written = dict(self._tensors)
-        found: dict[Any, Tensor] = {}
-        numbers: dict[int, int] = {}  # of the tensor that a stand-in stands for
-        for number, (name, tensor) in enumerate(self._sharded):
-            local = to_local(tensor)
-            key = (local.data_ptr(), tensor.shape, tensor.dtype) if local.numel() else name
-            if key not in found:
-                found[key] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
-                numbers[id(found[key])] = number
-            written[name] = found[key]
-
-        def load(tensor: Tensor) -> Tensor:
-            number = numbers.get(id(tensor))
-            return tensor if number is None else self._gather(number, tensor, descriptions)
-
-        return written, load
 
     def _gather(self, number: int, like: Tensor, descriptions: Mapping[int, Any]) -> Tensor:
         """Return the whole of a tensor, each region from the first rank that has it."""
@@ -141,18 +138,14 @@ class _Exchange:
                 if rank == self._writer:
                     place.copy_(self._shards[number][index].tensor.detach())
                     continue
-                self._receive(number, index, place, rank)
+                self._is_receiving = True
+                _send_numbers([number, index], rank)
+                for piece in _pieces(place):
+                    received = self._buffer[: piece.numel() * piece.itemsize]
+                    dist.recv(received, rank)
+                    piece.copy_(received.view(piece.dtype).view(piece.shape))
+                self._is_receiving = False
         return whole
-
-    def _receive(self, number: int, index: int, place: Tensor, rank: int) -> None:
-        """Ask a rank for a region of a tensor, and write it to its place."""
-        self._is_receiving = True
-        _send_numbers([number, index], rank)
-        for piece in _pieces(place):
-            received = self._buffer[: piece.numel() * piece.itemsize]
-            dist.recv(received, rank)
-            piece.copy_(received.view(piece.dtype).view(piece.shape))
-        self._is_receiving = False
 
 
 def root_mesh(mesh: Any) -> Any:
@@ -165,25 +158,11 @@ def root_mesh(mesh: Any) -> Any:
 def holders_of(values: Iterable[Any]) -> Communicator:
     """Return the ranks that hold parts of some of these values, where they are those of the process group; else this one."""
     mesh = next((root_mesh(value.device_mesh) for value in values if is_sharded(value)), None)
-    return Communicator() if mesh is None or mesh.size() != dist.get_world_size() else _Holders()
-
-
-class _Holders(GroupCommunicator):
-    """All ranks of the process group, whoever has made it."""
-
-    def __init__(self) -> None:
-        super().__init__(dist.group.WORLD, nullcontext)
-        self.device = exchange_device()
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, obj)
-        return gathered
-
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        objects = [obj]
-        dist.broadcast_object_list(objects, src=root)
-        return objects[0]
+    if mesh is None or mesh.size() != dist.get_world_size():
+        return Communicator()
+    holders = GroupCommunicator(dist.group.WORLD, nullcontext)
+    holders.device = exchange_device()
+    return holders
 
 
 def _find_refusal(descriptions: Mapping[int, Any]) -> str | None:
@@ -231,16 +210,6 @@ def exchange_device() -> torch.device:
 
 def _send_numbers(numbers: list[int], rank: int) -> None:
     dist.send(torch.tensor(numbers, device=exchange_device()), rank)
-
-
-def _receive_numbers(count: int, rank: int) -> list[int]:
-    numbers = torch.zeros(count, dtype=torch.int64, device=exchange_device())
-    dist.recv(numbers, rank)
-    return numbers.tolist()
-
-
-def _send_object(value: Any, rank: int) -> None:
-    dist.send_object_list([value], rank)
 
 
 def _receive_object(rank: int) -> Any:

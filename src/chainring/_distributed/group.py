@@ -28,33 +28,31 @@ _FIRST_BUCKET, _GRADIENT_BUCKET = 1 << 20, 8 << 20  # bytes of gradients, or mor
 
 
 class GroupCommunicator(Communicator):
-    """Exchanges tensors through a process group of torch.distributed.
+    """Exchanges tensors, and objects, through a process group of torch.distributed.
 
-    Args:
-        group: the process group, whose ranks are those of the communicator.
-        waiting: returns the context of an exchange, in which this thread waits for the other ranks.
+    ``waiting`` returns the context of an exchange, in which this thread waits for the other ranks. The communicators in
+    ``within`` are those of some of its ranks, which leave with it.
     """
 
     def __init__(self, group: Any, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group, self.waiting = group, waiting
-        self._parts: list[GroupCommunicator] = []
+        self._group = self._objects = group
+        self.waiting = waiting
+        self.within: list[GroupCommunicator] = []
         self._under_way: dict[int, list[Any]] = {}  # by number: an exchange that was begun, and what it sends
         self._begun = 0
 
-    def leave_with(self, part: GroupCommunicator) -> None:
-        """Let a communicator of some of these ranks be left together with this one."""
-        self._parts.append(part)
-
     def leave(self) -> None:
-        """Close this end of the exchange of tensors, for those that wait for this rank."""
-        for part in self._parts:
-            part.leave()
-        for held in self._under_way.values():  # an exchange holds the connections of its group
-            held.clear()
-        groups, self._group = [self._group], None  # a connection is closed with the last reference
-        end_groups(groups)
+        """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
+        for comm in self.within:
+            comm.leave()
+        for work in self._under_way.values():  # an exchange holds the connections of its group
+            work.clear()
+        groups = [[self._group]] if self._objects is self._group else [[self._group], [self._objects]]
+        self._group = self._objects = None  # a connection is closed with the last reference
+        for group in groups:
+            end_groups(group)
 
     def all_reduce(self, tensors: Sequence[Tensor], average: bool = True) -> None:
         for flat in _flattened(tensors):
@@ -68,14 +66,25 @@ class GroupCommunicator(Communicator):
             with self.waiting():
                 dist.broadcast(flat, group=self._group, group_src=root)
 
+    def gather_object(self, obj: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        with self.waiting():
+            dist.all_gather_object(gathered, obj, group=self._objects)
+        return gathered
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        objects = [obj]
+        with self.waiting():
+            dist.broadcast_object_list(objects, group=self._objects, group_src=root)
+        return objects[0]
+
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self._when_done(dist.all_reduce(tensor, group=self._group, async_op=True), tensor, tensor)
 
     def start_all_to_all(self, sent: Tensor | Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        own = [len(row) for row in sent]
         flat = sent.reshape(-1) if isinstance(sent, Tensor) else torch.cat(list(sent))
         received = flat.new_empty(sum(sizes))
-        work = dist.all_to_all_single(received, flat, list(sizes), own, group=self._group, async_op=True)
+        work = dist.all_to_all_single(received, flat, list(sizes), list(map(len, sent)), group=self._group, async_op=True)
         return self._when_done(work, list(torch.split(received, list(sizes))), flat)
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -181,26 +190,21 @@ def end_groups(groups: list[Any]) -> None:
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield copies in one dimension, which are copied back after they were exchanged."""
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        yield flat
-        for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
-            tensor.detach().copy_(values.view_as(tensor))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield neighbours of one dtype and device, as many as are exchanged at once."""
+    """Yield neighbours of one dtype and device as one vector, which is copied back after it was exchanged."""
     for _, group in groupby(tensors, lambda tensor: (tensor.dtype, tensor.device)):
-        bucket: list[Tensor] = []
+        buckets: list[list[Tensor]] = [[]]
         size = 0
         for tensor in group:
-            if bucket and size + tensor.nbytes > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
+            if buckets[-1] and size + tensor.nbytes > _BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(tensor)
             size += tensor.nbytes
-        yield bucket
+        for bucket in buckets:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            yield flat
+            for tensor, values in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.detach().copy_(values.view_as(tensor))
 
 
 def gradient_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

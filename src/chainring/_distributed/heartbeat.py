@@ -16,14 +16,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from chainring._distributed.communicator import RankFailed
 from chainring._distributed.group import BESIDE, OWN, count_collectives, is_timeout, lower_timeouts
-from chainring._distributed.late import judge
 from chainring._distributed.progress import Process, Progress, Record, this_process
 
 T = TypeVar("T")
@@ -36,6 +35,7 @@ _ANSWER = 3.0  # seconds in which the others answer a question
 _PATIENCE = 5.0  # seconds in which an exchange with a process that has ended fails by itself, nearly always in a few ms
 _MARGIN = 4.0  # seconds after the timeout at which an exchange itself ends with an error, when it is known why
 _GRACE = 3.0  # seconds after that, in which this error reaches the script
+_MOST_DESCRIBED = 4  # ranks
 
 
 class Failure(NamedTuple):
@@ -57,9 +57,7 @@ class Failure(NamedTuple):
 class _StoreThread:
     """A store that is called in a thread of its own, since a call of one whose process is stopped does not return.
 
-    Args:
-        store: a store of torch.distributed.
-        turn: is called in that thread in each turn.
+    That thread also calls ``turn`` with it, several times a second.
     """
 
     def __init__(self, store: Any, turn: Callable[[Any], None]) -> None:
@@ -130,7 +128,7 @@ class Heartbeat:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, lowers: bool = False) -> None:
         self._rank, self._size, self._timeout, self._lowers = rank, size, timeout, lowers
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._known_at = 0.0  # when that was received
         self._is_leaving = False  # True once this rank ends with an error
         self._processes: dict[int, Process] = {}  # of the other ranks
@@ -155,31 +153,24 @@ class Heartbeat:
         except RuntimeError as error:
             if is_timeout(error):
                 self._inquire()
-            if self._failure is None or self._failure.late is None:
+            if self.failure is None or self.failure.late is None:
                 raise
-            raise RankFailed(self._failure.text) from error
+            raise RankFailed(self.failure.text) from error
         finally:
             self._progress.waiting.pop(thread, None)
 
-    def this_process(self) -> Process:
-        """Return this process, for `watch_processes` of the other ranks."""
-        return this_process(self._progress.board)
-
-    def watch_processes(self, processes: list[Process]) -> None:
+    def watch_processes(self, gather: Callable[[Process], list[Process]]) -> None:
         """Watch the processes of all ranks from now on, when the process groups are there."""
+        processes = gather(this_process(self._progress.board))
         if self._lowers:
             lower_timeouts(self._timeout + _MARGIN)
         self._processes = {rank: process for rank, process in enumerate(processes) if rank != self._rank}
-
-    def has_failed(self) -> bool:
-        """Return whether a failure has been received."""
-        return self._failure is not None
 
     def publish(self, text: str) -> str:
         """Publish why this rank fails; return what was published first, which may be another rank's."""
         self._is_leaving = True
         self._publish(Failure(text, self._rank, None, count_collectives()), _CALL)
-        return text if self._failure is None else self._failure.text
+        return text if self.failure is None else self.failure.text
 
     def poll(self, is_timeout: bool = False) -> str | None:
         """Return what was published first, ``None`` if nothing was: a rank publishes before it leaves.
@@ -187,15 +178,15 @@ class Heartbeat:
         With ``is_timeout`` an exchange took too long, and the ranks that have not arrived are determined.
         """
         self._is_leaving = True
-        if self._failure is None:
+        if self.failure is None:
             self._store.call(self._receive, _CALL if self._store.answers() else _SILENCE)
         if is_timeout:
             self._inquire()
-        return None if self._failure is None else self._failure.text
+        return None if self.failure is None else self.failure.text
 
     def wait_for_others(self) -> None:
         """Let rank 0 stay until all ranks have received what was published, a few seconds at most."""
-        late = 0 if self._failure is None else len(self._failure.late or ())
+        late = 0 if self.failure is None else len(self.failure.late or ())
         until = time.monotonic() + _CALL
         while self._rank == 0 and time.monotonic() < until:
             if (self._store.call(lambda store: store.add(_RECEIVED, 0)) or 0) >= self._size - late:
@@ -206,7 +197,7 @@ class Heartbeat:
         self._closed.set()
         self._store.close()
         self._watching.join(_CALL if self._store.answers() else _TURN)
-        if self._failure is None and not self._is_leaving and not self._watching.is_alive():
+        if self.failure is None and not self._is_leaving and not self._watching.is_alive():
             self._store.leave(self._rank, self._size)
         self._progress.close()
 
@@ -223,8 +214,8 @@ class Heartbeat:
             store.set(f"{_RECORD}/{self._rank}", record.to_json())
 
     def _receive(self, store: Any) -> None:
-        if self._failure is None and store.check([_FAILURE]):
-            self._known_at, self._failure = time.monotonic(), Failure(*json.loads(store.get(_FAILURE)))
+        if self.failure is None and store.check([_FAILURE]):
+            self._known_at, self.failure = time.monotonic(), Failure(*json.loads(store.get(_FAILURE)))
             store.add(_RECEIVED, 1)
 
     def _ask(self, store: Any) -> dict[int, Record] | None:
@@ -234,14 +225,14 @@ class Heartbeat:
         until, answers = time.monotonic() + _ANSWER, dict[int, Record]()
         while len(answers) < self._size and time.monotonic() < until:
             self._turn(store)
-            for rank in range(self._size):
-                record = None if rank in answers else _read_record(store, rank)
-                if record is not None and record.answers >= self._asked:
-                    answers[rank] = record
+            for rank in set(range(self._size)) - answers.keys():
+                if store.check([key := f"{_RECORD}/{rank}"]):
+                    record = Record(**json.loads(store.get(key)))
+                    if record.answers >= self._asked:
+                        answers[rank] = record
             self._store.answered_at = time.monotonic()
             time.sleep(_TURN / 5)
-        silent = [rank for rank in range(self._size) if rank not in answers]
-        return answers | {rank: self._describe_silent(rank) for rank in silent}
+        return {rank: answers.get(rank) or self._describe_silent(rank) for rank in range(self._size)}
 
     # in the thread that watches
 
@@ -254,10 +245,18 @@ class Heartbeat:
             for rank, process in list(self._processes.items()):
                 if rank not in ended and process.has_ended():
                     ended[rank] = now
-            if ended and self._has_waited_since(max(ended.values())):
-                self._stop_without(sorted(ended))
-            if self._failure is not None:
-                self._stop_if_stuck(now, self._failure)
+            latest = time.monotonic() - _PATIENCE
+            waits = any(began < latest for began, _ in list(self._progress.waiting.values()))
+            if ended and waits and max(ended.values()) < latest:
+                others = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in sorted(ended))
+                first = "" if self.failure is None else f"{self.failure.text}\n"
+                self._stop(
+                    f"{first}rank {self._rank} stops: the process of rank {others} has ended, and this rank kept waiting "
+                    f"for it for {_PATIENCE:g} s. Its connections are still open: a child process that it has forked may "
+                    "hold them."
+                )
+            if self.failure is not None:
+                self._stop_if_stuck(now, self.failure)
             elif now > self._next_question and (self._must_ask or self._progress.is_stalled(self._timeout)):
                 self._find_late()
 
@@ -265,37 +264,34 @@ class Heartbeat:
         """Let the watching thread find out now who has not arrived, for some seconds at most."""
         until = time.monotonic() + _ANSWER + _GRACE
         self._must_ask = True
-        while self._failure is None and time.monotonic() < until and self._watching.is_alive():
+        while self.failure is None and time.monotonic() < until and self._watching.is_alive():
             time.sleep(_TURN / 10)
         self._must_ask = False
 
     def _find_late(self) -> None:
         """Find out which ranks have not arrived, and publish it; if another rank asks, it does."""
         self._next_question = time.monotonic() + _ANSWER + _TURN
-        has_answered, records = False, None
-        if self._store.answers():
-            answer = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN)
-            has_answered, records = answer is not None, answer[0] if answer else None
-        if has_answered and records is None:
-            return  # another rank asks
+        answer = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN) if self._store.answers() else None
+        records = self._records_without_store() if answer is None else answer[0]
         if records is None:
-            records = self._records_without_store()
+            return  # another rank asks
         waited = self._timeout - 2 * _TURN
         if self._must_ask:  # its exchange has ended by a timeout
             records[self._rank].waited = max(records[self._rank].waited, waited)
-        verdict = judge(records, records if has_answered else [self._rank], waited, self._timeout)
+        verdict = judge(records, [self._rank] if answer is None else records, waited, self._timeout)
         if verdict is None:
-            self._next_question = time.monotonic() + (max(_PATIENCE, self._timeout / 10) if has_answered else _SILENCE)
+            self._next_question = time.monotonic() + (_SILENCE if answer is None else max(_PATIENCE, self._timeout / 10))
             return
-        collectives = dict(records[verdict.late[0]].collectives or {}) if verdict.late else {}
-        self._publish(failure := Failure(verdict.text, self._rank, verdict.late, collectives), _SILENCE)
-        if self._failure is None:
-            self._known_at, self._failure = time.monotonic(), failure
+        late, text = verdict
+        collectives = dict(records[late[0]].collectives or {}) if late else {}
+        self._publish(failure := Failure(text, self._rank, late, collectives), _SILENCE)
+        if self.failure is None:
+            self._known_at, self.failure = time.monotonic(), failure
 
     def _records_without_store(self) -> dict[int, Record]:
-        """Return what is known on this machine, when the store does not answer."""
-        records = {rank: Record(rank, collectives={}) for rank in range(self._size)}
-        for rank, process in list(self._processes.items()):
+        """Return the records of the ranks on this machine, and of others that nothing is known of them."""
+        records = {rank: Record(rank) for rank in range(self._size)}
+        for rank, process in self._processes.items():
             board = process.read_board()
             if board is not None:
                 records[rank] = board[0] if board[1] < _SILENCE else self._describe_silent(rank)
@@ -323,16 +319,11 @@ class Heartbeat:
         """Publish a failure unless there is one, and receive what was published first."""
 
         def publish(store: Any) -> None:
-            if self._failure is None:
+            if self.failure is None:
                 _set_once(store, _FAILURE, json.dumps(failure))
                 self._receive(store)
 
         self._store.call(publish, seconds)
-
-    def _has_waited_since(self, moment: float) -> bool:
-        """Return True if a thread has been in one exchange for long, and so long after a moment."""
-        latest = time.monotonic() - _PATIENCE
-        return moment < latest and any(began < latest for began, _ in list(self._progress.waiting.values()))
 
     def _stop_if_stuck(self, now: float, failure: Failure) -> None:
         """End this process if a failure does not reach its main thread: it waits where no error comes, or is itself late."""
@@ -345,20 +336,17 @@ class Heartbeat:
             return
         waiting = [since for since, is_beside in list(self._progress.waiting.values()) if not is_beside]
         began = min([self._progress.changed_at, *waiting])
-        waits = waiting or not failure.collectives or _is_ahead(failure.collectives)
+        is_ahead = any(  # in a group whose waits nobody notes, such as that of DDP
+            name in failure.collectives and number > failure.collectives[name][0]
+            for name, (number, _, description) in count_collectives().items()
+            if description not in (OWN, BESIDE)
+        )
         limit = _PATIENCE
         if failure.late is not None:  # until its exchange should have ended
             limit = min(_MARGIN + _GRACE, began + self._timeout + _MARGIN + _GRACE - self._known_at)
+        waits = waiting or not failure.collectives or is_ahead
         if waits and began < self._known_at + _GRACE and known_for > max(limit, _GRACE):
             self._stop(f"{failure.text}\nrank {self._rank} stops, because it kept waiting.")
-
-    def _stop_without(self, ended: list[int]) -> None:
-        others = ", ".join(f"{rank} (pid {self._processes[rank].pid})" for rank in ended)
-        first = "" if self._failure is None else f"{self._failure.text}\n"
-        self._stop(
-            f"{first}rank {self._rank} stops: the process of rank {others} has ended, and this rank kept waiting for it "
-            f"for {_PATIENCE:g} s. Its connections are still open: a child process that it has forked may hold them."
-        )
 
     def _stop(self, text: str) -> None:
         """End this process, whose main thread waits in a place that no error reaches."""
@@ -382,15 +370,87 @@ def _set_once(store: Any, key: str, text: str) -> bool:
         return bytes(store.get(key)) == text.encode()
 
 
-def _read_record(store: Any, rank: int) -> Record | None:
-    key = f"{_RECORD}/{rank}"
-    return Record(**json.loads(store.get(key))) if store.check([key]) else None
+def judge(
+    records: Mapping[int, Record], asking: Collection[int], waited: float, timeout: float
+) -> tuple[list[int], str] | None:
+    """Return the ranks that have not arrived where another has waited for too long, and what all say of that.
 
-
-def _is_ahead(others: dict[str, Any]) -> bool:
-    """Return whether this rank has begun more than another in a group whose waits nobody notes, such as that of DDP."""
-    return any(
-        name in others and number > others[name][0]
-        for name, (number, _, description) in count_collectives().items()
-        if description not in (OWN, BESIDE)
+    It is none of them if all wait for each other; ``None`` if none has waited for ``waited`` seconds. Of ranks that are not
+    ``asking`` it may not be known if they still wait.
+    """
+    for is_beside in (False, True):
+        seconds = {
+            rank: records[rank].waited_beside if is_beside else records[rank].waited or records[rank].idle for rank in asking
+        }
+        for rank in sorted(seconds, key=seconds.__getitem__, reverse=True):
+            if seconds[rank] < waited or records[rank].state or not (late := find_late(records[rank], records, is_beside)):
+                continue
+            verb, waiting = "has" if len(late) == 1 else "have", [other for other in records if other not in late]
+            details = "\n".join(_describe(records[other]) for other in late[:_MOST_DESCRIBED])
+            return late, (
+                f"{_name_ranks(late)} {verb} not arrived in an exchange in which {_name_ranks(waiting)} waited for "
+                f"{seconds[rank]:.0f} s (timeout={timeout:g}).\n{details}\n"
+                "Start again, to continue from the newest snapshot. If the rank is only slow there, give it more time by "
+                "create_communicator(timeout=), or let all ranks do that work."
+            )
+    shortest = min(max(record.waited, record.waited_beside) for record in records.values())
+    if shortest < waited:
+        return None
+    details = "\n".join(map(_describe, list(records.values())[:_MOST_DESCRIBED]))
+    return [], (
+        f"all ranks wait for each other for {shortest:.0f} s (timeout={timeout:g}): they are in different exchanges, or the "
+        f"network is lost.\n{details}\n"
+        "All ranks call the same methods of a communicator, and the same collectives of torch, in the same order: see "
+        "where the stacks differ."
     )
+
+
+def find_late(asking: Record, records: Mapping[int, Record], is_beside: bool) -> list[int]:
+    """Return the ranks for which one waits, and which do not wait themselves; none if all wait for each other.
+
+    A rank waits for those that have begun fewer collectives in a group than it has, and so for those that they wait for;
+    ``is_beside`` in a group of another thread, where a snapshot is agreed upon.
+    """
+    reached, late, queue = {asking.rank}, set(), [asking.rank]
+    while queue:
+        waited_for = _waited_for(records[queue.pop()], records, is_beside)
+        for rank in waited_for - reached:
+            if _waited_for(records[rank], records, is_beside) and not records[rank].state:
+                queue.append(rank)
+            else:
+                late.add(rank)
+        reached |= waited_for
+    late = {rank for rank in late if records[rank].collectives is not None} or late  # surely, or possibly
+    return sorted(late) or [rank for rank, record in records.items() if record.state]
+
+
+def _waited_for(record: Record, records: Mapping[int, Record], is_beside: bool) -> set[int]:
+    """Return the ranks that have not arrived where a rank waits, of which one of whom nothing is known may be one."""
+    waited_for = set()
+    for name, (number, ranks, description) in (record.collectives or {}).items():
+        if (description == BESIDE) == is_beside and (is_beside or record.waited or description != OWN):
+            for rank in set(ranks) - {record.rank}:
+                known = records[rank].collectives
+                if known is None or (name in known and known[name][0] < number):
+                    waited_for.add(rank)
+    return waited_for
+
+
+def _describe(record: Record) -> str:
+    who = f"rank {record.rank}"
+    if record.pid:
+        who += f", process {record.pid} on {record.host},"
+    if record.position is None:
+        where = "is outside of a run" if record.collectives is not None else "has said nothing of its iteration"
+    else:
+        iteration, extension = record.position
+        where = f"has iteration {iteration} as its last" + (
+            "" if extension is None else f" and is in extension {extension!r}"
+        )
+    state = f" {record.state}" if record.state else f" It has begun no exchange for {record.idle:.0f} s."
+    return f"{who} {where}.{state}" + (f" Its stack:\n{record.stacks.rstrip()}" if record.stacks else "")
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -24,12 +24,8 @@ class Place(NamedTuple):
     """The place of a process among those that a launcher has started together.
 
     Attributes:
-        rank: its number among all of them.
-        size: how many there are.
-        local_rank: its number among those on its machine.
         start: the name of this start: the same on all ranks, and another one when they are started again.
         address: the machine of rank 0, where the ranks meet; empty if torchrun has a store for them.
-        port: the one through which they meet.
     """
 
     rank: int
@@ -45,9 +41,6 @@ class _Launcher(NamedTuple):
 
     Attributes:
         name: the command, or whatever starts the tasks.
-        rank: the variable that has the number of the task.
-        size: that has the number of tasks.
-        local_rank: that has the number of the task among those on its machine.
         if_one_machine: two variables, or a variable and a value, that are equal if all tasks are on one machine.
         start: those that together name this start, if there are any.
         machines: those that may have the machines in Slurm's notation, of which the first has rank 0.
@@ -105,9 +98,23 @@ def read_place(environment: Mapping[str, str]) -> Place:
     if launcher is not None and not all(name in environment for name in _TORCHRUN):
         place = _place_by(launcher, environment)
     elif "RANK" in environment or "WORLD_SIZE" in environment:
-        place = _place_by_torchrun(environment)
+        if missing := [name for name in _TORCHRUN if name not in environment]:
+            raise RuntimeError(
+                f"a launcher sets {', '.join(_TORCHRUN)}, and {', '.join(missing)} is missing here; start with "
+                "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
+            )
+        size = _number(environment, "WORLD_SIZE")
+        start = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}-{size}"
+        has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, port = ("", 0) if has_store else (environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
+        place = Place(_number(environment, "RANK"), size, read_local_rank(environment), start, address, port)
     else:
-        _warn_of_idle_tasks(environment)
+        count = environment.get("SLURM_NTASKS", "1")
+        if count not in ("0", "1") and "SLURM_STEP_ID" not in environment:
+            warn(
+                f"this job of Slurm has {count} tasks, as SLURM_NTASKS says, and this process, which srun has not started, "
+                f"trains alone: start the script with `srun`, or ask for --ntasks=1 --cpus-per-task={count}",
+            )
         return Place(0, 1, 0)
     if place.rank >= place.size:
         raise RuntimeError(
@@ -126,10 +133,7 @@ def read_local_rank(environment: Mapping[str, str]) -> int:
 def meet(place: Place, timeout: timedelta, accelerator: str = "") -> Any:
     """Wait for all processes of this start, and return the store through which they have met.
 
-    Args:
-        place: where this process is among them.
-        timeout: for those that come later.
-        accelerator: the name of the one that this process uses, which no other may use.
+    No other process may use the ``accelerator`` of this name.
 
     Raises:
         RuntimeError: some have not come, there are two of one rank, or the port is taken.
@@ -194,19 +198,6 @@ def _launcher_of(environment: Mapping[str, str]) -> _Launcher | None:
     return found[0] if found else None
 
 
-def _place_by_torchrun(environment: Mapping[str, str]) -> Place:
-    if missing := [name for name in _TORCHRUN if name not in environment]:
-        raise RuntimeError(
-            f"a launcher sets {', '.join(_TORCHRUN)}, and {', '.join(missing)} is missing here; start with "
-            "`torchrun --nproc-per-node N script.py`, or unset RANK and WORLD_SIZE to train in one process"
-        )
-    size = _number(environment, "WORLD_SIZE")
-    start = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}-{size}"
-    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = ("", 0) if has_store else (environment["MASTER_ADDR"], _number(environment, "MASTER_PORT"))
-    return Place(_number(environment, "RANK"), size, read_local_rank(environment), start, address, port)
-
-
 def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     """Return the place of one of several tasks of a launcher other than torchrun."""
     if launcher.rank not in environment:
@@ -214,9 +205,19 @@ def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     for name, own in (("RANK", launcher.rank), ("WORLD_SIZE", launcher.size)):
         if environment.get(name, environment[own]) != environment[own]:
             raise _cannot_meet(launcher, environment, f"{name} is {environment[name]}, and {own} is {environment[own]}")
-    address = environment.get("MASTER_ADDR") or _address_by(launcher, environment)
+    first, second = launcher.if_one_machine
+    machines = next((environment[name] for name in launcher.machines if name in environment), "")
+    is_one_machine = environment.get(first) == environment.get(second, second) or first_machine(machines) == machines != ""
+    if not (address := environment.get("MASTER_ADDR")):
+        if not (is_one_machine or machines):
+            reason = "nothing says on which machine rank 0 is; set MASTER_ADDR to it on all"
+            raise _cannot_meet(launcher, environment, reason)
+        if not is_one_machine and environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+            reason = "SLURM_DISTRIBUTION=arbitrary; set MASTER_ADDR to the machine of rank 0 on all"
+            raise _cannot_meet(launcher, environment, reason)
+        address = "127.0.0.1" if is_one_machine else first_machine(machines)
     rank, size = _number(environment, launcher.rank), _number(environment, launcher.size)
-    if launcher.local_rank not in environment and not _is_one_machine(launcher, environment):
+    if launcher.local_rank not in environment and not is_one_machine:
         raise _cannot_meet(launcher, environment, f"{launcher.local_rank} is not set")
     local_rank = _number(environment, launcher.local_rank) if launcher.local_rank in environment else rank
     names = [environment[name] for name in launcher.start if name in environment]
@@ -226,29 +227,6 @@ def _place_by(launcher: _Launcher, environment: Mapping[str, str]) -> Place:
     return Place(rank, size, local_rank, start, address, _number({"MASTER_PORT": str(port), **environment}, "MASTER_PORT"))
 
 
-def _address_by(launcher: _Launcher, environment: Mapping[str, str]) -> str:
-    """Return the machine of rank 0."""
-    if _is_one_machine(launcher, environment):
-        return "127.0.0.1"
-    if not (machines := _machines_of(launcher, environment)):
-        raise _cannot_meet(launcher, environment, "nothing says on which machine rank 0 is; set MASTER_ADDR to it on all")
-    if environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
-        raise _cannot_meet(
-            launcher, environment, "SLURM_DISTRIBUTION=arbitrary; set MASTER_ADDR to the machine of rank 0 on all"
-        )
-    return first_machine(machines)
-
-
-def _is_one_machine(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
-    one, other = launcher.if_one_machine
-    machines = _machines_of(launcher, environment)
-    return environment.get(one) == environment.get(other, other) or first_machine(machines) == machines != ""
-
-
-def _machines_of(launcher: _Launcher, environment: Mapping[str, str]) -> str:
-    return next((environment[name] for name in launcher.machines if name in environment), "")
-
-
 def _cannot_meet(launcher: _Launcher, environment: Mapping[str, str], reason: str) -> RuntimeError:
     return RuntimeError(
         f"{launcher.name} has started {environment[launcher.size]} tasks, as {launcher.size} says, and they cannot meet: "
@@ -256,16 +234,6 @@ def _cannot_meet(launcher: _Launcher, environment: Mapping[str, str], reason: st
         f"and in it torchrun, such as `{launcher.name} torchrun --nproc-per-node N script.py`; to train in one process, "
         f"unset {launcher.size}"
     )
-
-
-def _warn_of_idle_tasks(environment: Mapping[str, str]) -> None:
-    """Warn where Slurm has allotted several tasks, and this process, which is none of them, trains alone."""
-    count = environment.get("SLURM_NTASKS", "1")
-    if count not in ("0", "1") and "SLURM_STEP_ID" not in environment:
-        warn(
-            f"this job of Slurm has {count} tasks, as SLURM_NTASKS says, and this process, which srun has not started, "
-            f"trains alone: start the script with `srun`, or ask for --ntasks=1 --cpus-per-task={count}",
-        )
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

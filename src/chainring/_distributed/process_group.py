@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,8 +19,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from chainring._checks import is_number
-from chainring._distributed.attendance import begin_together
-from chainring._distributed.communicator import Communicator, RankFailed
+from chainring._distributed.communicator import (
+    RUNNING_ALONE,
+    WAITING,
+    Communicator,
+    RankFailed,
+    describe_alone,
+    store_of_runs,
+)
 from chainring._distributed.group import (
     BESIDE,
     OWN,
@@ -36,6 +44,8 @@ from chainring._distributed.launchers import Place, meet, read_local_rank, read_
 from chainring._messages import mute
 from chainring.converters import Device, as_device, is_auto, set_device_of_rank
 
+logger = logging.getLogger("chainring")
+_NOTICE = 10.0  # seconds after which it is told who has not begun a run
 _groups_joined = 0
 
 
@@ -83,14 +93,6 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
             f"timeout is a number of seconds above 0 in which a late rank has to arrive; got {timeout!r}: give more than "
             f"the longest work of one rank takes, or None for {TIMEOUT.total_seconds():g}"
         )
-    world = _create_world(device, timeout)
-    if mesh is None or not isinstance(world, GroupCommunicator):
-        return world
-    return MeshCommunicator(world, _ranks_along(mesh, world))
-
-
-def _create_world(device: Device, timeout: float | None) -> Communicator:
-    """Return the communicator of all ranks."""
     started = dist.is_available() and dist.is_initialized()
     place = Place(dist.get_rank(), dist.get_world_size(), read_local_rank(os.environ)) if started else read_place(os.environ)
     rank_device = _device_of_rank(device, place.local_rank)
@@ -102,7 +104,8 @@ def _create_world(device: Device, timeout: float | None) -> Communicator:
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
     store = _store_of_group() if started else _start(place, rank_device, timeout)
-    return ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
+    world = ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
+    return world if mesh is None else MeshCommunicator(world, _ranks_along(mesh, world))
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
@@ -165,19 +168,18 @@ class ProcessGroupCommunicator(GroupCommunicator):
         exchange: Any = nullcontext,
         timeout: float | None = None,
     ) -> None:
-        failures = None
         self.timeout = TIMEOUT.total_seconds() if timeout is None else timeout
+        self._failures: Heartbeat | None = None
+        description = BESIDE
         if store is not None:
-            lowers = timeout is not None
-            failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, lowers=lowers)
-        self._failures = failures
-        description = OWN if failures is not None else BESIDE
-        group = new_group(description=description)
-        super().__init__(group, exchange if failures is None else failures.exchange)
+            self._failures = Heartbeat(store, dist.get_rank(), dist.get_world_size(), self.timeout, timeout is not None)
+            exchange, description = self._failures.exchange, OWN
+        super().__init__(new_group(description=description), exchange)
         self.local_rank, self.device = local_rank, device
-        self._objects = group if _is_gloo_on_host(group) else new_group("gloo", description=description)
-        if failures is not None:
-            failures.watch_processes(self.gather_object(failures.this_process()))
+        if "cpu:gloo" not in dist.get_backend_config(self._group):
+            self._objects = new_group("gloo", description=description)
+        if self._failures is not None:
+            self._failures.watch_processes(self.gather_object)
         self._is_open, self._ends_group = True, ends_group
         self._store, self._runs = store, 0
         if self.rank != 0:
@@ -185,22 +187,30 @@ class ProcessGroupCommunicator(GroupCommunicator):
         atexit.register(self.close)
 
     def begin(self) -> None:
-        if self._failures is not None and self.size > 1:
-            self._runs += 1
-            with self.waiting():
-                begin_together(self._store, self._runs, self.rank, self.size, self._failures.has_failed)
-
-    def gather_object(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
+        """Wait until all ranks begin this run, unless one has begun its own without a communicator, or has failed."""
+        if self._failures is None or self.size == 1:
+            return
+        self._runs += 1
+        key, runs = f"run/{self._runs}", store_of_runs()
         with self.waiting():
-            dist.all_gather_object(gathered, obj, group=self._objects)
-        return gathered
-
-    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
-        objects = [obj]
-        with self.waiting():
-            dist.broadcast_object_list(objects, group=self._objects, group_src=root)
-        return objects[0]
+            self._store.set(f"{key}/{self.rank}", "")
+            if self._store.add(key, 1) == self.size or runs is None:
+                return
+            runs.add(WAITING, 1)  # and for ever if this rank raises, so that the other one sees it
+            notice_at, pause = time.monotonic() + _NOTICE, 0.001
+            while self._store.add(key, 0) < self.size:
+                if runs.check([RUNNING_ALONE]) and (other := str(runs.get(RUNNING_ALONE), "utf-8")):
+                    raise ValueError(describe_alone(other))
+                if self._failures.failure is not None:
+                    raise RuntimeError("Connection closed: another rank has failed before its run began")
+                if time.monotonic() > notice_at:
+                    notice_at = math.inf
+                    late = [rank for rank in range(self.size) if not self._store.check([f"{key}/{rank}"])]
+                    text = "rank %d waits for ranks %s, which have not begun the run after %g s"
+                    logger.warning(text, self.rank, late, _NOTICE)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.25)
+            runs.add(WAITING, -1)
 
     def start_max(self, number: int) -> Callable[[], int]:
         largest = torch.tensor(number)
@@ -210,6 +220,10 @@ class ProcessGroupCommunicator(GroupCommunicator):
 
     def barrier(self) -> None:
         self.gather_object(None)
+
+    def leave(self) -> None:
+        self._is_open = False
+        super().leave()
 
     def beside(self) -> Communicator:
         self.barrier()  # so that they connect at the same time
@@ -221,12 +235,12 @@ class ProcessGroupCommunicator(GroupCommunicator):
         if failures is None or not self._is_open:
             return error
         if isinstance(error, RankFailed):
-            self._leave()
+            self.leave()
             failures.wait_for_others()
             return error
         text = f"rank {self.rank} has failed, and all stop with it:\n\n{''.join(traceback.format_exception(error))}"
         first = failures.poll(is_timeout(error)) if is_connection_error(error) else failures.publish(text)
-        self._leave()
+        self.leave()
         if first is None:
             error.add_note("another rank ended without publishing an error: it was killed, or ended outside of the training")
             return error
@@ -236,14 +250,6 @@ class ProcessGroupCommunicator(GroupCommunicator):
         failure = RankFailed(first)
         failure.__cause__ = error
         return failure
-
-    def _leave(self) -> None:
-        """Close this end of the exchange, for those that wait for this rank; a snapshot under way has a group of its own."""
-        self._is_open = False
-        groups = [] if self._objects is self._group else [self._objects]
-        self._objects = None  # before the group is left, which ends with its last reference
-        self.leave()
-        end_groups(groups)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -261,27 +267,33 @@ class MeshCommunicator(GroupCommunicator):
     """The ranks that share the data, among those of a world in which others see the same rows, as for tensor parallelism.
 
     Tensors are exchanged with the ranks that share the data and have the same place otherwise, a column of the mesh. What
-    is gathered is that of one column, the first, so that all ranks of the world have the same.
-
-    Args:
-        world: the communicator of all ranks.
-        ranks: the numbers in the world of the ranks of this column, in the order of their data.
-
-    Raises:
-        ValueError: the columns are not disjoint, or not all of one size, or rank 0 of the world is not the first of its own.
+    is gathered is that of one column, the first, so that all ranks of the world have the same. All ranks refuse alike
+    columns that are no mesh of the whole ``world``; ``ranks`` are the numbers of those of this one, in the order of their
+    data.
     """
 
     def __init__(self, world: GroupCommunicator, ranks: Sequence[int]) -> None:
-        self._world = world
         columns = sorted(set(map(tuple, world.gather_object(list(ranks)))))
-        _check_columns(columns, world)
+        shown = [list(column) for column in columns]
+        if (
+            sorted(rank for column in columns for rank in column) != list(range(world.size))
+            or len(set(map(len, columns))) > 1
+        ):
+            raise ValueError(
+                f"every rank shares the data with as many others as any, and of {world.size} ranks the mesh has those that "
+                f'share it as {shown}: give all ranks the same slice of one mesh over all ranks, such as mesh["dp"]'
+            )
+        if columns[0][0] != 0:
+            raise ValueError(
+                f"rank 0 of the world writes, and is the first of those that share the data; the mesh has {shown}: make it "
+                "by init_device_mesh, which numbers the ranks in order"
+            )
         groups = [new_group(ranks=column) for column in columns]
         own = next(index for index, column in enumerate(columns) if world.rank in column)
         super().__init__(groups[own], world.waiting)
         self.local_rank, self.device = world.local_rank, world.device
-        self._columns, self._own = columns, own
-        self._first = next(column for column in columns if column[0] == 0)
-        world.leave_with(self)
+        self._world, self._columns, self._own = world, columns, own
+        world.within.append(self)
 
     @property
     def is_main(self) -> bool:
@@ -304,7 +316,10 @@ class MeshCommunicator(GroupCommunicator):
 
     def gather_object(self, obj: Any) -> list[Any]:
         gathered = self._world.gather_object(obj)
-        return [gathered[rank] for rank in self._first]
+        return [gathered[rank] for rank in self._columns[0]]
+
+    def broadcast_object(self, obj: Any, root: int = 0) -> Any:
+        return self.gather_object(obj)[root]
 
     def start_max(self, number: int) -> Callable[[], int]:
         return self._world.start_max(number)
@@ -324,12 +339,7 @@ class MeshCommunicator(GroupCommunicator):
 
 
 def _ranks_along(mesh: Any, world: Communicator) -> list[int]:
-    """Return the numbers in the world of the ranks of a mesh, or of the slice of one that this rank belongs to.
-
-    Raises:
-        TypeError: it is not a ``DeviceMesh``.
-        ValueError: it is of another kind of device.
-    """
+    """Return the numbers in the world of the ranks of a mesh, or of the slice of one that this rank belongs to."""
     if not hasattr(mesh, "get_coordinate") or not hasattr(mesh, "device_type"):
         raise TypeError(
             "mesh is a DeviceMesh whose ranks share the data, or a slice of one, such as "
@@ -341,24 +351,3 @@ def _ranks_along(mesh: Any, world: Communicator) -> list[int]:
             f"init_device_mesh({world.device.type!r}, ...), or give create_communicator(device={mesh.device_type!r})"
         )
     return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
-
-
-def _check_columns(columns: list[tuple[int, ...]], world: Communicator) -> None:
-    """Refuse columns that are no mesh of the whole world; all ranks have the same ones, and refuse alike."""
-    members = sorted(rank for column in columns for rank in column)
-    if members != list(range(world.size)) or len(set(map(len, columns))) > 1:
-        raise ValueError(
-            f"every rank shares the data with as many others as any, and of {world.size} ranks the mesh has those that "
-            f"share it as {[list(column) for column in columns]}: give all ranks the same slice of one mesh over all ranks, "
-            'such as mesh["dp"]'
-        )
-    if all(column[0] != 0 for column in columns):
-        raise ValueError(
-            f"rank 0 of the world writes, and is the first of those that share the data; the mesh has "
-            f"{[list(column) for column in columns]}: make it by init_device_mesh, which numbers the ranks in order"
-        )
-
-
-def _is_gloo_on_host(group: Any) -> bool:
-    """Return whether a group exchanges tensors on the host, and objects with them, by gloo."""
-    return "cpu:gloo" in dist.get_backend_config(group)

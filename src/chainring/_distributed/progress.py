@@ -27,7 +27,7 @@ _STACK_SIGNAL_FROM_LAST = 7  # a real-time signal that hardly anything uses, cou
 _DUMP_TIME = 0.3  # seconds between two looks whether a process has written its stacks; a stopped one does not
 _ITERATION = struct.Struct("=q")
 _positions: list[Callable[[], tuple[int, str | None]]] = []  # of the runs in this process, the inner ones last
-_boards: list[Board] = []  # of the communicators of this process
+_boards: list[int] = []  # the files from which other processes read how far this one has come
 _stacks: tuple[int, int] | None = None  # of this process: its pid, and the file into which it dumps its stacks
 
 
@@ -44,7 +44,7 @@ def reporting_position(position: Callable[[], tuple[int, str | None]]) -> Iterat
 def note_iteration(iteration: int) -> None:
     """Note after each update how many there were, which a process that is stopped or hangs cannot say any more."""
     for board in _boards:
-        board.note(iteration)
+        os.pwrite(board, _ITERATION.pack(iteration), 0)
 
 
 def _read_position() -> tuple[int, str | None] | None:
@@ -61,9 +61,6 @@ class Record:
     """How far a rank has come.
 
     Attributes:
-        rank: its number.
-        host: the name of its machine.
-        pid: the number of its process.
         position: its last iteration, and the extension that it calls; ``None`` outside of a run.
         idle: seconds since it has last begun a collective or ended an iteration.
         waited: seconds for which it has waited in an exchange of its communicator; 0 if it does not.
@@ -71,7 +68,6 @@ class Record:
         collectives: what `count_collectives` returns; ``None`` if nothing is known of it.
         answers: the number of the question that it answers; 0 if it answers none.
         state: why it does not answer; an empty text if it does.
-        stacks: where its threads are.
     """
 
     rank: int
@@ -94,20 +90,23 @@ class Progress:
     """How far this rank has come, on which `turn` looks several times a second.
 
     Attributes:
-        rank: the number of this rank.
         waiting: since when each thread waits in an exchange, and whether in one beside those of the training.
         changed_at: when it has last begun a collective or ended an iteration.
         awake_at: when this process has begun to run, or to run again after it was stopped.
-        board: the file from which other processes on this machine read its record.
+        board: a file in memory with the number of updates, which is written after each, and the record of this rank. Other
+            processes on this machine read it, also when this one is stopped.
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank, self._owner = rank, threading.get_ident()
+        self._rank, self._owner = rank, threading.get_ident()
         self.waiting: dict[int, tuple[float, bool]] = {}
         self._seen: Any = None
         self.changed_at = self.awake_at = self._turn_at = time.monotonic()
-        self.board = Board()
-        _boards.append(self.board)
+        self.board, self._length = -1, 0
+        if hasattr(os, "memfd_create"):
+            self.board = os.memfd_create("chainring-board")
+            os.pwrite(self.board, _ITERATION.pack(-1), 0)  # not known yet
+            _boards.append(self.board)
         self.turn()
 
     def turn(self) -> float:
@@ -118,7 +117,11 @@ class Progress:
         seen = _read_position(), {name: row[0] for name, row in count_collectives().items() if row[2] != BESIDE}
         if seen != self._seen:
             self._seen, self.changed_at = seen, self._turn_at
-        self.board.write(self.record())
+        if self.board >= 0:
+            text = json.dumps([time.monotonic(), self.record().to_json()]).encode()
+            os.pwrite(self.board, text.ljust(self._length), _ITERATION.size)  # at once, so that no reader sees half of it
+            os.ftruncate(self.board, _ITERATION.size + len(text))
+            self._length = len(text)
         return self._turn_at
 
     def record(self, with_stacks: bool = False) -> Record:
@@ -129,7 +132,7 @@ class Progress:
             for wanted in (False, True)
         )
         return Record(
-            self.rank, socket.gethostname(), os.getpid(), _read_position(), now - max(self.changed_at, self.awake_at),
+            self._rank, socket.gethostname(), os.getpid(), _read_position(), now - max(self.changed_at, self.awake_at),
             waited, beside, count_collectives(), stacks=_format_stacks(self._owner) if with_stacks else "",
         )  # fmt: skip
 
@@ -139,8 +142,10 @@ class Progress:
         return time.monotonic() > max(since, self.awake_at) + seconds
 
     def close(self) -> None:
-        _boards.remove(self.board)
-        self.board.close()
+        board, self.board = self.board, -1
+        if board >= 0:
+            _boards.remove(board)
+            os.close(board)
 
 
 def _format_stacks(first: int) -> str:
@@ -155,43 +160,13 @@ def _format_stacks(first: int) -> str:
     return "".join(texts)[:_LONGEST_STACK]
 
 
-class Board:
-    """A file in memory with the record of this rank; other processes on this machine read it, also when this is stopped.
-
-    It begins with the number of updates, which is written after each.
-    """
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("chainring-board") if hasattr(os, "memfd_create") else -1
-        self._length = 0
-        self.note(-1)
-
-    def note(self, iteration: int) -> None:
-        """Write the number of updates so far; -1 where it is not known."""
-        if self.file >= 0:
-            os.pwrite(self.file, _ITERATION.pack(iteration), 0)
-
-    def write(self, record: Record) -> None:
-        if self.file >= 0:
-            text = json.dumps([time.monotonic(), record.to_json()]).encode()
-            os.pwrite(self.file, text.ljust(self._length), _ITERATION.size)  # at once, so that no reader sees half of it
-            os.ftruncate(self.file, _ITERATION.size + len(text))
-            self._length = len(text)
-
-    def close(self) -> None:
-        file, self.file = self.file, -1
-        if file >= 0:
-            os.close(file)
-
-
 class Process(NamedTuple):
     """The process of a rank, as other processes on its machine see it.
 
     Attributes:
         machine: what tells the machine, and the numbers of its processes, from others.
-        pid: the number of the process.
         started: when it was started, as its system counts, since its number may be used again.
-        board: the number of the file of its `Board`; -1 for none.
+        board: the number of the file of its `Progress`; -1 for none.
         stacks: the number of the file into which it dumps its stacks at a signal; -1 for none.
     """
 
@@ -242,22 +217,17 @@ class Process(NamedTuple):
         return ""
 
 
-def this_process(board: Board) -> Process:
-    """Return this process, which from now on dumps its stacks on request."""
-    pid = os.getpid()
-    return Process(_name_machine(), pid, _read_start(pid), board.file, _register_stacks())
-
-
-def _register_stacks() -> int:
-    """Let a signal that nobody has taken dump the stacks of all threads into a file in memory; return its number, or -1."""
+def this_process(board: int) -> Process:
+    """Return this process, whose stacks a signal that nobody has taken dumps from now on into a file in memory."""
     global _stacks
-    if _stacks is None or _stacks[0] != os.getpid():
+    pid = os.getpid()
+    if _stacks is None or _stacks[0] != pid:
         number = getattr(signal, "SIGRTMAX", 0) - _STACK_SIGNAL_FROM_LAST
         if not hasattr(os, "memfd_create") or number < 0 or signal.getsignal(number) is not signal.SIG_DFL:
-            return -1
-        _stacks = os.getpid(), os.memfd_create("chainring-stacks")
+            return Process(_name_machine(), pid, _read_start(pid), board, -1)
+        _stacks = pid, os.memfd_create("chainring-stacks")
         faulthandler.register(number, file=_stacks[1])
-    return _stacks[1]
+    return Process(_name_machine(), pid, _read_start(pid), board, _stacks[1])
 
 
 def _name_machine() -> str:

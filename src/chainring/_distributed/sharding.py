@@ -27,6 +27,10 @@ class Shard(NamedTuple):
     shape: Sequence[int]  # of the whole tensor
 
 
+Region = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: where it begins in each dimension, and its shape."""
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether a value is a tensor of which each rank holds a shard, a ``DTensor``."""
     # Importing torch.distributed.tensor takes half a second. Who has made such a tensor has imported it.
@@ -68,24 +72,20 @@ def find_misplaced(model: nn.Module, comm: Communicator) -> tuple[str, Any] | No
     exchanged = set(exchanged_by_fsdp(model)) if fsdp_modules(model) else set()
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if is_sharded(parameter):
-            dimensions = [_along(parameter.device_mesh, dimension) for dimension in range(parameter.device_mesh.ndim)]
-            data = [i for i, ranks in enumerate(dimensions) if len(ranks) > 1 and ranks <= set(comm.data_ranks)]
-            others = [ranks for i, ranks in enumerate(dimensions) if i not in data]
-            size = math.prod(len(dimensions[i]) for i in data)
-            sharded = [not parameter.placements[i].is_replicate() for i in data]
-            is_averaged = size == comm.size and parameter in exchanged and sharded in ([], [True], [False], [False, True])
-            is_local = not data and parameter not in exchanged
-            if not (is_averaged or is_local) or not all(ranks <= set(comm.model_ranks) for ranks in others):
-                return name, parameter
+        if not is_sharded(parameter):
+            continue
+        mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+        along = [(*here[:i], slice(None), *here[i + 1 :]) for i in range(mesh.ndim)]
+        dimensions = [set(mesh.mesh[line].tolist()) for line in along]  # of ranks that differ from this one in it alone
+        data = [i for i, ranks in enumerate(dimensions) if len(ranks) > 1 and ranks <= set(comm.data_ranks)]
+        others = [ranks for i, ranks in enumerate(dimensions) if i not in data]
+        size = math.prod(len(dimensions[i]) for i in data)
+        sharded = [not parameter.placements[i].is_replicate() for i in data]
+        is_averaged = size == comm.size and parameter in exchanged and sharded in ([], [True], [False], [False, True])
+        is_local = not data and parameter not in exchanged
+        if not (is_averaged or is_local) or not all(ranks <= set(comm.model_ranks) for ranks in others):
+            return name, parameter
     return None
-
-
-def _along(mesh: Any, dimension: int) -> set[int]:
-    """Return the numbers in the world of the ranks that differ from this one in one dimension of a mesh."""
-    coordinate = list(mesh.get_coordinate())
-    coordinate[dimension] = slice(None)
-    return set(mesh.mesh[tuple(coordinate)].tolist())
 
 
 def to_local(tensor: Any) -> Tensor:
@@ -127,17 +127,14 @@ def norm_in_order(tensors: Sequence[Any], norm_type: float) -> Tensor:
 
     Sharded tensors are gathered one at a time.
     """
-    norms = [torch.linalg.vector_norm(_in_place_of_its_own(to_full(tensor)), norm_type) for tensor in tensors]
+    norms: list[Tensor] = []
+    for tensor in map(to_full, tensors):
+        is_aligned = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0  # as kernels begin apart where it is not
+        whole = tensor if is_aligned else tensor.clone(memory_format=torch.contiguous_format)
+        norms.append(torch.linalg.vector_norm(whole, norm_type))
     if not norms:
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
-    return total
-
-
-def _in_place_of_its_own(tensor: Tensor) -> Tensor:
-    """Return a tensor whose elements follow each other from the beginning of memory of its own: kernels begin apart."""
-    is_own = tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
-    return tensor if is_own else tensor.clone(memory_format=torch.contiguous_format)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
 
 
 def local_shards(tensor: Any) -> list[Shard]:
@@ -201,10 +198,6 @@ def _runs(size: int, splits: tuple[tuple[int, int, int], ...]) -> list[tuple[int
     return [(int(index[start]), end - start) for start, end in zip(starts, [*starts[1:], len(index)], strict=True)]
 
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: where it begins in each dimension, and its shape."""
-
-
 def region_of(shard: Shard) -> Region:
     """Return the region of a tensor that a shard is."""
     return tuple(shard.offsets), tuple(shard.tensor.shape)
@@ -234,14 +227,6 @@ def is_partition(shape: Sequence[int], regions: Sequence[Region]) -> bool:
     return True
 
 
-class _Held(NamedTuple):
-    """What a rank holds of sharded tensors, in the order of their names."""
-
-    regions: list[tuple[Region, ...]]
-    first: list[int]  # for each tensor the first one in the same memory
-    busy: int  # bytes that the rank writes beside
-
-
 _last_plans: WeakKeyDictionary[Communicator, tuple[bytes, list[list[int]]]] = WeakKeyDictionary()
 """By the communicator a digest of the layouts for which writers were assigned last, and which regions this rank writes."""
 
@@ -263,17 +248,30 @@ def assign_writers(tensors: Mapping[str, Any], comm: Communicator, busy: int = 0
             shards.append([])
             problem = problem or f"{name!r}: {error}"
     about = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    held = _Held([tuple(map(region_of, of_tensor)) for of_tensor in shards], _find_first(shards), busy)
+    regions = [tuple(map(region_of, of_tensor)) for of_tensor in shards]
+    seen: dict[Any, int] = {}
+    first = []  # of each tensor, the first one in the same memory
+    for index, of_tensor in enumerate(shards):
+        view = [(*shard.offsets, shard.tensor.data_ptr(), shard.tensor.stride()) for shard in of_tensor]
+        first.append(seen.setdefault((repr(view), of_tensor[0].tensor.dtype), index) if view else index)
     known, mine = _last_plans.get(comm, (b"", []))
-    answers = comm.gather_object((problem, _digest(about), _digest(held[:2]), known))
+    answers = comm.gather_object((problem, _digest(about), _digest((regions, first)), known))
     problems, names, layouts, plans = zip(*answers, strict=True)
-    if found := next(filter(None, problems), None):
-        raise ValueError(found)
+    if refusal := next(filter(None, problems), None):
+        raise ValueError(refusal)
     if len(set(names)) > 1:
-        _refuse_difference(comm.gather_object(about))
+        ranks = comm.gather_object(about)
+        for rank, other in enumerate(ranks):
+            if different := sorted(set(ranks[0]).symmetric_difference(other)):
+                name, dtype, shape = different[0]
+                raise ValueError(
+                    f"ranks 0 and {rank} have different sharded tensors, such as {name!r} of {dtype} and shape "
+                    f"{list(shape)}, which is not on both: give all ranks the same model and optimizer"
+                )
+        raise ValueError("the ranks have their sharded tensors in different orders; build the model alike on all ranks")
     digest = _digest((names, layouts))
     if any(plan != digest for plan in plans):  # on all ranks alike: a plan costs the descriptions of all layouts
-        mine = _assign(about, comm.gather_object(held), comm.rank)
+        mine = _assign(about, comm.gather_object((regions, first, busy)), comm.rank)
         _last_plans[comm] = digest, mine
     return {name: [of_tensor[i] for i in chosen] for name, of_tensor, chosen in zip(tensors, shards, mine, strict=True)}
 
@@ -282,59 +280,38 @@ def _digest(value: object) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()
 
 
-def _find_first(shards: Sequence[Sequence[Shard]]) -> list[int]:
-    found: dict[Any, int] = {}
-    views = [[(*shard.offsets, shard.tensor.data_ptr(), shard.tensor.stride()) for shard in each] for each in shards]
-    return [found.setdefault((repr(view), each[0].tensor.dtype), index) if view else index
-            for index, (view, each) in enumerate(zip(views, shards, strict=True))]  # fmt: skip
-
-
-def _refuse_difference(ranks: Sequence[Sequence[Any]]) -> None:
-    for rank, about in enumerate(ranks):
-        if different := sorted(set(ranks[0]).symmetric_difference(about)):
-            name, dtype, shape = different[0]
-            raise ValueError(
-                f"ranks 0 and {rank} have different sharded tensors, such as {name!r} of {dtype} and shape {list(shape)}, "
-                "which is not on both: give all ranks the same model and optimizer"
-            )
-    raise ValueError("the ranks have their sharded tensors in different orders; build the model alike on all ranks")
-
-
-def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[_Held], own: int) -> list[list[int]]:
+def _assign(about: Sequence[tuple[str, str, tuple[int, ...]]], ranks: Sequence[Any], own: int) -> list[list[int]]:
     """Return for each tensor the indices of the regions that rank ``own`` writes."""
-    busy, sound = [held.busy for held in ranks], set[Any]()
+    regions, firsts, beside = zip(*ranks, strict=True)
+    busy, sound = list(beside), set[Any]()
     writers: list[dict[Region, int]] = []
     mine: list[list[int]] = []
     for index, (name, _, shape) in enumerate(about):
         holders: dict[Region, list[int]] = {}
-        for rank, held in enumerate(ranks):
-            for region in held.regions[index]:
+        for rank, of_rank in enumerate(regions):
+            for region in of_rank[index]:
                 holders.setdefault(region, []).append(rank)
         layout = (shape, tuple(holders))
         if layout not in sound and not is_partition(shape, layout[1]):
-            _refuse_incomplete(name, shape, layout[1], len(ranks))
+            who = "this process" if len(ranks) == 1 else f"the {len(ranks)} ranks"
+            count, written = math.prod(shape), sum(math.prod(sizes) for _, sizes in holders)
+            extent = f"{written} of them" if written < count else "some of them twice"
+            raise ValueError(
+                f"{name!r} has {count} numbers, and {who} would write {extent}, so that it could not be loaded again: "
+                "give the updater comm=create_communicator(), so that all ranks write their shards, or save the model "
+                "alone, which is written whole, by serializers.save(path, model)"
+            )
         sound.add(layout)
         writers.append({})
         for region, having in holders.items():
-            tied = ranks[having[0]].first[index]
+            tied = firsts[having[0]][index]
             writer = writers[tied].get(region)  # what is tied lies in one file, where it is stored once
             if writer not in having:
                 writer = min(having, key=busy.__getitem__)
                 busy[writer] += math.prod(region[1])
             writers[index][region] = writer
-        mine.append([i for i, region in enumerate(ranks[own].regions[index]) if writers[index][region] == own])
+        mine.append([i for i, region in enumerate(regions[own][index]) if writers[index][region] == own])
     return mine
-
-
-def _refuse_incomplete(name: str, shape: Sequence[int], regions: Sequence[Region], size: int) -> None:
-    ranks = "this process" if size == 1 else f"the {size} ranks"
-    count, written = math.prod(shape), sum(math.prod(sizes) for _, sizes in regions)
-    parts = f"{written} of them" if written < count else "some of them twice"
-    raise ValueError(
-        f"{name!r} has {count} numbers, and {ranks} would write {parts}, so that it could not be loaded again: give the "
-        "updater comm=create_communicator(), so that all ranks write their shards, or save the model alone, which is "
-        "written whole, by serializers.save(path, model)"
-    )
 
 
 def shard_like(value: Any, like: Any) -> Any:
@@ -394,7 +371,8 @@ def copy_model(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)  # gets its shape when its module is sharded
     bare: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
-        cls = _class_before_fsdp(module)
+        is_sharded_module = isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
+        cls = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]
         bare[module] = memo[id(module)] = cls.__new__(cls)
     for module, copied in bare.items():
         vars(copied).update(copy.deepcopy(_without_fsdp(vars(module)), memo))
@@ -419,7 +397,8 @@ def shard_model_like(model: nn.Module, like: nn.Module) -> None:
         placements: dict[nn.Parameter, Any] = {}
         for parameter, held in _fsdp_parameters(state):
             own = _counterpart_of(held, parameter, counterpart)
-            dimension = parameter.placements[parameter.device_mesh.ndim - 1 - _model_dimensions(held)].dim
+            beside = len(_spec_before_fsdp(held).placements) if held.is_dtensor else 0  # dimensions that are not of the data
+            dimension = parameter.placements[parameter.device_mesh.ndim - 1 - beside].dim
             placements[own] = sys.modules["torch.distributed.tensor"].Shard(dimension)
         modules = [counterpart[module] for module in state._modules]
         others = {parameter for module in modules for parameter in module.parameters()} - placements.keys()
@@ -441,11 +420,6 @@ def describe_fsdp(model: nn.Module) -> dict[str, str]:
     names = {id(module): name for name, module in model.named_modules()}
     settings = {id(module): _fsdp_settings(module._get_fsdp_state()) for module in fsdp_modules(model)}
     return {names[key]: repr({k: v for k, v in each.items() if k != "mesh"}) for key, each in settings.items()}
-
-
-def _class_before_fsdp(module: Any) -> Any:
-    is_sharded_module = isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
-    return type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]
 
 
 def _fsdp_settings(state: Any) -> dict[str, Any]:
@@ -486,11 +460,6 @@ def _fsdp_parameters(state: Any) -> list[tuple[Any, Any]]:
     return [(getattr(held._module_info.module, held._module_info.param_name), held) for held in kept]
 
 
-def _model_dimensions(held: Any) -> int:
-    """Return how many dimensions of its mesh a parameter of `fully_shard` has beside those of the data."""
-    return len(_spec_before_fsdp(held).placements) if held.is_dtensor else 0
-
-
 def _spec_before_fsdp(held: Any) -> Any:
     """Return how a parameter was placed by `parallelize_module`, before `fully_shard`."""
     spec = getattr(held, "_unsharded_dtensor_spec", None)
@@ -525,14 +494,14 @@ def _counterpart_of(held: Any, parameter: Any, counterpart: Mapping[nn.Module, n
 
 def _without_fsdp(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a module without the state and the hooks of `fully_shard`."""
+
+    def is_of_fsdp(hook: Any) -> bool:
+        return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp")
+
     kept = dict(attributes)
     for name, value in attributes.items():
         if name.startswith("__composable_api_state_key"):
             kept[name] = {key: item for key, item in value.items() if getattr(key, "__name__", key) != "fully_shard"}
         elif name.endswith("_hooks") and isinstance(value, Mapping):
-            kept[name] = type(value)((key, hook) for key, hook in value.items() if not _is_of_fsdp(hook))  # type: ignore[call-arg]
+            kept[name] = type(value)((key, hook) for key, hook in value.items() if not is_of_fsdp(hook))  # type: ignore[call-arg]
     return kept
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp")

@@ -65,19 +65,15 @@ def _nodes_of_ranks(size: int, count: int) -> list[list[Node]]:
 
 
 class TreeSum:
-    """The sum over a block of virtual ranks, whose lists of tensors are added in their order.
+    """The sum over a block of virtual ranks, of ``count``, whose lists of tensors are added in their order.
 
     ``None`` stands for a tensor that a virtual rank does not have; it adds nothing. No more lists are held at once than the
     block has nodes, and one that is being added. The tensors that are added belong to the sum, which changes them.
-
-    Attributes:
-        count: the number of virtual ranks, of all ranks together.
-        nodes: of the virtual ranks that were added.
     """
 
     def __init__(self, block: range, count: int) -> None:
         self.count = count
-        self.nodes: dict[Node, list[Tensor | None]] = {}
+        self.nodes: dict[Node, list[Tensor | None]] = {}  # of the virtual ranks that were added
         self._block = block
         self._added = 0
 
@@ -96,17 +92,13 @@ class TreeSum:
         """Return the sum of the tensors at these places of each list; those that are missing are zeros ``like`` these."""
         selected = TreeSum(range(0), self.count)
         for node, tensors in self.nodes.items():
-            chosen = [tensors[place] for place in places]
-            pairs = zip(chosen, like, strict=True)
-            selected.nodes[node] = [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in pairs]
+            selected.nodes[node] = [*_fill([tensors[place] for place in places], like)]
         return selected
 
     def finish(self, comm: Communicator, like: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the sums over the virtual ranks of all ranks; ``None`` where no virtual rank has the tensor.
+        """Return the sums over the virtual ranks of all ranks, all of which call this; ``None`` where none has the tensor.
 
-        Args:
-            comm: the communicator of the ranks, all of which call this.
-            like: tensors of the same shapes, dtypes and devices, for those that this rank does not have.
+        Those that this rank does not have are ``like`` these in shape, dtype and device.
         """
         if comm.size == 1:
             (sums,) = self.nodes.values()
@@ -120,10 +112,7 @@ class TreeSum:
 
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> Callable[[], Tensor]:
-        """Start to sum over the virtual ranks of all ranks, of which each has one vector of a few numbers.
-
-        All nodes go to all ranks, in one message: fewer bytes in two would take longer.
-        """
+        """Start to sum over the virtual ranks of all ranks, each with a vector of a few numbers: all go to all at once."""
         nodes = [tensors[0] for _, tensors in sorted(self.nodes.items())]
         blocks = _nodes_of_ranks(comm.size, self.count)
         filling = [torch.zeros_like(nodes[0])] * (max(map(len, blocks)) - len(nodes))  # type: ignore[arg-type]
@@ -149,15 +138,11 @@ class Exchange:
 
     Of each bucket, a rank sums a slice of the nodes of all ranks and gives it to the others. All ranks start the same
     messages in the same order, each as soon as it has what is sent.
-
-    Attributes:
-        buckets: places in the lists.
-        started: how many of the buckets have been sent.
     """
 
     def __init__(self, comm: Communicator, total: TreeSum, like: Sequence[Tensor]) -> None:
-        self.buckets = list(gradient_buckets(like))
-        self.started = 0
+        self.buckets = list(gradient_buckets(like))  # places in the lists
+        self.started = 0  # of these
         self._comm, self._total, self._like = comm, total, like
         self._nodes = _nodes_of_ranks(comm.size, total.count)
         # A sum of two is the same in either order, so that of two nodes needs no order of ours.
@@ -176,7 +161,7 @@ class Exchange:
         rows = {node: _flatten(tensors, like, self._comm.size) for node, tensors in nodes.items()}
         remaining = sorted(fold(rows, self._total.count, Tensor.add_).items())
         self.started += 1
-        if self._adds_two and _is_exact(like[0]):
+        if self._adds_two and like[0].dtype in (torch.float32, torch.float64):  # which every library adds to the same bits
             self._summed[number] = self._comm.start_sum(remaining[0][1])
             return
         sent = remaining[0][1] if len(remaining) == 1 else torch.cat([row for _, row in remaining], dim=1)
@@ -218,30 +203,26 @@ class Exchange:
 
 
 def _add_lists(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
-    if pairs:
-        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-    return [_add(one, other) for one, other in zip(left, right, strict=True)]
-
-
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Return the sum of two tensors, of which that of two that are there lies in the left one.
+    """Return the sums, of which that of two that are there lies in the left one.
 
     ``None`` counts as zeros, which are really added: they turn -0.0 into 0.0, on one rank as between ranks.
     """
-    if left is not None and right is not None:
-        return left
-    present = right if left is None else left
-    return None if present is None else present.add_(0)
+    pairs = [(one, other) for one, other in zip(left, right, strict=True) if one is not None and other is not None]
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+    sums = list(left)
+    for place, (one, other) in enumerate(zip(left, right, strict=True)):
+        if (one is None) != (other is None):
+            sums[place] = (other if one is None else one).add_(0)  # type: ignore[union-attr]
+    return sums
+
+
+def _fill(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, with zeros in the place of those that are missing."""
+    return [torch.zeros_like(zero) if tensor is None else tensor for tensor, zero in zip(tensors, like, strict=True)]
 
 
 def _flatten(node: Sequence[Tensor | None], like: Sequence[Tensor], ranks: int) -> Tensor:
     """Return a copy of the elements of a node's tensors, in one row for each rank."""
-    values = [torch.zeros_like(one) if tensor is None else tensor for tensor, one in zip(node, like, strict=True)]
     filling = like[0].new_zeros(-sum(map(Tensor.numel, like)) % ranks)
-    return torch.cat([*(value.reshape(-1) for value in values), filling]).view(ranks, -1)
-
-
-def _is_exact(tensor: Tensor) -> bool:
-    """Return True if every library adds two such numbers to the same bits."""
-    return tensor.dtype in (torch.float32, torch.float64)
+    return torch.cat([*(value.reshape(-1) for value in _fill(node, like)), filling]).view(ranks, -1)

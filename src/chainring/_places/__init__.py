@@ -1,12 +1,9 @@
 """Where snapshots and the files beside them lie: a directory, or the objects under an address."""
 
-from __future__ import annotations
-
 import os
 
 from chainring._files import is_url
-from chainring._places.base import Place
-from chainring._places.local import Directory
+from chainring._places.base import Directory, Place
 
 
 def open_place(address: str | os.PathLike[str]) -> Place:

@@ -1,9 +1,20 @@
-"""A place: where snapshots and the files beside them lie, a directory or the objects under an address."""
+"""A place: where snapshots and the files beside them lie, a directory or the objects under an address.
+
+In a directory, a snapshot is written under a temporary name: its files, each flushed to the disk, then its manifest, then
+the directory itself. One rename publishes it, and the parent directory is flushed. So whatever has a name without a dot was
+written to its end, and the manifest tells whether it still is what was written. (The order is that of SQLite and LevelDB:
+data, record, directory, rename.)
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import shutil
+import stat
+import threading
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
@@ -14,12 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chainring._files import Sink
+from chainring._files import Sink, flush, is_temporary, open_regular, temporary_path, write_error
 
 MANIFEST = "manifest.json"
 STAMP = "lease"  # the key of what a manifest says of the run that has written it
 
 _CHUNK = 8 << 20  # bytes read at once
+_LARGEST_MANIFEST = 256 << 20
+_position = threading.Lock()  # of a file on Windows, which reads there, and which threads share
 
 
 class RemoteError(OSError):
@@ -65,22 +78,18 @@ class StoredFile(ABC):
         return content
 
     def read_all(self) -> bytes:
-        """Return the whole content; raise as `read_into` does."""
         content = bytearray(self.size)
         self.read_into(0, memoryview(content))
         return bytes(content)
 
     def copy_to(self, path: Path) -> None:
-        """Copy the content to a new file in chunks; raise as `read_into` does."""
+        """Copy the content to a new file in chunks."""
         starts = range(0, self.size, _CHUNK)
         with open(path, "xb") as copy:
             copy.writelines(bytes(self.read(start, min(_CHUNK, self.size - start)).numpy()) for start in starts)
 
     def checksum(self, start: int = 0, crc: int = 0) -> int:
-        """Return the CRC-32 of the content from ``start`` on, which is read in chunks; raise as `read_into` does.
-
-        ``crc`` is that of what stands before.
-        """
+        """Return the CRC-32 of the content from ``start`` on, read in chunks; ``crc`` is that of what stands before."""
         buffer = bytearray(min(self.size, _CHUNK))
         for position in range(start, self.size, _CHUNK):
             view = memoryview(buffer)[: min(_CHUNK, self.size - position)]
@@ -118,9 +127,9 @@ class Place(ABC):
     def states(self) -> dict[str, Hashable | None]:
         """Return of all that may be snapshots what changes when the manifest does, by name; ``None`` where there is none."""
 
+    @abstractmethod
     def state(self, name: str) -> Hashable | None:
         """Return that of one."""
-        return self.states().get(name)
 
     @abstractmethod
     def exists(self, name: str) -> bool:
@@ -225,3 +234,177 @@ class Place(ABC):
 
         ``folders_of`` returns for names of snapshots that are valid the folders of their files, ``None`` for damaged ones.
         """
+
+
+class Directory(Place):
+    """A directory, which exists where anything is written.
+
+    Each point of a commit that is passed is told to ``at`` by name, for tests of what a fault there leaves behind.
+    """
+
+    is_local = True
+
+    def __init__(self, root: str | os.PathLike[str], *, at: Callable[[str], None] = lambda point: None) -> None:
+        self.root = Path(root)
+        self.url = os.path.realpath(root)
+        self._at = at
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def path_of(self, name: str) -> str:
+        return str(self.root / name)
+
+    def folders(self) -> Set[str]:
+        with os.scandir(self.root) as entries:  # which knows what each is, so that none of a thousand is asked for that
+            return {e.name for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)}
+
+    def states(self) -> dict[str, Hashable | None]:
+        return {name: self.state(name) for name in self.folders()}
+
+    def state(self, name: str) -> Hashable | None:
+        try:
+            status = os.lstat(self.root / name / MANIFEST)
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self.root / name)
+
+    def sizes(self, folder: str) -> dict[str, int | None]:
+        path = self.root / folder
+        entries = {entry.name: os.lstat(entry) for entry in os.scandir(path)} if path.is_dir() else {}
+        return {name: entry.st_size if stat.S_ISREG(entry.st_mode) else None for name, entry in entries.items()}
+
+    def read(self, name: str) -> bytes:
+        path = self.root / name
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        with open(path, "rb") as file:
+            return file.read(min(os.fstat(file.fileno()).st_size, _LARGEST_MANIFEST) + 1)  # which is allocated first
+
+    def open(self, name: str) -> StoredFile:
+        return LocalFile(self.root / name)
+
+    def folder_beside(self, name: str, files: Iterable[str]) -> Path:
+        return (self.root / name).resolve().parent
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[Sink]:
+        with (self.root / name).open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        self._at(f"wrote {os.path.basename(name)}")
+
+    def draft(self, name: str) -> str:
+        target = self.root / name
+        if os.path.lexists(target):
+            raise FileExistsError(f"{target} is there already; a snapshot is never written over: choose another name")
+        draft = temporary_path(self.root)
+        try:
+            draft.mkdir()
+            self._at("begun")
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise write_error(error, target) from error
+            raise
+        return draft.name
+
+    def publish(self, draft: str, name: str, manifest: bytes) -> None:
+        directory = self.root / draft
+        try:
+            with self.create(f"{draft}/{MANIFEST}") as sink:
+                sink.write(manifest)
+            flush(directory)
+            self._at("flushed")
+            os.rename(directory, self.root / name)
+            self._at("renamed")
+            flush(self.root)
+        except BaseException:
+            self.discard(draft)
+            raise
+        self._at("committed")
+
+    def discard(self, draft: str) -> None:
+        shutil.rmtree(self.root / draft, ignore_errors=True)
+
+    def remove(self, name: str, files: Iterable[str]) -> None:
+        removed = temporary_path(self.root, ".old")
+        os.rename(self.root / name, removed)
+        flush(self.root)
+        shutil.rmtree(removed)
+
+    def move(self, name: str, archive: str, manifest: bytes | None) -> None:
+        os.rename(self.root / name, self.root / archive / name)
+
+    def link(self, name: str, target: str | None) -> None:
+        path = self.root / name
+        if target is None:
+            os.unlink(path)
+            return
+        if os.path.lexists(path) and not path.is_symlink():
+            raise FileExistsError(f"{path} is in the way of a link to {target!r}; move it, or choose another name")
+        temporary = temporary_path(self.root)
+        try:
+            os.symlink(target, temporary, target_is_directory=True)
+            os.rename(temporary, path)
+            flush(self.root)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise write_error(error, path) from error
+
+    def links(self) -> dict[str, str]:
+        names = sorted(entry.name for entry in os.scandir(self.root) if entry.is_symlink())
+        return {name: target for name in names if (target := self.link_target(name)) is not None}
+
+    def link_target(self, name: str) -> str | None:
+        try:
+            return os.readlink(self.root / name)
+        except OSError:
+            return None
+
+    def persist(self, path: Path) -> None:
+        flush(path)
+
+    def sweep(self, folders_of: Callable[[Iterable[str]], Mapping[str, str | None]]) -> list[str]:
+        swept = []
+        for folder, folders, files in os.walk(self.root):
+            if ".lock" in files and Path(folder) != self.root:  # where another run may be writing
+                folders.clear()
+                continue
+            unfinished = list(filter(is_temporary, (*folders, *files)))
+            for path in (Path(folder, name) for name in unfinished):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            folders[:] = [name for name in folders if name not in unfinished]
+            swept += unfinished
+        return swept
+
+
+class LocalFile(StoredFile):
+    """A file on the disk, which can be read to its end also when it has been removed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, start: int, view: memoryview, until: int | None = None) -> None:
+        while len(view):
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._descriptor, [view], start)
+            else:
+                with _position:
+                    os.lseek(self._descriptor, start, os.SEEK_SET)
+                    content = os.read(self._descriptor, len(view))
+                count = len(content)
+                view[:count] = content
+            if not count:
+                raise OSError(f"{self.path} ends {len(view)} bytes too early")
+            view, start = view[count:], start + count

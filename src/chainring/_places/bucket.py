@@ -7,33 +7,32 @@ conditional one has succeeded although its answer was lost is found out by readi
 
 from __future__ import annotations
 
+import io
 import re
 import secrets
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chainring._files import SCHEMES
 from chainring._places.base import RemoteError
 from chainring._places.connection import PATIENCE, ChangedError, Connection, Patience, obstore
-from chainring._places.streams import PART, RangeReader, Upload
 
-__all__ = [
-    "MISSING",
-    "PART",
-    "PATIENCE",
-    "Bucket",
-    "ChangedError",
-    "Entry",
-    "Found",
-    "Patience",
-    "RemoteError",
-    "Tag",
-]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
+__all__ = ["MISSING", "PART", "PATIENCE", "Bucket", "ChangedError", "Entry", "Found", "Patience", "RemoteError", "Tag"]
 
+PART = 8 << 20  # bytes of a part of an upload
+_PARTS = 10_000  # that stores take for one object
+_PARTS_AT_ONCE = 4  # that are held: those on their way, and the one that is being written
+_MARK = "chainring"  # the name of the attribute by which an upload knows its object
+_WINDOW, _AT_ONCE = 8 << 20, 2  # bytes that are asked for at once when an object is read; of them, which is what is held
 _SMALL = 64 << 10  # bytes, which any network that works sends in `Patience.answer`
 _CONDITIONS = (
     "writes on a condition (If-None-Match and If-Match), without which two runs could destroy one another's snapshots"
@@ -70,10 +69,6 @@ class Entry(NamedTuple):
 
 class Bucket:
     """The objects whose keys begin with an address, such as ``s3://bucket/run``.
-
-    Args:
-        url: the address.
-        patience: for how long requests are tried again, and when one has failed.
 
     Raises:
         ImportError: obstore is not installed.
@@ -122,27 +117,14 @@ class Bucket:
         """Return bytes of an object; raise as `get` does, also if it has fewer."""
         if not size:
             return memoryview(b"")
-        return self._range(key, start, start + size, None)
+        return self._range(key, None, start, start + size)
 
-    def open(self, key: str, size: int | None = None) -> RangeReader:
-        """Return a reader of an object, which reads ahead.
-
-        Args:
-            key: its key.
-            size: its bytes, where it is known what they must be.
-
-        Raises:
-            FileNotFoundError: it is not there.
-            ChangedError: it has not that size.
-            RemoteError: it cannot be read.
-        """
+    def open(self, key: str) -> RangeReader:
+        """Return a reader of an object, which reads ahead; raise as `get` does."""
         entry = self.head(key)
-        place = f"{self.url}/{key}"
-        if size not in (None, entry.size):
-            raise ChangedError(f"{place} has {entry.size} bytes in place of {size}: it is damaged, or was replaced")
-        return RangeReader(lambda start, stop: self._range(key, start, stop, entry.tag.e_tag), place, entry.size)
+        return RangeReader(partial(self._range, key, entry.tag.e_tag), f"{self.url}/{key}", entry.size)
 
-    def _range(self, key: str, start: int, stop: int, e_tag: str | None) -> memoryview:
+    def _range(self, key: str, e_tag: str | None, start: int, stop: int) -> memoryview:
         path, place = self._path(key), f"{self.url}/{key}"
         options: dict[str, Any] = {"range": (start, stop)} | ({"if_match": e_tag} if e_tag else {})
 
@@ -152,9 +134,7 @@ class Bucket:
         try:
             content = self._connection.call("read", place, request)
         except ChangedError:
-            content = None
-        if content is None:
-            raise ChangedError(f"{place} was replaced while it was read; read it again from its beginning")
+            raise ChangedError(f"{place} was replaced while it was read; read it again from its beginning") from None
         if len(content) != stop - start:
             raise RemoteError(f"{place} ends {stop - start - len(content)} bytes too early")
         return content
@@ -192,14 +172,8 @@ class Bucket:
     def upload(self, key: str, size: int = 0) -> Iterator[Upload]:
         """Open a new object, which is there when the block ends; it is sent in parts while it is written.
 
-        When anything fails it is not there. No more than a part for each of a few connections is held.
-
-        Args:
-            key: its key.
-            size: how many bytes it will have, or more than that, if they may be more than 10,000 times `PART`.
-
-        Raises:
-            RemoteError: it cannot be written.
+        When anything fails it is not there. No more than a part for each of a few connections is held. ``size`` is how many
+        bytes it will have, or more than that, if they may be more than 10,000 times `PART`.
         """
         path = self._path(key)
         upload = Upload(self._connection, path, f"{self.url}/{key}", size, lambda content: self.put(key, content))
@@ -211,29 +185,24 @@ class Bucket:
         upload.finish()
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are no error.
+        """Delete objects; those that are not there are no error."""
 
-        Raises:
-            RemoteError: the store does not answer.
-        """
-        paths = [self._path(key) for key in keys]
-        for start in range(0, len(paths), 1000):
-            self._delete(paths[start : start + 1000])
+        def delete(paths: list[str]) -> None:
+            try:
+                self._connection.call("cleared", self.url, lambda: obstore().delete(self._connection.asking, paths))
+            except FileNotFoundError:
+                for path in paths if len(paths) > 1 else ():
+                    delete([path])
 
-    def _delete(self, paths: list[str]) -> None:
-        try:
-            self._connection.call("cleared", self.url, lambda: obstore().delete(self._connection.asking, paths))
-        except FileNotFoundError:
-            if len(paths) > 1:
-                for path in paths:
-                    self._delete([path])
+        every = [self._path(key) for key in keys]
+        for start in range(0, len(every), 1000):
+            delete(every[start : start + 1000])
 
     def check_conditions(self) -> datetime:
         """Find out whether the store knows conditions, with an object that is removed again; return what time it is there.
 
         Raises:
             ValueError: it does not.
-            RemoteError: it does not answer.
         """
         key = f".probe-{secrets.token_hex(8)}"
         rule = f"a run needs a store that knows {_CONDITIONS}; {self.url} is in one that"
@@ -257,11 +226,7 @@ class Bucket:
             return None
 
     def list(self, prefix: str = "") -> list[Entry]:
-        """Return the objects whose keys begin with ``prefix``, by key.
-
-        Raises:
-            RemoteError: the store does not answer.
-        """
+        """Return the objects whose keys begin with ``prefix``, by key."""
         folder = self._prefix + prefix.rpartition("/")[0]
 
         def request() -> list[Entry]:
@@ -300,3 +265,213 @@ def _parse(url: str) -> tuple[str, str, str]:
 
 def _tag(meta: Any) -> Tag:
     return Tag(meta.get("e_tag"), meta.get("version"))
+
+
+class _Window(NamedTuple):
+    """Bytes of an object that are on their way, or there."""
+
+    start: int
+    stop: int
+    content: Future[memoryview]
+
+
+class RangeReader:
+    """Reads pieces of an object in any order; what follows is fetched in advance when they follow one another.
+
+    At most two windows of 8 MB are held, besides what `read` has returned. After the first piece of a row of them as many
+    bytes are fetched in advance as the row already has, so that little is fetched for nothing.
+
+    Example::
+
+        with bucket.open("model.safetensors") as file:
+            header = file.read(0, 8)
+
+    Args:
+        fetch: returns the bytes between two places, always of the same state of the object.
+        place: the address of the object, for messages.
+        size: its bytes.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], memoryview], place: str, size: int) -> None:
+        self._fetch, self._place, self.size = fetch, place, size
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "chainring-read")
+        self._windows: deque[_Window] = deque()
+        self._position = self._row = 0  # where the last piece ended, and the bytes of the row of pieces that ended there
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is on its way; nothing can be read afterwards."""
+        self._forget()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def read(self, start: int, size: int, until: int | None = None) -> memoryview:
+        """Return bytes of the object; what lies behind ``until`` is not fetched in advance.
+
+        Raises:
+            ValueError: it has not so many.
+            FileNotFoundError: it is not there.
+            ChangedError: it was replaced since the first piece was read.
+            RemoteError: it cannot be read.
+        """
+        stop = start + size
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"{self._place} has {self.size} bytes; got a request for {start} to {stop}")
+        if start != self._position:
+            self._row = 0
+            if not (self._windows and self._windows[0].start <= start < self._windows[-1].stop):
+                self._forget()
+        self._row += size
+        ahead = min(self._row, _AT_ONCE * _WINDOW) if self._row > size else 0
+        self._position = stop
+        goal = min(stop + ahead, self.size if until is None else max(stop, until))
+        piece = self._piece(start, stop, goal) if size else memoryview(b"")
+        if len(piece) == size:
+            return piece
+        whole, filled = memoryview(bytearray(size)), len(piece)
+        whole[:filled] = piece
+        while filled < size:
+            piece = self._piece(start + filled, stop, goal)
+            whole[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return whole
+
+    def _piece(self, start: int, stop: int, goal: int) -> memoryview:
+        """Return the bytes from a place on that one window has, while those after it are fetched up to a goal."""
+        while self._windows and self._windows[0].stop <= start:
+            self._windows.popleft()
+        while len(self._windows) < _AT_ONCE and (begin := self._windows[-1].stop if self._windows else start) < goal:
+            end = min(begin + _WINDOW, goal)
+            self._windows.append(_Window(begin, end, self._threads.submit(self._fetch, begin, end)))
+        window = self._windows[0]
+        try:
+            content = window.content.result()
+        except BaseException:
+            self._forget()  # and so asks again next time
+            raise
+        return content[start - window.start : stop - window.start]
+
+    def _forget(self) -> None:
+        while self._windows:
+            self._windows.pop().content.cancel()
+
+
+class Upload(io.RawIOBase):
+    """A file that is sent while it is written. It copies what it is given.
+
+    Args:
+        connection: the way to the bucket.
+        path: the key of the object in it.
+        place: the address of the object, for messages.
+        size: how many bytes there will be, or more than that.
+        put: writes a small object at once.
+    """
+
+    def __init__(self, connection: Connection, path: str, place: str, size: int, put: Callable[[bytes], object]) -> None:
+        self._connection, self._path, self._place, self._put = connection, path, place, put
+        self._part_size = max(PART, -(-size // (_PARTS << 10)) << 10)
+        self._mark = secrets.token_hex(8)
+        self._part = bytearray()
+        self._written = 0
+        self._writer: Any = None  # of obstore, once there is more than a part
+        self._has_failed = False
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._written
+
+    def write(self, data: Buffer, /) -> int:
+        """Write bytes; return their number.
+
+        Raises:
+            ValueError: they are more than a store takes in parts of this size.
+            RemoteError: they cannot be sent.
+        """
+        self._checkClosed()
+        with memoryview(data) as given, given.cast("B") as content:
+            if self._written + len(content) > _PARTS * self._part_size:
+                raise ValueError(
+                    f"{self._place} is to have more than {_PARTS} parts of {self._part_size} bytes; give its size"
+                )
+            for start in range(0, len(content), self._part_size):
+                piece = content[start : start + self._part_size]
+                room = self._part_size - len(self._part)
+                self._part += piece[:room]
+                if len(self._part) == self._part_size:
+                    self._send()
+                    self._part += piece[room:]
+            self._written += len(content)
+            return len(content)
+
+    def _send(self) -> None:
+        """Send the part, and wait until there is room for another."""
+        part, self._part = self._part, bytearray()
+
+        def begin() -> None:
+            writer = obstore().open_writer(
+                self._connection.sending,
+                self._path,
+                attributes={_MARK: self._mark},
+                buffer_size=self._part_size,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+            writer.write(part)
+            self._writer = writer
+
+        if self._writer is None:
+            self._request(begin, tries_again=True)
+        else:
+            self._request(lambda: self._writer.write(part))
+        self._request(lambda: self._writer.write(b""))
+
+    def _request(self, request: Callable[[], object], *, tries_again: bool = False) -> None:
+        if self._has_failed:
+            raise RemoteError(f"{self._place} cannot be written: a part of it was not")
+        self._has_failed = True
+        try:
+            self._connection.call("written", self._place, request, tries_again=tries_again)
+        except FileNotFoundError:
+            reason = "something has aborted its upload, or removed the bucket"
+            raise RemoteError(f"{self._place} cannot be written: {reason}") from None
+        self._has_failed = False
+
+    def finish(self) -> None:
+        """Make the object of what was written.
+
+        Raises:
+            RemoteError: it is not there.
+        """
+        self.close()
+        if self._writer is None:
+            self._put(bytes(self._part))
+            return
+        try:
+            if self._part:
+                self._request(lambda: self._writer.write(self._part))
+            self._request(self._writer.close)
+        except RemoteError:
+            if not self._is_there():  # the answer may have been lost that says so
+                raise
+
+    def _is_there(self) -> bool:
+        asking = self._connection.asking
+        with suppress(FileNotFoundError, RemoteError):
+            head = self._connection.call(
+                "read", self._place, lambda: obstore().get(asking, self._path, options={"head": True})
+            )
+            return bool(head.attributes.get(_MARK) == self._mark and head.meta["size"] == self._written)
+        return False
+
+    def abort(self) -> None:
+        """Leave no object, and no parts of one as far as the store answers."""
+        self.close()
+        if self._writer is not None:
+            with suppress(OSError):
+                end = (RuntimeError, None, None)  # which tells obstore that there is to be no object
+                self._connection.call("aborted", self._place, lambda: self._writer.__exit__(*end), tries_again=False)

@@ -38,8 +38,7 @@ _user: int | None = None  # the process in which obstore's threads run
 class ChangedError(RemoteError):
     """An object is not in the state in which it was expected: somebody else has written it.
 
-    Attributes:
-        is_certain: False if an earlier try of the same request may have written it, of which no answer came.
+    ``is_certain`` is False if an earlier try of the same request may have written it, of which no answer came.
     """
 
     is_certain = True
@@ -48,27 +47,17 @@ class ChangedError(RemoteError):
 class Patience(NamedTuple):
     """How many seconds a store is waited for."""
 
-    retry: float = 60.0
-    """A request that fails is tried again for so long."""
-    start: float = 5.0
-    """The same, while nothing has answered at all since the bucket was opened."""
-    answer: float = 15.0
-    """A request has failed when nothing has come for so long."""
-    part: float = 180.0
-    """A part of an upload has failed when it has taken so long."""
+    retry: float = 60.0  # for so long a request that fails is tried again
+    start: float = 5.0  # the same, while nothing has answered at all since the bucket was opened
+    answer: float = 15.0  # a request has failed when nothing has come for so long
+    part: float = 180.0  # a part of an upload has failed when it has taken so long
 
 
 PATIENCE = Patience()
 
 
 class Connection:
-    """A way to one bucket.
-
-    Args:
-        scheme: ``s3``, ``gs``, ``az`` or ``memory``.
-        name: the name of the bucket.
-        patience: how long it waits.
-    """
+    """A way to the bucket of a name, by ``s3``, ``gs``, ``az`` or ``memory``."""
 
     def __init__(self, scheme: str, name: str, patience: Patience) -> None:
         self._scheme, self._name, self._patience = scheme, name, patience
@@ -98,18 +87,14 @@ class Connection:
             return _memory(self._name)
         options = limits | {"connect_timeout": self._answer / 3, "allow_http": True}  # if the address of the store says so
         config, provider = _credentials() if self._scheme == "s3" else ({}, None)
+        url = f"{self._scheme}://{self._name}"
         try:
             return obstore().store.from_url(
-                f"{self._scheme}://{self._name}",
-                config=config,
-                client_options=options,
-                retry_config=retries,
-                credential_provider=provider,
+                url, config=config, client_options=options, retry_config=retries, credential_provider=provider
             )
         except (obstore().exceptions.BaseError, ValueError, OSError):
             pass  # it may repeat a setting
-        settings = "the variables AWS_..., GOOGLE_... or AZURE_..."
-        raise RemoteError(f"the settings for {self._scheme}://{self._name} cannot be used: check {settings}")
+        raise RemoteError(f"the settings for {url} cannot be used: check the variables AWS_..., GOOGLE_... or AZURE_...")
 
     def call(self, deed: str, place: str, request: Callable[[], Result], *, tries_again: bool = True) -> Result:
         """Return what a request returns; it is tried again while that may help.
@@ -125,44 +110,43 @@ class Connection:
             ChangedError: a condition does not hold.
             RemoteError: anything else.
         """
-        _refuse_fork()
+        global _user
+        if _user not in (None, os.getpid()):  # obstore would wait for ever for its threads
+            raise RemoteError(
+                f"process {os.getpid()} was forked from one that has used an object store, and has not the threads which "
+                'that takes; start processes by "spawn" or "forkserver"'
+            )
+        _user = os.getpid()
+        exceptions = obstore().exceptions
         begun, pause, was_sent = time.monotonic(), _FIRST_PAUSE * self._patience.retry, False
         while True:
-            result, failure = self._attempt(place, request)
-            if failure is None:
-                return result  # type: ignore[return-value]
-            if not isinstance(failure, Trouble):
-                if isinstance(failure, ChangedError):
-                    failure.is_certain = not was_sent
-                raise failure
-            was_sent = was_sent or not failure.is_silent
-            waits = self._has_answered or not failure.is_silent
-            seconds = time.monotonic() - begun
-            left = (self._patience.retry if waits else min(self._patience.start, self._patience.retry)) - seconds
-            if not (tries_again and failure.heals) or left <= 0:
-                after = f" after {seconds:.0f} s" if seconds >= 1 else ""
-                raise RemoteError(f"{place} cannot be {deed}{after}: {failure}")
-            time.sleep(min(pause * _chance.uniform(0.5, 1), left))
-            pause = min(2 * pause, _LONGEST_PAUSE * self._patience.retry)
-
-    def _attempt(self, place: str, request: Callable[[], Result]) -> tuple[Result | None, Trouble | OSError | None]:
-        """Return what a request returns, or what it came to: errors of obstore go no further, as they have all of it."""
-        exceptions = obstore().exceptions
-        try:
-            result = request()
-        except RemoteError:  # of settings that cannot be used
-            raise
-        except (exceptions.BaseError, OSError) as error:
-            trouble = trouble_of(error)
+            try:
+                result = request()
+            except RemoteError:  # of settings that cannot be used
+                raise
+            except (exceptions.BaseError, OSError) as error:  # which goes no further, as it has all of a request
+                trouble = trouble_of(error)
+                is_missing = isinstance(error, FileNotFoundError) and _status_of(error)[1] not in _BUCKET_CODES
+                is_condition = isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError))
+            else:
+                self._has_answered = True
+                return result
             self._has_answered = self._has_answered or not trouble.is_silent
-            if is_missing(error):
-                return None, FileNotFoundError(f"there is no {place}")
-            is_condition = isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError))
+            if is_missing:
+                raise FileNotFoundError(f"there is no {place}")
             if is_condition and not trouble.heals and not trouble.remedy:  # obstore takes more for a condition
-                return None, ChangedError(f"{place} was written by somebody else")
-            return None, trouble
-        self._has_answered = True
-        return result, None
+                changed = ChangedError(f"{place} was written by somebody else")
+                changed.is_certain = not was_sent
+                raise changed
+            was_sent = was_sent or not trouble.is_silent
+            seconds = time.monotonic() - begun
+            retry, start, *_ = self._patience
+            left = (retry if self._has_answered else min(start, retry)) - seconds
+            if not (tries_again and trouble.heals) or left <= 0:
+                after = f" after {seconds:.0f} s" if seconds >= 1 else ""
+                raise RemoteError(f"{place} cannot be {deed}{after}: {trouble}")
+            time.sleep(min(pause * _chance.uniform(0.5, 1), left))
+            pause = min(2 * pause, _LONGEST_PAUSE * retry)
 
 
 def obstore() -> Any:
@@ -182,17 +166,6 @@ def _memory(name: str) -> Any:
     return obstore().store.MemoryStore()
 
 
-def _refuse_fork() -> None:
-    """Raise in a process that was forked from one that has used a store: obstore would wait for ever for its threads."""
-    global _user
-    if _user not in (None, os.getpid()):
-        raise RemoteError(
-            f"process {os.getpid()} was forked from one that has used an object store, and has not the threads which that "
-            'takes; start processes by "spawn" or "forkserver"'
-        )
-    _user = os.getpid()
-
-
 def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]:
     """Return settings, and what asks for the keys of a profile: obstore finds all others itself."""
     if any(os.environ.get(name) for name in _OWN_KEYS):
@@ -205,7 +178,6 @@ def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
         if profile:
             raise ImportError(f"{profile} is set, and profiles need boto3: pip install 'chainring[remote]'") from None
         return {}, None
-    failure = ""
     try:
         session = botocore.session.Session()
         settings = {
@@ -220,7 +192,7 @@ def _credentials() -> tuple[dict[str, Any], Callable[[], dict[str, Any]] | None]
         _frozen(keys)  # asks whoever gives them for the first time
         return config, functools.partial(_frozen, keys)
     except (botocore.exceptions.BotoCoreError, OSError) as error:
-        failure = type(error).__name__
+        failure = type(error).__name__  # which alone is told
     raise RemoteError(f"credentials cannot be had from the profiles of AWS ({failure}); check AWS_PROFILE and ~/.aws")
 
 
@@ -275,9 +247,17 @@ _CODES = {  # of the store, in the body of its answer
 _BUCKET_CODES = ("NoSuchBucket", "ContainerNotFound")
 _HEALING = (408, 429, 500, 502, 503, 504)
 _HEALING_CODES = ("RequestTimeout", "ConditionalRequestConflict", "OperationAborted", "SlowDown", "InternalError")
+_SILENCE = [  # by what stands in an error that has no answer of the store
+    ("dns error", Trouble("the name of the store is not known", _ENDPOINT, heals=True, is_silent=True)),
+    ("ConnectionRefused", Trouble("nothing answers at the address of the store", _ENDPOINT, heals=True, is_silent=True)),
+    ("BadScheme|InvalidContentType|ertificate", Trouble("the store does not speak TLS as it must", _ENDPOINT)),
+    ("NotSupported|not supported|NotImplemented", Trouble("the store is set not to do this", "unset AWS_CONDITIONAL_PUT")),
+    ("[Tt]imed ?[Oo]ut|Timeout", Trouble("the store has not answered in time", _ENDPOINT, heals=True)),
+    ("Http|reqwest|HTTP", Trouble("the connection to the store broke or stood still", _ENDPOINT, heals=True)),
+]
 
 
-def status_of(error: BaseException) -> tuple[int | None, str]:
+def _status_of(error: BaseException) -> tuple[int | None, str]:
     """Return the status and the code with which a store has refused, as far as it has."""
     text = str(error).partition("\nDebug source")[0]
     status = re.search(r"status code: (\d{3})\b", text)
@@ -285,15 +265,10 @@ def status_of(error: BaseException) -> tuple[int | None, str]:
     return int(status[1]) if status else None, code[1] if code else ""
 
 
-def is_missing(error: BaseException) -> bool:
-    """Return whether an object is not there, in a bucket that may be there."""
-    return isinstance(error, FileNotFoundError) and status_of(error)[1] not in _BUCKET_CODES
-
-
 def trouble_of(error: BaseException) -> Trouble:
     """Return what an error of obstore's comes to."""
     text = str(error)
-    status, code = status_of(error)
+    status, code = _status_of(error)
     if re.search(
         r"169\.254\.|/latest/(api|meta-data)|/computeMetadata/|token request|[Cc]redential provider|TokenRequest", text
     ):
@@ -301,31 +276,12 @@ def trouble_of(error: BaseException) -> Trouble:
     if "incorrectly configured region" in text or status in (301, 307, 308):
         return Trouble("the store says that the bucket is elsewhere", _REGION)
     if status:
-        return _refusal(status, code)
+        name = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
+        said = f"the store answers {status} {name}".rstrip() + (f" ({code})" if code and code not in name else "")
+        remedy = _CODES.get(code) or {401: _ACCOUNT, 403: _PERMISSION}.get(status, "")
+        return Trouble(said, remedy, heals=status in _HEALING or code in _HEALING_CODES)
     if "<Code>" in text or "Server returned error response" in text:  # in an answer with status 200
         return Trouble(f"the store says {code or 'that it failed'}", _CODES.get(code, ""), heals=True)
-    return _silence(text)
-
-
-def _refusal(status: int, code: str) -> Trouble:
-    name = HTTPStatus(status).phrase if status in set(HTTPStatus) else ""
-    said = f"the store answers {status} {name}".rstrip() + (f" ({code})" if code and code not in name else "")
-    remedy = _CODES.get(code) or {401: _ACCOUNT, 403: _PERMISSION}.get(status, "")
-    return Trouble(said, remedy, heals=status in _HEALING or code in _HEALING_CODES)
-
-
-def _silence(text: str) -> Trouble:
-    never_sent = "kind: Connect," in text
-    if "dns error" in text:
-        return Trouble("the name of the store is not known", _ENDPOINT, heals=True, is_silent=True)
-    if "ConnectionRefused" in text:
-        return Trouble("nothing answers at the address of the store", _ENDPOINT, heals=True, is_silent=True)
-    if "BadScheme" in text or "InvalidContentType" in text or "ertificate" in text:
-        return Trouble("the store does not speak TLS as it must", _ENDPOINT)
-    if "NotSupported" in text or "not supported" in text or "NotImplemented" in text:
-        return Trouble("the store is set not to do this", "unset AWS_CONDITIONAL_PUT")
-    if re.search(r"[Tt]imed ?[Oo]ut|Timeout", text):
-        return Trouble("the store has not answered in time", _ENDPOINT, heals=True, is_silent=never_sent)
-    if "Http" in text or "reqwest" in text or "HTTP" in text:
-        return Trouble("the connection to the store broke or stood still", _ENDPOINT, heals=True, is_silent=never_sent)
-    return Trouble("obstore failed")
+    trouble = next((trouble for pattern, trouble in _SILENCE if re.search(pattern, text)), Trouble("obstore failed"))
+    was_never_sent = trouble.heals and "kind: Connect," in text
+    return trouble._replace(is_silent=trouble.is_silent or was_never_sent)

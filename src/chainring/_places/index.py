@@ -63,8 +63,7 @@ class Record:
         links: the snapshots to which links lead, by name.
         is_held: False once it was released.
         seconds: for which nobody else takes it.
-        holder: of which a process may have several, one after the other.
-        pid, host, machine, namespace, started: the process.
+        holder: of which a process, that of the rest, may have several, one after the other.
     """
 
     run: str
@@ -82,11 +81,7 @@ class Record:
 
     @classmethod
     def parse(cls, content: bytes, address: str) -> Record:
-        """Return what an object says.
-
-        Raises:
-            RemoteError: it is not an index, or that of a later version.
-        """
+        """Return what an object says; raise `RemoteError` if it is not an index, or that of a later version."""
         try:
             document = parse_strict(content)
             if document["format"] != _FORMAT:
@@ -94,9 +89,9 @@ class Record:
             if content != seal({key: value for key, value in document.items() if key != "crc"}):
                 raise ValueError("it is damaged")
             values = {field.name: document[field.name] for field in fields(cls)}
-            for field in fields(cls):
-                if type(values[field.name]).__name__ != str(field.type).partition("[")[0]:
-                    raise ValueError(f"{field.name} is {values[field.name]!r}")
+            kinds = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
+            if wrong := next((name for name, kind in kinds.items() if type(values[name]).__name__ != kind), None):
+                raise ValueError(f"{wrong} is {values[wrong]!r}")
             if not all(type(text) is str for text in (*values["snapshots"].values(), *values["links"].values())):
                 raise ValueError("a digest or a target is no text")
         except (ValueError, KeyError, TypeError) as error:
@@ -115,6 +110,11 @@ class Record:
         """Return whether a manifest is valid that carries a stamp."""
         return stamp != self.stamp(name) or self.snapshots.get(name) == digest
 
+    @property
+    def writer(self) -> str:
+        """The process that has put it, for messages."""
+        return f"process {self.pid} on {self.host}"
+
 
 def seal(document: Mapping[str, object]) -> bytes:
     """Return the text of an index, with its checksum: one that is damaged would make snapshots invalid."""
@@ -132,11 +132,7 @@ def stamp_of(manifest: bytes) -> str | None:
 
 
 def read_record(bucket: Bucket) -> Record | None:
-    """Return what the index under an address says, ``None`` if there is none.
-
-    Raises:
-        RemoteError: the store does not answer, or it is damaged.
-    """
+    """Return what the index under an address says, ``None`` if there is none; raise `RemoteError` if it is damaged."""
     found = _read(bucket)
     return None if found is None else Record.parse(found.content, f"{bucket.url}/{KEY}")
 
@@ -157,16 +153,8 @@ def _seconds_since_boot() -> float:
 class Index:
     """The index of a run while this process holds it, as one process does at a time.
 
-    A thread replaces it now and then. A process that this one forks has no part in it.
-
-    Args:
-        bucket: the objects of the run.
-        seconds: for which nobody else takes it after it was replaced.
-        period: seconds between replacements; ``None`` for no thread.
-        clock: returns seconds, also those for which the machine slept.
-
-    Attributes:
-        record: what it says.
+    A thread replaces it every ``period`` seconds, unless that is ``None``, and nobody else takes it for ``seconds`` then. A
+    process that this one forks has no part in it. The ``clock`` returns seconds, also those for which the machine slept.
 
     Raises:
         BlockingIOError: another run holds it; the error names its process and host, and how long to wait.
@@ -233,7 +221,7 @@ class Index:
         left = math.ceil(holder.seconds + _RESOLUTION - age)
         if left > 0:
             raise BlockingIOError(
-                f"{self._bucket.url} is being written by another run: {_name(holder)}, which has a lease for another "
+                f"{self._bucket.url} is being written by another run: {holder.writer}, which has a lease for another "
                 f"{left} s and may renew it. Wait for it to end, or so long if it was killed; or choose another out"
             )
 
@@ -262,12 +250,10 @@ class Index:
         self._raise_if_lost()
         with self._lock:
             if self._lost is None and not self._was_released:
-                changed = replace(
-                    self.record,
-                    snapshots=_changed(self.record.snapshots, snapshots or {}),
-                    links=_changed(self.record.links, links or {}),
-                )
-                self._replace(changed)
+                record = self.record
+                merged = {"snapshots": {**record.snapshots, **(snapshots or {})}, "links": {**record.links, **(links or {})}}
+                kept = {key: {name: to for name, to in names.items() if to is not None} for key, names in merged.items()}
+                self._replace(replace(record, **kept))
         self._raise_if_lost()
 
     def release(self) -> None:
@@ -307,22 +293,21 @@ class Index:
             else:
                 self.record, self._replaced = record, began
                 return
-            try:
-                other = None if found is None else Record.parse(found.content, self._address)
-            except RemoteError as error:
-                reason = str(error)
-                break
-            if found is None or other is None:
-                reason = "its lease was removed"
-                break
-            if other.holder != record.holder:
-                reason = f"{_name(other)} has taken its lease"
-                break
-            self._tag = found.tag  # of an earlier request of ours, to which no answer came
-        else:
-            raise RemoteError(f"{self._address} cannot be replaced, although nobody else has written it")
-        _held.discard(record.holder)
-        self._lost = f"{self._bucket.url} is not this run's any more: {reason}. Stop one of both, or choose another out"
+            reason = "its lease was removed"
+            if found is not None:
+                try:
+                    other = Record.parse(found.content, self._address)
+                    reason = f"{other.writer} has taken its lease"
+                except RemoteError as error:
+                    reason = str(error)
+                else:
+                    if other.holder == record.holder:  # of an earlier request of ours, to which no answer came
+                        self._tag = found.tag
+                        continue
+            _held.discard(record.holder)
+            self._lost = f"{self._bucket.url} is not this run's any more: {reason}. Stop one of both, or choose another out"
+            return
+        raise RemoteError(f"{self._address} cannot be replaced, although nobody else has written it")
 
     def _raise_if_lost(self) -> None:
         if os.getpid() != self.record.pid:
@@ -330,14 +315,6 @@ class Index:
         if self._lost is not None:
             self._loss_was_raised = True
             raise LeaseLostError(self._lost)
-
-
-def _changed(names: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    return {name: value for name, value in {**names, **changes}.items() if value is not None}
-
-
-def _name(holder: Record) -> str:
-    return f"process {holder.pid} on {holder.host}"
 
 
 def _has_ended(holder: Record) -> bool:

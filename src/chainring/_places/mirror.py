@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -25,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from chainring._files import open_regular, parse_strict
+from chainring._files import is_regular, open_regular, parse_strict
 from chainring._messages import OneTimeWarning, warn
 from chainring._places.base import MANIFEST
 from chainring._places.bucket import MISSING, PART, Bucket, ChangedError, Entry, Found, RemoteError, Tag
@@ -43,7 +42,7 @@ _BATCH = 10.0  # seconds after which a look begins with no further new file: the
 _RECENT = 100_000_000  # nanoseconds in which a file may change without another time
 _TRIES = 5  # of an object that is written while it is written here
 _LONGEST_ADDRESS = 1024  # bytes
-_LARGEST_LINK = 1000  # bytes
+LARGEST_LINK = 1000  # bytes
 _ARCHIVED = re.compile(r"(?P<archive>previous/|abandoned/)((?P<number>[0-9]{1,15})/)?.*", re.DOTALL)
 _ARCHIVES = ("previous/", "abandoned/")
 _DRAFT = re.compile(r"([^/]+)/([0-9a-f]{16})/.+", re.DOTALL)  # what is not finished of a snapshot lies in such folders
@@ -67,7 +66,9 @@ class Mirror:
         index: what allows this process to write.
         look: seconds between looks; ``None`` for no thread.
         pause: seconds before a file is put again that keeps changing.
-        clock: returns seconds.
+
+    `put`, `put_due`, `persist` and `close` raise `LeaseLostError` where another run has the lease, and `RemoteError` where
+    the store does not answer.
 
     Example:
         >>> import tempfile
@@ -131,19 +132,13 @@ class Mirror:
             self._thread.start()
 
     def put(self) -> None:
-        """Put every file that has changed, and delete the objects whose files are not there any more.
-
-        Raises:
-            LeaseLostError: another run has the lease.
-            RemoteError: the store does not answer.
-        """
+        """Put every file that has changed, and delete the objects whose files are not there any more."""
         self._put(lambda name, size: True)
 
     def put_due(self) -> bool:
         """Do as `put` for the files that were not put within the pause; large ones are put later, by a thread of their own.
 
-        Returns:
-            True if new files wait that this has not begun with, for the sake of those that grow.
+        Return True if new files wait that this has not begun with, for the sake of those that grow.
         """
         ready, end = self._clock() - self._pause, self._clock() + _BATCH
         is_late = False
@@ -165,12 +160,7 @@ class Mirror:
         return is_late
 
     def persist(self, path: str | os.PathLike[str]) -> None:
-        """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone.
-
-        Raises:
-            LeaseLostError: another run has the lease.
-            RemoteError: the store does not answer.
-        """
+        """Put one file now, as far as it is written, if it has changed; one outside the directory is left alone."""
         target = Path(os.path.abspath(path))
         if target == self.folder or not target.is_relative_to(self.folder):
             return
@@ -186,12 +176,7 @@ class Mirror:
             self._put_file(name)
 
     def close(self) -> None:
-        """Put what has changed, and leave the directory. Calling it again does nothing.
-
-        Raises:
-            LeaseLostError: another run has the lease.
-            OSError: the store does not answer. The error names the directory, in which the files stay.
-        """
+        """Put what has changed, and leave the directory, which an error names; calling it again does nothing."""
         if self._large is None or os.getpid() != self._process:
             return
         self._stop.set()
@@ -216,9 +201,11 @@ class Mirror:
         kept = [entry for entry in entries if not entry.key.startswith(".") and not _ARCHIVED.fullmatch(entry.key)]
         snapshots = {match[1] for entry in kept if (match := _DRAFT.fullmatch(entry.key))}
         for entry in kept:
-            folder, slash, rest = entry.key.partition("/")
-            if slash and rest == MANIFEST and folder not in snapshots and self._is_manifest(entry):
-                snapshots.add(folder)
+            folder, _, file = entry.key.partition("/")
+            if file == MANIFEST and folder not in snapshots:
+                with suppress(FileNotFoundError):  # a snapshot that was copied here from a disk, if the checksum says so
+                    body, _, checksum = self._bucket.get(entry.key).content.rpartition(b"\n")
+                    snapshots |= {folder} if checksum == b"%08x" % zlib.crc32(body) else set()
         for entry in kept:
             names = entry.key.split("/")
             if (len(names) > 1 and names[0] in snapshots) or any(name.startswith(".") for name in names):
@@ -228,14 +215,6 @@ class Mirror:
             else:
                 yield entry.key, entry
 
-    def _is_manifest(self, entry: Entry) -> bool:
-        """Return whether an object is a manifest of a snapshot that was copied here from a disk, by its checksum."""
-        try:
-            body, _, checksum = self._bucket.get(entry.key).content.rpartition(b"\n")
-        except FileNotFoundError:
-            return False
-        return checksum == b"%08x" % zlib.crc32(body)
-
     def _get(self, name: str, entry: Entry) -> None:
         """Copy an object into the directory, unless it is a link, or was deleted meanwhile."""
         path, hasher = self.folder / name, hashlib.blake2b()
@@ -243,7 +222,7 @@ class Mirror:
             head: Found | Entry
             if entry.size <= PART:
                 head = self._bucket.get(name)
-                if _is_link(entry, head.content):
+                if read_link(entry, head.content):
                     return
                 pieces: Iterable[bytes | memoryview] = [head.content]
             else:
@@ -303,17 +282,26 @@ class Mirror:
             if is_due(name, there[name].size):
                 self._put_file(name)
 
+        def is_complete(manifest: str) -> bool:
+            beside = [name for name in there if name.startswith(manifest.removesuffix(MANIFEST)) and name != manifest]
+            return all(self._file(name).digest and self._file(name).size == there[name].size for name in beside)
+
         errors = _call_for_each(put_if_due, (name for name in changed if name not in manifests))
         if not errors:  # a manifest is put when all files beside it are
-            errors = _call_for_each(put_if_due, (name for name in manifests if self._are_put(name, there)))
+            errors = _call_for_each(put_if_due, filter(is_complete, manifests))
         if errors:
             raise next((error for error in errors if isinstance(error, LeaseLostError)), errors[0])
-        if all(self._file(name).tag != MISSING or name in self._left_out for name in there):
-            self._delete([name for name in self._files if name not in there and not name.startswith(hidden)])
-
-    def _are_put(self, manifest: str, there: dict[str, _Status]) -> bool:
-        beside = [name for name in there if name.startswith(manifest.removesuffix(MANIFEST)) and name != manifest]
-        return all(self._file(name).digest and self._file(name).size == there[name].size for name in beside)
+        if not all(self._file(name).tag != MISSING or name in self._left_out for name in there):
+            return
+        gone = [name for name in self._files if name not in there and not name.startswith(hidden)]
+        gone = [name for name in gone if self._files[name].may_be_there and not self._files[name].lock.locked()]
+        if gone := [name for name in gone if not is_regular(self.folder / name)]:
+            self._index.change()
+            for is_manifest in True, False:  # of a snapshot that is moved, first
+                self._bucket.delete(name for name in gone if name.endswith(f"/{MANIFEST}") == is_manifest)
+            with self._lock:
+                for name in gone:
+                    del self._files[name]
 
     def _put_archived(self) -> None:
         """Put what was moved into an archive, before anything else is written over the objects that it had."""
@@ -371,10 +359,14 @@ class Mirror:
         status = _status(os.fstat(content.fileno()))
         if status == file.status:
             return
-        if status.size == file.size and file.digest and _digest(_pieces(content, status.size)) == file.digest:
-            file.status = status.unless_recent()
-            return
-        content.seek(0)
+        if status.size == file.size and file.digest:
+            hasher = hashlib.blake2b()
+            for piece in _pieces(content, status.size):
+                hasher.update(piece)
+            if hasher.digest() == file.digest:
+                file.status = status.unless_recent()
+                return
+            content.seek(0)
         file.digest, hasher = b"", hashlib.blake2b()
         if status.size > _LARGE:
             size = self._put_large(name, file, _pieces(content, status.size), hasher)
@@ -420,25 +412,13 @@ class Mirror:
         """Return the state of the object of a file, which this run may write over; ``None`` if it is a link."""
         try:
             entry = self._bucket.head(name)
-            content = self._bucket.get(name).content if entry.size <= _LARGEST_LINK else b""
+            content = self._bucket.get(name).content if entry.size <= LARGEST_LINK else b""
         except FileNotFoundError:
             return MISSING
-        if _is_link(entry, content):
+        if read_link(entry, content):
             self._leave_out(name, "in the store a link to a snapshot has its name; rename it")
             return None
         return entry.tag
-
-    def _delete(self, names: list[str]) -> None:
-        """Delete the objects of files that are not there any more, manifests first."""
-        gone = [name for name in names if self._files[name].may_be_there and not self._files[name].lock.locked()]
-        gone = [name for name in gone if not _is_file(self.folder / name)]
-        if gone:
-            self._index.change()
-            for is_manifest in True, False:
-                self._bucket.delete(name for name in gone if name.endswith(f"/{MANIFEST}") == is_manifest)
-            with self._lock:
-                for name in gone:
-                    del self._files[name]
 
     def _file(self, name: str) -> _File:
         with self._lock:
@@ -482,19 +462,15 @@ def _status(status: os.stat_result) -> _Status:
     return _Status(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def _is_file(path: Path) -> bool:
-    return os.path.lexists(path) and stat.S_ISREG(os.lstat(path).st_mode)
-
-
-def _is_link(entry: Entry, content: bytes) -> bool:
-    """Return whether an object stands for a symbolic link to a snapshot."""
-    if "/" in entry.key or entry.size > _LARGEST_LINK:
-        return False
+def read_link(entry: Entry, content: bytes) -> dict[str, Any] | None:
+    """Return what an object says that stands for a symbolic link to a snapshot; ``None`` for any other."""
+    if "/" in entry.key or entry.size > LARGEST_LINK:
+        return None
     try:
         document = parse_strict(content)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("chainring") == "link"
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) and document.get("chainring") == "link" else None
 
 
 def _pieces(source: BinaryIO, size: int) -> Iterator[bytes]:
@@ -502,13 +478,6 @@ def _pieces(source: BinaryIO, size: int) -> Iterator[bytes]:
     while size and (piece := source.read(min(size, 1 << 20))):
         size -= len(piece)
         yield piece
-
-
-def _digest(pieces: Iterable[bytes]) -> bytes:
-    digest = hashlib.blake2b()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.digest()
 
 
 def _call_for_each(function: Callable[[str], None], names: Iterable[str]) -> list[OSError]:

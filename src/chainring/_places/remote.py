@@ -21,39 +21,25 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from chainring._files import Sink, parse_strict
+from chainring._files import Sink
 from chainring._places.base import MANIFEST, Place, StoredFile, check_name, digest_of
 from chainring._places.bucket import MISSING, Bucket, ChangedError, RemoteError, Tag
 from chainring._places.index import Index, Record, read_record, stamp_of
-from chainring._places.mirror import Mirror, working_directory
+from chainring._places.mirror import LARGEST_LINK, Mirror, read_link, working_directory
 
-_LARGEST_LINK = 1000  # bytes
 _RECORD = "run.json"
 _DRAFT = re.compile(r"(?P<draft>(?P<name>[^/]+)/[0-9a-f]{16})/.+")
 _ARCHIVED = re.compile(r"(?:previous|abandoned)/\d+/[^/]+")
 
 
 def find_out(url: str) -> tuple[str, str]:
-    """Return the directory on this machine for the files of a run, and the address as it is written.
-
-    Raises:
-        ImportError: obstore is not installed.
-        ValueError: it is not an address.
-    """
+    """Return the directory on this machine for the files of a run, and the address as it is written."""
     url = Bucket(os.fspath(url)).url
     return str(working_directory(url)), url
 
 
 class RemotePlace(Place):
-    """The objects under an address.
-
-    Args:
-        address: the address, or its objects.
-
-    Attributes:
-        bucket: the objects.
-        index: that of the run that writes here; without one, anybody may.
-    """
+    """The objects under an address; ``index`` is that of the run that writes here, without one anybody may."""
 
     is_local = False
 
@@ -72,7 +58,6 @@ class RemotePlace(Place):
         Raises:
             BlockingIOError: another run writes there.
             ValueError: the store does not know conditions.
-            OSError: the store does not answer, or refuses.
         """
         self.bucket.check_conditions()
         self.index = Index(self.bucket)
@@ -84,11 +69,7 @@ class RemotePlace(Place):
             raise
 
     def release(self) -> None:
-        """Put the last files into the store, and let other runs write there.
-
-        Raises:
-            OSError: they could not be put; the error says where they are.
-        """
+        """Put the last files into the store, and let other runs write there; an error says where they are."""
         assert self.index is not None
         assert self._mirror is not None
         try:
@@ -229,7 +210,7 @@ class RemotePlace(Place):
 
     def links(self) -> dict[str, str]:
         record = self._current_record()
-        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= _LARGEST_LINK]
+        small = [entry.key for entry in self.bucket.list() if "/" not in entry.key and entry.size <= LARGEST_LINK]
         listed = {} if record is None else record.links
         copied = {name: target for name in small if (target := _copied_link(self.bucket, name, record)) is not None}
         return dict(sorted({**copied, **listed}.items()))
@@ -288,14 +269,12 @@ def _has(bucket: Bucket, key: str) -> bool:
 
 def _copied_link(bucket: Bucket, name: str, record: Record | None) -> str | None:
     """Return to what a link leads that another run or a person has put there."""
-    try:
-        if bucket.head(name).size > _LARGEST_LINK:
-            return None
-        content = parse_strict(bucket.get(name).content)
-        is_own = record is not None and content.get("run") == record.run
-        return check_name(content["target"]) if content["chainring"] == "link" and not is_own else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        entry = bucket.head(name)
+        link = read_link(entry, bucket.get(name).content) if entry.size <= LARGEST_LINK else None
+        if link is not None and (record is None or link.get("run") != record.run):
+            return check_name(link["target"])
+    return None
 
 
 def _link_to(target: str, run: str | None = None) -> bytes:

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from chainring._files import Sink, parse_strict
-from chainring._places.base import StoredFile
-from chainring._places.local import LocalFile
+from chainring._places.base import LocalFile, StoredFile
 from chainring.serializers._values import find_aliases, find_dtypes, require_dtype
 
 CHUNK = 8 * 2**20  # bytes per write
