@@ -181,7 +181,9 @@ class RankFailed(RuntimeError):  # noqa: N818 - the rank has failed
 def store_of_runs() -> Any:
     """Return the store of the process group in which all ranks say how they begin a run; ``None`` without one."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return None if find is None or not dist.is_initialized() else dist.PrefixStore("chainring/runs", find())
+    if find is None or not dist.is_initialized():
+        return None
+    return dist.PrefixStore("chainring/runs", find())  # type: ignore[attr-defined]
 
 
 def describe_alone(rank: str) -> str:

@@ -134,7 +134,8 @@ def norm_in_order(tensors: Sequence[Any], norm_type: float) -> Tensor:
         norms.append(torch.linalg.vector_norm(whole, norm_type))
     if not norms:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
 
 
 def local_shards(tensor: Any) -> list[Shard]:
@@ -372,7 +373,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     bare: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         is_sharded_module = isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
-        cls = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]
+        cls: Any = type(module).__mro__[getattr(module, "_orig_cls_mro_index", 2) if is_sharded_module else 0]
         bare[module] = memo[id(module)] = cls.__new__(cls)
     for module, copied in bare.items():
         vars(copied).update(copy.deepcopy(_without_fsdp(vars(module)), memo))

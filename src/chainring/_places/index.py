@@ -250,10 +250,9 @@ class Index:
         self._raise_if_lost()
         with self._lock:
             if self._lost is None and not self._was_released:
-                record = self.record
-                merged = {"snapshots": {**record.snapshots, **(snapshots or {})}, "links": {**record.links, **(links or {})}}
-                kept = {key: {name: to for name, to in names.items() if to is not None} for key, names in merged.items()}
-                self._replace(replace(record, **kept))
+                merged = {**self.record.snapshots, **(snapshots or {})}, {**self.record.links, **(links or {})}
+                listed, linked = ({name: to for name, to in names.items() if to is not None} for names in merged)
+                self._replace(replace(self.record, snapshots=listed, links=linked))
         self._raise_if_lost()
 
     def release(self) -> None:
