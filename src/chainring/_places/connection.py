@@ -284,4 +284,4 @@ def trouble_of(error: BaseException) -> Trouble:
         return Trouble(f"the store says {code or 'that it failed'}", _CODES.get(code, ""), heals=True)
     trouble = next((trouble for pattern, trouble in _SILENCE if re.search(pattern, text)), Trouble("obstore failed"))
     was_never_sent = trouble.heals and "kind: Connect," in text
-    return trouble._replace(is_silent=trouble.is_silent or was_never_sent)
+    return Trouble(trouble.said, trouble.remedy, trouble.heals, is_silent=trouble.is_silent or was_never_sent)
