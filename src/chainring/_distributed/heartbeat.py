@@ -272,7 +272,19 @@ class Heartbeat:
         """Find out which ranks have not arrived, and publish it; if another rank asks, it does."""
         self._next_question = time.monotonic() + _ANSWER + _TURN
         answer = self._store.call(lambda store: [self._ask(store)], _ANSWER + 2 * _TURN) if self._store.answers() else None
-        records = self._records_without_store() if answer is None else answer[0]
+        if answer is not None:
+            records = answer[0]
+        else:  # the store does not answer: of ranks on other machines nothing is known
+            records = {rank: Record(rank) for rank in range(self._size)}
+            boards = {rank: process.read_board() for rank, process in self._processes.items()}
+            for rank, board in boards.items():
+                if board is not None:
+                    records[rank] = board[0] if board[1] < _SILENCE else self._describe_silent(rank)
+            records[self._rank] = self._progress.record()
+            is_lost = time.monotonic() > self._store.answered_at + _PATIENCE  # and not only slow
+            if self._rank and is_lost and not any(record.state for record in records.values()):
+                state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
+                records[0] = Record(0, state=state)
         if records is None:
             return  # another rank asks
         waited = self._timeout - 2 * _TURN
@@ -287,20 +299,6 @@ class Heartbeat:
         self._publish(failure := Failure(text, self._rank, late, collectives), _SILENCE)
         if self.failure is None:
             self._known_at, self.failure = time.monotonic(), failure
-
-    def _records_without_store(self) -> dict[int, Record]:
-        """Return the records of the ranks on this machine, and of others that nothing is known of them."""
-        records = {rank: Record(rank) for rank in range(self._size)}
-        for rank, process in self._processes.items():
-            board = process.read_board()
-            if board is not None:
-                records[rank] = board[0] if board[1] < _SILENCE else self._describe_silent(rank)
-        records[self._rank] = self._progress.record()
-        is_lost = time.monotonic() > self._store.answered_at + _PATIENCE  # and not only slow
-        if self._rank and is_lost and not any(record.state for record in records.values()):
-            state = "The store through which the ranks have met does not answer; rank 0 has it, unless torchrun has."
-            records[0] = Record(0, state=state)
-        return records
 
     def _describe_silent(self, rank: int) -> Record:
         """Return what is known of a rank that does not answer, which is its last record if it is on this machine."""

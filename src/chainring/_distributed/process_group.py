@@ -86,6 +86,7 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         ValueError: there is no such device, another rank uses it, the mesh does not contain every rank exactly once, or
             ``timeout`` is not above 0.
     """
+    global _groups_joined
     if timeout is not None and not is_number(timeout):
         raise TypeError(f"timeout is a number of seconds, or None for {TIMEOUT.total_seconds():g}; got {timeout!r}")
     if timeout is not None and not 0 < timeout < math.inf:
@@ -103,9 +104,25 @@ def create_communicator(device: Device = None, *, mesh: Any = None, timeout: flo
         return alone
     if rank_device.type != "cpu":
         torch.accelerator.set_device_index(rank_device)
-    store = _store_of_group() if started else _start(place, rank_device, timeout)
+    if not started:
+        store = _start(place, rank_device, timeout)
+    elif (store := getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()) is not None:
+        _groups_joined += 1  # the same number on all ranks, for keys that no earlier communicator has used
+        store = PrefixStore(f"chainring/joined/{_groups_joined}", store)
     world = ProcessGroupCommunicator(rank_device, place.local_rank, store, ends_group=not started, timeout=timeout)
-    return world if mesh is None else MeshCommunicator(world, _ranks_along(mesh, world))
+    if mesh is None:
+        return world
+    if not hasattr(mesh, "get_coordinate") or not hasattr(mesh, "device_type"):
+        raise TypeError(
+            "mesh is a DeviceMesh whose ranks share the data, or a slice of one, such as "
+            f'init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))["dp"]; got {type(mesh).__name__}'
+        )
+    if mesh.device_type != rank_device.type:
+        raise ValueError(
+            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {str(rank_device)!r}: make it by "
+            f"init_device_mesh({rank_device.type!r}, ...), or give create_communicator(device={mesh.device_type!r})"
+        )
+    return MeshCommunicator(world, mesh.mesh.flatten().tolist())
 
 
 def _device_of_rank(device: Device, local_rank: int) -> torch.device:
@@ -138,16 +155,6 @@ def _start(place: Place, device: torch.device, timeout: float | None) -> Any:
     assert dist.group.WORLD is not None
     set_timeout(dist.group.WORLD, TIMEOUT)
     return store
-
-
-def _store_of_group() -> Any:
-    """Return the store of a process group that the script, or a launcher such as Ray, has made; ``None`` without one."""
-    global _groups_joined
-    store = getattr(dist.distributed_c10d, "_get_default_store", lambda: None)()
-    if store is None:
-        return None
-    _groups_joined += 1  # the same number on all ranks, for keys that no earlier communicator has used
-    return PrefixStore(f"chainring/joined/{_groups_joined}", store)
 
 
 class ProcessGroupCommunicator(GroupCommunicator):
@@ -336,18 +343,3 @@ class MeshCommunicator(GroupCommunicator):
 
     def close(self) -> None:
         self._world.close()
-
-
-def _ranks_along(mesh: Any, world: Communicator) -> list[int]:
-    """Return the numbers in the world of the ranks of a mesh, or of the slice of one that this rank belongs to."""
-    if not hasattr(mesh, "get_coordinate") or not hasattr(mesh, "device_type"):
-        raise TypeError(
-            "mesh is a DeviceMesh whose ranks share the data, or a slice of one, such as "
-            f'init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))["dp"]; got {type(mesh).__name__}'
-        )
-    if mesh.device_type != world.device.type:
-        raise ValueError(
-            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {str(world.device)!r}: make it by "
-            f"init_device_mesh({world.device.type!r}, ...), or give create_communicator(device={mesh.device_type!r})"
-        )
-    return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]

@@ -131,9 +131,17 @@ class Progress:
             min(max((now - since for since, is_beside in waits if is_beside == wanted), default=0.0), now - self.awake_at)
             for wanted in (False, True)
         )
+        texts = []
+        if with_stacks:  # that of the owner first, those of the library left out
+            names, frames = {thread.ident: thread.name for thread in threading.enumerate()}, sys._current_frames()
+            main = threading.main_thread().ident
+            for ident in sorted(frames, key=lambda ident: (ident != self._owner, ident != main)):
+                name = names.get(ident, "a thread")
+                if not name.startswith("chainring-watch") and ident != threading.get_ident():
+                    texts.append(f"{name} (most recent call last):\n{''.join(traceback.format_stack(frames[ident]))}")
         return Record(
             self._rank, socket.gethostname(), os.getpid(), _read_position(), now - max(self.changed_at, self.awake_at),
-            waited, beside, count_collectives(), stacks=_format_stacks(self._owner) if with_stacks else "",
+            waited, beside, count_collectives(), stacks="".join(texts)[:_LONGEST_STACK],
         )  # fmt: skip
 
     def is_stalled(self, seconds: float) -> bool:
@@ -146,18 +154,6 @@ class Progress:
         if board >= 0:
             _boards.remove(board)
             os.close(board)
-
-
-def _format_stacks(first: int) -> str:
-    """Return where the threads of this process are, those of the library left out; ``first`` comes first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    texts = []
-    for ident in sorted(frames, key=lambda ident: (ident != first, ident != threading.main_thread().ident)):
-        name = names.get(ident, "a thread")
-        if not name.startswith("chainring-watch") and ident != threading.get_ident():
-            texts.append(f"{name} (most recent call last):\n{''.join(traceback.format_stack(frames[ident]))}")
-    return "".join(texts)[:_LONGEST_STACK]
 
 
 class Process(NamedTuple):
