@@ -28,7 +28,6 @@ _CHUNK = 1 << 20  # bytes that are read at once
 _IS_WINDOWS = sys.platform == "win32"
 _AS_IT_IS = sum(getattr(os, f"O_{name}", 0) for name in ("NOFOLLOW", "NONBLOCK", "NOCTTY", "BINARY"))
 """Flags for opening a file that somebody may have put there, as far as the system has them."""
-_TEMPORARY = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)")
 
 
 def is_url(address: object) -> bool:
@@ -54,9 +53,8 @@ def temporary_path(directory: Path, suffix: str = ".tmp") -> Path:
     return directory / f".chainring-{secrets.token_hex(8)}{suffix}"
 
 
-def is_temporary(name: str) -> bool:
-    """Return whether a file or directory of this name is one of ours that a killed process did not finish."""
-    return _TEMPORARY.fullmatch(name) is not None
+is_temporary = re.compile(r"\.chainring-[0-9a-f]{16}\.(tmp|old)").fullmatch
+"""Tells whether a file or directory of a name is one of ours that a killed process did not finish."""
 
 
 class Sink(Protocol):
@@ -141,22 +139,22 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: it is missing, a link, a pipe, a device or a directory; or for writing, it has other names.
     """
-    if flags & os.O_CREAT == 0 or os.path.lexists(path):
-        _check_regular(os.lstat(path), path, flags)  # before it is opened, which alone may do something to a device
-    descriptor = os.open(path, flags | _AS_IT_IS, 0o666)
-    try:
-        _check_regular(os.fstat(descriptor), path, flags)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _check_regular(status: os.stat_result, path: Path, flags: int) -> None:
     is_written = flags & (os.O_WRONLY | os.O_RDWR) != 0
-    if not stat.S_ISREG(status.st_mode) or (is_written and status.st_nlink > 1):
-        kind = "not a regular file" if not stat.S_ISREG(status.st_mode) else "a file that has another name too"
-        raise OSError(errno.EINVAL, f"it is {kind}, and is left alone; move it away", str(path))
+    descriptor = -1
+    for is_open in (False, True):  # before it is opened, which alone may do something to a device, and then what was opened
+        if is_open:
+            descriptor = os.open(path, flags | _AS_IT_IS, 0o666)
+        elif flags & os.O_CREAT and not os.path.lexists(path):
+            continue
+        status = os.fstat(descriptor) if is_open else os.lstat(path)
+        problem = "" if stat.S_ISREG(status.st_mode) else "not a regular file"
+        if is_written and status.st_nlink > 1:
+            problem = problem or "a file that has another name too"
+        if problem:
+            if is_open:
+                os.close(descriptor)
+            raise OSError(errno.EINVAL, f"it is {problem}, and is left alone; move it away", str(path))
+    return descriptor
 
 
 def read_regular(path: Path, limit: int) -> bytes:
@@ -298,13 +296,11 @@ class AppendOnly:
         self.path, self.size, self.crc, self.content = path, whole.size, whole.crc, b""
         return not is_lost
 
-    def append(self, content: bytes) -> None:
-        """Append bytes. A file that is not there is made: a person may have removed it."""
-        self.write_tail(content)
-        self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
+    def append(self, content: bytes, *, counts: bool = True) -> None:
+        """Append bytes; those that do not count yet are replaced by the next write.
 
-    def write_tail(self, content: bytes) -> None:
-        """Write bytes at the end that do not count yet: the next write replaces them; see `open_regular` for errors."""
+        A file that is not there is made: a person may have removed it. See `open_regular` for errors.
+        """
         assert self.path is not None
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
@@ -314,6 +310,8 @@ class AppendOnly:
                 file.truncate()
         except OSError as error:
             raise write_error(error, self.path) from error
+        if counts:
+            self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
 
 
 def set_rows_aside(path: Path) -> None:

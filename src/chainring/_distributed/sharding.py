@@ -54,7 +54,7 @@ def is_local_to(parameter: Any, comm: Communicator) -> bool:
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Return whether ranks compute a model together, all on the same rows, and `fully_shard` has no part in it."""
-    return not fsdp_modules(model) and any(map(is_sharded, model.parameters()))
+    return any(map(is_sharded, model.parameters())) and not fsdp_modules(model)
 
 
 def exchanged_by_fsdp(model: nn.Module) -> list[nn.Parameter]:

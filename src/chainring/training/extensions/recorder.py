@@ -194,7 +194,7 @@ class Recorder(Extension):
         if self._rows and self._last % ROWS:
             self._generators = _random.digest_generators()
         block = self._read()
-        self._file.write_tail(b"" if block is None else block.encode(self._names))
+        self._file.append(b"" if block is None else block.encode(self._names), counts=False)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         in_file = content = rows = None
