@@ -11,11 +11,9 @@ from typing import Any, ParamSpec
 
 Parameters = ParamSpec("Parameters")
 
-_SNAPSHOT = "a trainer saves itself by trainer.extend(extensions.snapshot(autoload=True))"
 _STOP = 'the stop trigger is the second argument: Trainer(updater, (20, "epoch"))'
 _MODEL = "a model is any torch.nn.Module that returns its loss; chainring.nn.Classifier makes one of a network"
 _EXTENSION = "subclass chainring.training.Extension, or extend the trainer by a function of one argument"
-_RUN = "a Trainer runs with run()"
 _EVALUATOR = "extend the trainer by extensions.Evaluator(test_iterator, model)"
 _UPDATER = "the updater has it: trainer.updater.get_{0}('main')"
 _WRITERS = "extensions.LogReport(writers=[{0}()]) sends the rows of the log there, by chainring.writers.{0}"
@@ -25,113 +23,82 @@ _DEVICE = (
     'StandardUpdater(..., device="cuda") places the model; torchrun starts several processes, see create_communicator()'
 )
 _PRECISION = 'StandardUpdater(..., precision="bf16") computes in mixed precision'
+_SCHEDULER = "extend the trainer by extensions.LRScheduler(scheduler) or a shift, such as extensions.LinearShift"
 _BF16 = 'use "bf16"'
 _FP16 = 'use "bf16", or "fp16", which scales the loss'
 _FP32 = 'use "fp32"'
-_BATCH_SIZE = "an iterator has the batch size: SerialIterator(dataset, batch_size)"
-_SCHEDULER = "extend the trainer by extensions.LRScheduler(scheduler) or a shift, such as extensions.LinearShift"
 
-TRAINER = {
-    "fit": _RUN,
-    "train": _RUN,
-    "start": _RUN,
-    "validate": _EVALUATOR,
-    "test": _EVALUATOR,
-    "evaluate": _EVALUATOR,
-    "predict": "call the model under torch.no_grad()",
-    "save": _SNAPSHOT,
-    "save_model": "chainring.serializers.save(path, model) saves the model",
-    "save_checkpoint": _SNAPSHOT,
-    "load": "chainring.serializers.load(path, trainer) loads a snapshot",
-    "load_checkpoint": "chainring.serializers.load(path, trainer) loads a snapshot",
-    "resume": "chainring.serializers.load(path, trainer) loads a snapshot",
-    "add_callback": "trainer.extend(extension) adds an extension",
-    "callbacks": "trainer.extend(extension) adds an extension",
-    "log": "chainring.report({'loss': loss}, self) reports a value, and extensions.LogReport() logs it",
-    "log_dict": "chainring.report({'loss': loss}, self) reports a value, and extensions.LogReport() logs it",
-    "logger": "trainer.extend(extensions.LogReport()) logs the values that were reported",
-    "global_step": "the updater counts: trainer.updater.iteration",
-    "iteration": "the updater counts: trainer.updater.iteration",
-    "epoch": "the updater counts: trainer.updater.epoch",
-    "current_epoch": "the updater counts: trainer.updater.epoch",
-    "model": _UPDATER.format("model"),
-    "optimizer": _UPDATER.format("optimizer"),
-    "optimizers": _UPDATER.format("optimizer"),
-    "train_dataloader": _UPDATER.format("iterator"),
-    "compile": "StandardUpdater(..., compile=True) compiles the update",
-}
 
-TRAINER_KEYWORDS = {
-    "max_epochs": _STOP,
-    "epochs": _STOP,
-    "num_epochs": _STOP,
-    "num_train_epochs": _STOP,
-    "max_steps": 'the stop trigger is the second argument: Trainer(updater, (1000, "iteration"))',
-    "max_time": 'the stop trigger is the second argument: Trainer(updater, (3600, "second"))',
-    "callbacks": "extensions=[...] takes extensions, as trainer.extend(extension) does",
-    "logger": "trainer.extend(extensions.LogReport()) logs the values that were reported",
-    "default_root_dir": 'out="result" is the directory of the run',
-    "output_dir": 'out="result" is the directory of the run',
-    "gradient_clip_val": _CLIP,
-    "max_grad_norm": _CLIP,
-    "accumulate_grad_batches": _ACCUMULATE,
-    "gradient_accumulation_steps": _ACCUMULATE,
-    "precision": _PRECISION,
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "accelerator": _DEVICE,
-    "device": _DEVICE,
-    "devices": _DEVICE,
-    "strategy": _DEVICE,
-    "model": "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
-    "optimizer": "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)",
-    "train_dataset": "pass an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)",
-    "eval_dataset": _EVALUATOR,
-    "val_check_interval": 'extend(extensions.Evaluator(...), trigger=(500, "iteration")) says when to evaluate',
-    "check_val_every_n_epoch": 'extend(extensions.Evaluator(...), trigger=(2, "epoch")) says when to evaluate',
-    "enable_progress_bar": "trainer.extend(extensions.ProgressBar()) shows one",
-    "resume_from_checkpoint": "extensions.snapshot(autoload=True) resumes the run that is in out",
-}
+def _by_name(hints: Mapping[str, str]) -> dict[str, str]:
+    """Return for each name its hint, from a table of hints with the names that each answers."""
+    return {name: hint for hint, names in hints.items() for name in names.split()}
 
-UPDATER_KEYWORDS = {
-    "accumulate_grad_batches": _ACCUMULATE,
-    "gradient_accumulation_steps": _ACCUMULATE,
-    "accum_grad": _ACCUMULATE,
-    "gradient_clip_val": _CLIP,
-    "max_grad_norm": _CLIP,
-    "clip_grad_norm": _CLIP,
-    "mixed_precision": _PRECISION,
-    "amp": _PRECISION,
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "loss": "loss_func=f gives the loss, as f(model, *inputs)",
-    "loss_fn": "loss_func=f gives the loss, as f(model, *inputs)",
-    "criterion": "loss_func=f gives the loss, as f(model, *inputs)",
-    "batch_size": _BATCH_SIZE,
-    "lr": "the optimizer has the learning rate",
-    "scheduler": _SCHEDULER,
-    "lr_scheduler": _SCHEDULER,
-    "collate_fn": "converter=f makes the inputs of a batch of examples",
-}
 
-PRECISIONS: dict[Any, str] = {
-    "bf16-mixed": _BF16,
-    "bfloat16": _BF16,
-    "bf16-true": f"{_BF16}, or cast the model by model.to(torch.bfloat16)",
-    "mixed": _FP16,
-    "16": _FP16,
-    "16-mixed": _FP16,
-    "fp16-mixed": _FP16,
-    "float16": _FP16,
-    "half": _FP16,
-    "16-true": f"{_FP16}, or cast the model by model.half()",
-    "32": _FP32,
-    "32-true": _FP32,
-    "float32": _FP32,
-    "no": _FP32,
-    "64": "cast the model by model.double(), and leave precision out",
-    "64-true": "cast the model by model.double(), and leave precision out",
-}
+TRAINER = _by_name(
+    {
+        "a Trainer runs with run()": "fit train start",
+        _EVALUATOR: "validate test evaluate",
+        "call the model under torch.no_grad()": "predict",
+        "a trainer saves itself by trainer.extend(extensions.snapshot(autoload=True))": "save save_checkpoint",
+        "chainring.serializers.save(path, model) saves the model": "save_model",
+        "chainring.serializers.load(path, trainer) loads a snapshot": "load load_checkpoint resume",
+        "trainer.extend(extension) adds an extension": "add_callback callbacks",
+        "chainring.report({'loss': loss}, self) reports a value, and extensions.LogReport() logs it": "log log_dict",
+        "trainer.extend(extensions.LogReport()) logs the values that were reported": "logger",
+        "the updater counts: trainer.updater.iteration": "global_step iteration",
+        "the updater counts: trainer.updater.epoch": "epoch current_epoch",
+        _UPDATER.format("model"): "model",
+        _UPDATER.format("optimizer"): "optimizer optimizers",
+        _UPDATER.format("iterator"): "train_dataloader",
+        "StandardUpdater(..., compile=True) compiles the update": "compile",
+    }
+)
+
+TRAINER_KEYWORDS = _by_name(
+    {
+        _STOP: "max_epochs epochs num_epochs num_train_epochs",
+        'the stop trigger is the second argument: Trainer(updater, (1000, "iteration"))': "max_steps",
+        'the stop trigger is the second argument: Trainer(updater, (3600, "second"))': "max_time",
+        "extensions=[...] takes extensions, as trainer.extend(extension) does": "callbacks",
+        "trainer.extend(extensions.LogReport()) logs the values that were reported": "logger",
+        'out="result" is the directory of the run': "default_root_dir output_dir",
+        _CLIP: "gradient_clip_val max_grad_norm",
+        _ACCUMULATE: "accumulate_grad_batches gradient_accumulation_steps",
+        _PRECISION: "precision fp16 bf16",
+        _DEVICE: "accelerator device devices strategy",
+        "pass it to the updater: Trainer(StandardUpdater(iterator, optimizer, model), ...)": "model optimizer",
+        "pass an iterator of it: StandardUpdater(SerialIterator(dataset, 100), optimizer, model)": "train_dataset",
+        _EVALUATOR: "eval_dataset",
+        'extend(extensions.Evaluator(...), trigger=(500, "iteration")) says when to evaluate': "val_check_interval",
+        'extend(extensions.Evaluator(...), trigger=(2, "epoch")) says when to evaluate': "check_val_every_n_epoch",
+        "trainer.extend(extensions.ProgressBar()) shows one": "enable_progress_bar",
+        "extensions.snapshot(autoload=True) resumes the run that is in out": "resume_from_checkpoint",
+    }
+)
+
+UPDATER_KEYWORDS = _by_name(
+    {
+        _ACCUMULATE: "accumulate_grad_batches gradient_accumulation_steps accum_grad",
+        _CLIP: "gradient_clip_val max_grad_norm clip_grad_norm",
+        _PRECISION: "mixed_precision amp fp16 bf16",
+        "loss_func=f gives the loss, as f(model, *inputs)": "loss loss_fn criterion",
+        "an iterator has the batch size: SerialIterator(dataset, batch_size)": "batch_size",
+        "the optimizer has the learning rate": "lr",
+        _SCHEDULER: "scheduler lr_scheduler",
+        "converter=f makes the inputs of a batch of examples": "collate_fn",
+    }
+)
+
+PRECISIONS: dict[Any, str] = _by_name(
+    {
+        _BF16: "bf16-mixed bfloat16",
+        f"{_BF16}, or cast the model by model.to(torch.bfloat16)": "bf16-true",
+        _FP16: "mixed 16 16-mixed fp16-mixed float16 half",
+        f"{_FP16}, or cast the model by model.half()": "16-true",
+        _FP32: "32 32-true float32 no",
+        "cast the model by model.double(), and leave precision out": "64 64-true",
+    }
+)
 
 CALLED = "write extend(f), not extend(f(trainer))"
 EXTENSIONS = {  # by a method of what is not an extension

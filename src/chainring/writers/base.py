@@ -1,14 +1,24 @@
-"""The interface of writers, which receive the rows of a log, and the records that they receive."""
+"""The interface of writers, which receive the rows of a log, the records that they receive, and what several share."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from chainring.reporting.media import Media
+from chainring import _random
+from chainring._files import parse_strict, read_regular, replace_file
+from chainring._messages import warn
+from chainring.reporting.media import Image, Media, Text
+
+_LARGEST_DESCRIPTION = 1 << 16  # bytes
 
 COUNTERS = ("epoch", "iteration", "elapsed_time")
 """The keys of a row that are not means of reported values."""
@@ -92,6 +102,27 @@ class Writer:
         """Close files and connections; called once, when the run ends."""
 
 
+class ServiceWriter(Writer):
+    """A writer to a service. Its one file has what a resumed run needs to continue under the same id there."""
+
+    def _save(self, run: Run, description: Mapping[str, Any]) -> None:
+        replace_file(run.out / self.writes[0], json.dumps(description) + "\n")
+
+    def _load(self, run: Run) -> dict[str, Any]:
+        """Return what was saved; empty if there is nothing that can be read."""
+        path = run.out / self.writes[0]
+        try:
+            description = parse_strict(read_regular(path, _LARGEST_DESCRIPTION))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            description = error
+        if not isinstance(description, dict):
+            warn(f"{path} does not hold the id of a run, and will be replaced: {description}")
+            return {}
+        return description
+
+
 def counters_of(record: Record) -> dict[str, float]:
     """Return epoch, iteration and elapsed time by key."""
     return {key: getattr(record, key) for key in COUNTERS}
@@ -107,3 +138,45 @@ def scalars(record: Record) -> dict[str, float]:
     """Return the numbers of a row by key, epoch and time included, for services that take nothing but numbers."""
     row = {**record.values, **counters_of(record)}
     return {key: float(value) for key, value in row.items() if isinstance(value, Real) and key != "iteration"}
+
+
+def import_optional(module: str, extra: str, writer: str) -> Any:
+    """Import a package that is an optional dependency, or raise an `ImportError` that names the extra.
+
+    Random numbers that it draws meanwhile do not change the run, whose seeds may be set already.
+    """
+    try:
+        with _random.preserve_host_rng():
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{writer} writes with {module}, which cannot be imported ({error}): pip install 'chainring[{extra}]'"
+        ) from error
+
+
+def check_path(argument: str, path: str | os.PathLike[str]) -> str:
+    """Return a path in the run's ``out``, or an absolute path, as a string."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise TypeError(f"{argument} is a name in the run's out, or an absolute path; got {path!r}")
+    return str(os.fspath(path))
+
+
+def escape_fields(name: str) -> str:
+    """Return a name for `Writer.writes`, where braces are fields."""
+    return name.replace("{", "{{").replace("}", "}}")
+
+
+def safe_name(key: str) -> str:
+    """Return a key as a part of a file name; different keys have different names."""
+    name = re.sub(r"[^\w-]", "_", key, flags=re.ASCII)[:60]
+    return name if name == key else f"{name}-{zlib.crc32(key.encode('utf-8', 'surrogatepass')):08x}"
+
+
+def text_of(media: Text) -> str:
+    """Return a text that can be encoded: a lone surrogate becomes an escape."""
+    return media.text.encode("utf-8", "backslashreplace").decode()
+
+
+def pixels_of(media: Image) -> Any:
+    """Return the pixels as services take them, those of a grey image in two dimensions."""
+    return media.pixels if media.pixels.shape[2] > 1 else media.pixels[:, :, 0]

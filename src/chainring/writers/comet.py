@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chainring.reporting.media import Image, Media, Text, media_to_json
-from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
-from chainring.writers.base import Record, Run, Writer, media_of, scalars
+from chainring.reporting.media import Image, Text, media_to_json
+from chainring.writers.base import Record, Run, ServiceWriter, import_optional, media_of, safe_name, scalars, text_of
 
-_FILE = "comet_run.json"
 _ROWS_ONLY = dict.fromkeys(
     ("auto_metric_logging", "auto_param_logging", "auto_output_logging", "log_graph", "parse_args", "auto_log_co2"), False
 )
 
 
-class CometWriter(Writer):
+class CometWriter(ServiceWriter):
     """Sends each row to Comet: every number as a metric, with the iteration as the step.
 
     Comet cannot delete a metric, so each start of the run is a separate experiment with all rows so far: the newest one
@@ -48,7 +46,7 @@ class CometWriter(Writer):
         TypeError: a setting is an argument of neither.
     """
 
-    writes: Sequence[str] = (_FILE,)
+    writes: Sequence[str] = ("comet_run.json",)
 
     def __init__(self, **settings: Any) -> None:
         self._comet = import_optional("comet_ml", "comet", "CometWriter")
@@ -66,13 +64,13 @@ class CometWriter(Writer):
 
     def begin(self, run: Run) -> None:
         self._archives = Path(self._config.get("offline_directory") or run.out / "comet")
-        earlier = load_service_run(run.out / _FILE).get("archives", [])
+        earlier = self._load(run).get("archives", [])
         key = str(self._start.get("experiment_key") or os.environ.get("COMET_EXPERIMENT_KEY") or uuid.uuid4().hex)
         self._earlier = [str(earlier_key) for earlier_key in earlier if earlier_key != key]
         # Before Comet has it, because an archive is begun at once, also by a process that is killed then.
-        save_service_run(run.out / _FILE, {"key": key, "archives": [*self._earlier, key]})
+        self._save(run, {"key": key, "archives": [*self._earlier, key]})
         self._open(key)
-        self._experiment.log_parameters({str(key): value for key, value in run.config.items()})
+        self._experiment.log_parameters({str(name): value for name, value in run.config.items()})
         for record in run.records:
             self.write(record)
 
@@ -91,16 +89,13 @@ class CometWriter(Writer):
             self._open()
         self._experiment.log_metrics(scalars(record), step=record.iteration, epoch=record.epoch)
         for key, media in media_of(record).items():
-            self._send(key, media, record.iteration)
-
-    def _send(self, key: str, media: Media, step: int) -> None:
-        if isinstance(media, Image):
-            self._experiment.log_image(io.BytesIO(media.png()), name=key, step=step)
-        elif isinstance(media, Text):
-            self._experiment.log_text(text_of(media), step=step, metadata={"key": key})
-        else:
-            name = f"media/{step:08d}/{safe_name(key)}.json"
-            self._experiment.log_asset_data(json.dumps(media_to_json(media)), name=name, step=step)
+            if isinstance(media, Image):
+                self._experiment.log_image(io.BytesIO(media.png()), name=key, step=record.iteration)
+            elif isinstance(media, Text):
+                self._experiment.log_text(text_of(media), step=record.iteration, metadata={"key": key})
+            else:
+                name = f"media/{record.iteration:08d}/{safe_name(key)}.json"
+                self._experiment.log_asset_data(json.dumps(media_to_json(media)), name=name, step=record.iteration)
 
     def close(self) -> None:
         experiment, self._experiment = self._experiment, None

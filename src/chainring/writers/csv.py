@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chainring._files import AppendOnly, make_folder, open_regular, replace_file, set_rows_aside, to_json
-from chainring.writers._common import check_path, escape_fields
-from chainring.writers.base import COUNTERS, Record, Run, Writer, counters_of
+from chainring.writers.base import COUNTERS, Record, Run, Writer, check_path, counters_of, escape_fields
 
 
 class CsvWriter(Writer):

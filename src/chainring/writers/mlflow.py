@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from chainring._messages import info
-from chainring.reporting.media import Histogram, Image, Text, media_to_json
-from chainring.writers._common import import_optional, load_service_run, safe_name, save_service_run, text_of
-from chainring.writers.base import Record, Run, Writer, media_of, scalars
+from chainring.reporting.media import Image, Text, media_to_json
+from chainring.writers.base import Record, Run, ServiceWriter, import_optional, media_of, safe_name, scalars, text_of
 
-_FILE = "mlflow_run.json"
 _METRICS, _PARAMS = 1000, 100  # the most in one request
 _TAG = "chainring.run"
 _FIRST, _LAST = "epoch", "elapsed_time"  # of the numbers of a row, those that are sent first and last
 
 
-class MlflowWriter(Writer):
+class MlflowWriter(ServiceWriter):
     """Sends each row to MLflow: every number as a metric, with the iteration as the step.
 
     The run's id is kept in ``out/mlflow_run.json``, so a resumed run continues under the same id, and each row is logged
@@ -49,7 +47,7 @@ class MlflowWriter(Writer):
         ImportError: mlflow is not installed.
     """
 
-    writes: Sequence[str] = (_FILE,)
+    writes: Sequence[str] = ("mlflow_run.json",)
 
     def __init__(self, tracking_uri: str | None = None, experiment: str | None = None) -> None:
         self._mlflow = import_optional("mlflow", "mlflow", "MlflowWriter")
@@ -61,13 +59,13 @@ class MlflowWriter(Writer):
     def begin(self, run: Run) -> None:
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
         service = {"tracking_uri": self._client.tracking_uri, "experiment": self._experiment}
-        saved = load_service_run(run.out / _FILE)
+        saved = self._load(run)
         if not service.items() <= saved.items():
             saved = {}
         # A tag that is saved before any run is made tells of runs that a killed process had no time to save the id of.
         tag, run_id = saved.get("tag") or uuid.uuid4().hex, saved.get("run_id")
         description = {"run_id": run_id, "tag": tag, **service}
-        save_service_run(run.out / _FILE, description)
+        self._save(run, description)
         known = {} if run_id is None else {run_id: self._client.get_run(run_id)}
         experiment_id = known[run_id].info.experiment_id if known else self._experiment_id()
         tagged = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{tag}'")
@@ -80,7 +78,7 @@ class MlflowWriter(Writer):
             self._client.update_run(run_id, status="RUNNING")
         self._send_params(run.config)
         self._send_rows([record for record in run.records if sent is None or record.iteration not in sent])
-        save_service_run(run.out / _FILE, {**description, "run_id": self._run_id})
+        self._save(run, {**description, "run_id": self._run_id})
         for replaced in earlier - {self._run_id}:
             self._client.delete_run(replaced)
 
@@ -110,24 +108,22 @@ class MlflowWriter(Writer):
         metric, metrics = self._mlflow.entities.Metric, []
         for record in records:
             for key, media in media_of(record).items():
-                self._send(f"media/{record.iteration:08d}/{safe_name(key)}", media)
+                folder, name = f"media/{record.iteration:08d}", safe_name(key)
+                if isinstance(media, Image):
+                    with tempfile.TemporaryDirectory(prefix="chainring-mlflow-") as scratch:
+                        path = Path(scratch, f"{name}.png")
+                        path.write_bytes(media.png())
+                        self._client.log_artifact(self._run_id, str(path), folder)
+                elif isinstance(media, Text):
+                    self._client.log_text(self._run_id, text_of(media), f"{folder}/{name}.txt")
+                else:
+                    self._client.log_dict(self._run_id, media_to_json(media), f"{folder}/{name}.json")
             ago = records[-1].elapsed_time - record.elapsed_time  # the times of earlier rows are as far apart as they were
             values, time_ms = scalars(record), int(1000 * (time.time() - ago))
             ordered = {_FIRST: values.pop(_FIRST), **values, _LAST: values[_LAST]}
             metrics += [metric(key, value, time_ms, record.iteration) for key, value in ordered.items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
-
-    def _send(self, path: str, media: Image | Text | Histogram) -> None:
-        if isinstance(media, Image):
-            folder, _, name = path.rpartition("/")
-            with tempfile.TemporaryDirectory(prefix="chainring-mlflow-") as scratch:
-                (Path(scratch) / f"{name}.png").write_bytes(media.png())
-                self._client.log_artifact(self._run_id, str(Path(scratch) / f"{name}.png"), folder)
-        elif isinstance(media, Text):
-            self._client.log_text(self._run_id, text_of(media), f"{path}.txt")
-        else:
-            self._client.log_dict(self._run_id, media_to_json(media), f"{path}.json")
 
     def close(self) -> None:
         run_id, self._run_id = self._run_id, None

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from chainring._files import make_folder
 from chainring.reporting.media import Histogram, Image, Media
-from chainring.writers._common import check_path, escape_fields, import_optional
-from chainring.writers.base import Record, Run, Writer, media_of, scalars
+from chainring.writers.base import Record, Run, Writer, check_path, escape_fields, import_optional, media_of, scalars
 
 _PREFIX = "events.out.tfevents."  # TensorBoard recognises its files by it
 
@@ -51,13 +49,17 @@ class TensorBoardWriter(Writer):
 
         directory = make_folder(run.out, self._directory)
         earlier = sorted(path.name for path in directory.glob(f"{_PREFIX}*"))
-        self._file = open(directory / _next_name(earlier), "xb")  # noqa: SIM115 - it stays open until the run ends
+        # A name that sorts after the earlier ones, because TensorBoard reads files in the order of their names.
+        last = earlier[-1][len(_PREFIX) :].partition(".")[0] if earlier else ""
+        seconds = max(int(time.time()), int(last) + 1 if last.isdecimal() else 0)
+        name = f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(directory / name, "xb")  # noqa: SIM115 - it stays open until the run ends
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
         self._add(step=run.iteration + 1, session_log=SessionLog(status=SessionLog.START))  # later steps are forgotten
         if run.config:
-            numbers_or_text = (bool, int, float, str)  # the settings that TensorBoard takes
-            settings = {str(k): v if isinstance(v, numbers_or_text) else str(v) for k, v in run.config.items()}
+            taken = (bool, int, float, str)  # the settings that TensorBoard takes
+            settings = {str(key): value if isinstance(value, taken) else str(value) for key, value in run.config.items()}
             self._add(summary=hparams_pb(settings))
         for record in () if earlier else run.records:
             self.write(record)
@@ -101,10 +103,3 @@ def _media_value(key: str, media: Media) -> Any:
     plugin = SummaryMetadata.PluginData(plugin_name="text")
     text = TensorProto(dtype=DT_STRING, string_val=[media.text.encode("utf-8", "backslashreplace")])
     return Summary.Value(tag=key, metadata=SummaryMetadata(plugin_data=plugin), tensor=text)
-
-
-def _next_name(earlier: Sequence[str]) -> str:
-    """Return a name that sorts after the earlier ones, because TensorBoard reads files in the order of their names."""
-    last = earlier[-1][len(_PREFIX) :].partition(".")[0] if earlier else ""
-    seconds = max(int(time.time()), int(last) + 1 if last.isdecimal() else 0)
-    return f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"

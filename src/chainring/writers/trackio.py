@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chainring.reporting.media import Image, Media, Text
-from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run, text_of
-from chainring.writers.base import Record, Run, Writer, counters_of, media_of
+from chainring.writers.base import Record, Run, ServiceWriter, counters_of, import_optional, media_of, pixels_of, text_of
 
-_FILE = "trackio_run.json"
 _REMOTE = ("space_id", "server_url")  # arguments of init, and variables of the environment with TRACKIO_ before
 
 
-class TrackioWriter(Writer):
+class TrackioWriter(ServiceWriter):
     """Sends each row to Trackio, with the iteration as the step. Its database is local, so no network is needed.
 
     The run's project, name and id are kept in ``out/trackio_run.json``, so a resumed run continues as the same run, and
@@ -40,7 +38,7 @@ class TrackioWriter(Writer):
         ImportError: trackio is not installed.
     """
 
-    writes: Sequence[str] = (_FILE,)
+    writes: Sequence[str] = ("trackio_run.json",)
 
     def __init__(self, **init: Any) -> None:
         self._trackio = import_optional("trackio", "trackio", "TrackioWriter")
@@ -48,7 +46,7 @@ class TrackioWriter(Writer):
         self._run: Any = None
 
     def begin(self, run: Run) -> None:
-        saved = load_service_run(run.out / _FILE)
+        saved = self._load(run)
         if saved.get("project") != self._init["project"]:
             saved = {}
         name = self._init.get("name") or saved.get("name")
@@ -57,7 +55,7 @@ class TrackioWriter(Writer):
         settings = {"config": config, "name": name, "resume": "never" if sent is None else "must", **self._init}
         self._run = self._trackio.init(**settings)
         described = {"project": self._run.project, "name": self._run.name, "run_id": self._run.id}
-        save_service_run(run.out / _FILE, described)
+        self._save(run, described)
         for record in run.records:
             if sent is None or record.iteration not in sent:
                 self.write(record)

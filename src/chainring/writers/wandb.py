@@ -13,13 +13,10 @@ from typing import Any
 from chainring._files import set_aside
 from chainring._messages import warn
 from chainring.reporting.media import Image, Media, Text
-from chainring.writers._common import import_optional, load_service_run, pixels_of, save_service_run
-from chainring.writers.base import Record, Run, Writer, counters_of, media_of
-
-_FILE = "wandb_run.json"
+from chainring.writers.base import Record, Run, ServiceWriter, counters_of, import_optional, media_of, pixels_of
 
 
-class WandbWriter(Writer):
+class WandbWriter(ServiceWriter):
     """Sends each row to Weights & Biases (W&B), with ``iteration`` as the x-axis of its curves.
 
     The run's id is kept in ``out/wandb_run.json``, so a resumed run continues under the same id; the run's config is the
@@ -47,7 +44,7 @@ class WandbWriter(Writer):
         ImportError: wandb is not installed.
     """
 
-    writes: Sequence[str] = (_FILE,)
+    writes: Sequence[str] = ("wandb_run.json",)
 
     def __init__(self, **init: Any) -> None:
         self._wandb = import_optional("wandb", "wandb", "WandbWriter")
@@ -57,13 +54,15 @@ class WandbWriter(Writer):
 
     def begin(self, run: Run) -> None:
         self._owns = self._wandb.run is None
-        run_id = load_service_run(run.out / _FILE).get("id")
+        run_id = self._load(run).get("id")
         settings = {"dir": str(run.out), "config": dict(run.config), **self._init}
         if run_id is not None and _is_kept(Path(settings["dir"]), str(run_id)):
             settings = {"id": run_id, "resume": "allow", **settings}
-        settings.setdefault("id", self._chosen_id())
+        given = self._init.get("settings")  # a new id is that which W&B would take from its settings or the environment
+        given = given.get("run_id") if isinstance(given, Mapping) else getattr(given, "run_id", None)
+        settings.setdefault("id", given or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(6))
         if self._owns:  # before W&B has it, so that a kill leaves no run behind that is nobody's
-            save_service_run(run.out / _FILE, {"id": settings["id"]})
+            self._save(run, {"id": settings["id"]})
         self._open(settings)
         if run.iteration and self._run.step > run.iteration + 1:
             warn(
@@ -74,12 +73,6 @@ class WandbWriter(Writer):
         for record in run.records:
             if record.iteration >= self._run.step:  # a kill loses what W&B has not sent yet
                 self.write(record)
-
-    def _chosen_id(self) -> str:
-        """Return the id that W&B would take from its settings or the environment, or else a new one."""
-        settings = self._init.get("settings")
-        given = settings.get("run_id") if isinstance(settings, Mapping) else getattr(settings, "run_id", None)
-        return given or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(6)
 
     def write(self, record: Record) -> None:
         if self._run is None:

@@ -1,32 +1,239 @@
 """Checkpoints of other libraries, each format recognised by what is in it; `plan_loading` is the door to all of them.
 
-Nothing is unpickled but by torch's reader of weights alone, and the metadata in `distributed` by a reader of its own.
+First all is checked, then all is changed. Nothing is unpickled but by torch's reader of weights alone, and the metadata in
+`distributed` by a reader of its own.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chainring.serializers.foreign import chainer, directories, distributed, torch_files
-from chainring.serializers.foreign.loading import ForeignPlan
+from chainring._naming import unwrap
+from chainring.serializers._values import copy_value, is_same_value
+from chainring.serializers.foreign import directories, distributed, files
+from chainring.serializers.foreign._matching import ModelPlan, plan_models, plan_optimizer
+from chainring.serializers.foreign.content import ForeignCheckpoint, checksum
+from chainring.serializers.protocol import DictionaryDeserializer, capture, has_state, is_module
 
 __all__ = ["ForeignPlan", "plan_loading"]
 
 _OF_DIRECTORIES = (distributed.read, directories.read_accelerate, directories.read_hugging_face)
+_ITERATOR = "updater/iterator:main/"
+_COUNTS = {"last_epoch", "last_lr", "num_bad_epochs", "best", "cooldown_counter"}  # of a scheduler, and no settings
 
 
 def plan_loading(path: Path, obj: Any, path_in_snapshot: str, strict: bool) -> ForeignPlan | None:
-    """Return how what another library has saved is loaded into an object; ``None`` for what is not recognised.
+    """Return how what another library has saved is loaded into a model or a trainer; ``None`` for what is not recognised."""
+    readers = _OF_DIRECTORIES if path.is_dir() else (files.read,)
+    saved = next((saved for read in readers if (saved := read(path)) is not None), None)
+    return None if saved is None else ForeignPlan(path, saved, obj, path_in_snapshot, strict)
 
-    Raises:
-        TypeError: the object is neither a model nor a trainer.
-        ValueError, RuntimeError: it is damaged, holds what is not read, or does not fit.
+
+class _StateOfForeign(DictionaryDeserializer):
+    """Loads a trainer from its own state, in which the counts are those of another library's run."""
+
+    gives_way = True
+
+
+class ForeignPlan:
+    """What will be loaded of a checkpoint of another library into a model or a trainer, which fits.
+
+    Nothing is changed, and no other rank asked, until `apply`, which all ranks call, or none.
+
+    Args:
+        path: where it was read.
+        saved: what was read.
+        obj: the model or the trainer.
+        part: the dotted or slashed prefix of the names in the checkpoint that are meant; of several models, the name of one.
+        strict: whether what does not fit is an error; otherwise it is left as it is.
     """
-    if path.is_dir():
-        found = next((found for read in _OF_DIRECTORIES if (found := read(path)) is not None), None)
-    elif torch_files.is_torch_file(path):
-        found = torch_files.read(path)
-    else:
-        found = chainer.read(path) if torch_files.is_regular_file(path) else None
-    return None if found is None else ForeignPlan(path, found, obj, path_in_snapshot, strict)
+
+    def __init__(self, path: Path, saved: ForeignCheckpoint, obj: Any, part: str, strict: bool) -> None:
+        self._path, self._saved, self._obj, self._strict = path, saved, obj, strict
+        if is_module(obj):
+            models = {"main": unwrap(obj)}
+        elif hasattr(getattr(obj, "updater", None), "get_all_models") and hasattr(obj, "entries") and has_state(obj):
+            models = {name: unwrap(model) for name, model in obj.updater.get_all_models().items()}
+        else:
+            raise TypeError(
+                f"{path} is {saved.kind}, which is loaded into a model or a trainer, not into a {type(obj).__name__}"
+            )
+        self._changes: dict[str, Any] = {}  # in the state of a trainer
+        plans = plan_models(path, saved, models, part.strip("/").replace("/", "."), strict)
+        self._loads: list[Callable[[], Any]] = [plan.load for plan in plans]
+        self._report = [f"loaded {path}, {saved.kind}", *(line for plan in plans for line in plan.report)]
+        if is_module(obj):
+            self._leave_optimizers()
+        else:
+            self._plan_optimizers(plans)
+            self._plan_schedulers()
+            self._plan_counts()
+        if left := saved.left:
+            more = f" and {len(left) - 12} more" if len(left) > 12 else ""
+            self._report.append(f"not loaded: {', '.join(left[:12])}{more}")
+
+    def fingerprint(self) -> int:
+        """Return a checksum of all that is taken of the checkpoint."""
+        return checksum({**vars(self._saved), "left": None})
+
+    def apply(self) -> str:
+        """Load it; return in words what was taken and what was not."""
+        for action in self._loads:
+            action()
+        if not is_module(self._obj):
+            loaded = _StateOfForeign({**capture(self._obj, comm=self._obj.comm).target, **self._changes})
+            loaded.comm = self._obj.comm
+            loaded.visit("", self._obj)
+        return "\n  ".join(self._report)
+
+    def _plan_optimizers(self, models: list[ModelPlan]) -> None:
+        own, theirs = self._obj.updater.get_all_optimizers(), self._saved.optimizers
+        if not theirs:
+            self._report.append("missing: the state of an optimizer, which starts again")
+            return
+        is_named = len(theirs) > 1 and not all(name.isdecimal() or name.startswith("optimizer") for name in theirs)
+        if len(own) != len(theirs) or (is_named and own.keys() != theirs.keys()):
+            if self._strict:
+                named = f", with the names {', '.join(theirs)}" if is_named else ""
+                raise ValueError(
+                    f"{self._path} has the state of {len(theirs)} optimizers{named}, and the updater has {len(own)}, "
+                    f"{', '.join(own)}: make as many with the same names, or in the same order, or leave them out by "
+                    "strict=False"
+                )
+            self._leave_optimizers()
+            return
+        names = own if own.keys() == theirs.keys() else theirs
+        for label, name in zip(own, names, strict=True):
+            action, report = plan_optimizer(self._path, label, own[label], theirs[name], models, self._strict)
+            self._loads.append(action)
+            self._report += report
+
+    def _leave_optimizers(self) -> None:
+        if number := len(self._saved.optimizers):
+            self._report.append(f"not loaded: the state of {number} optimizer{'s' * (number > 1)}")
+
+    def _plan_schedulers(self) -> None:
+        saved, report = self._saved.schedulers, self._report
+        extensions = [entry.extension for entry in self._obj.entries]
+        own = [scheduler for extension in extensions if has_state(scheduler := getattr(extension, "scheduler", None))]
+        if len(own) == len(saved):
+            for scheduler, state in zip(own, saved, strict=True):
+                self._plan_scheduler(scheduler, state)
+        elif not saved:
+            report.append("missing: the state of a scheduler, which starts again")
+        elif not own:
+            report.append(
+                "not loaded: the state of a scheduler; to continue it, extend the trainer with LRScheduler(...) before load"
+            )
+        elif self._strict:
+            raise ValueError(
+                f"{self._path} has the state of {len(saved)} schedulers, and the trainer has {len(own)}: extend it with as "
+                "many in the same order, or leave them out by strict=False"
+            )
+        else:
+            report.append("not loaded: the state of the schedulers, of which the trainer has another number")
+
+    def _plan_scheduler(self, scheduler: Any, saved: Any) -> None:
+        """Plan to load the state of a scheduler, which is of the same kind if it has the same entries."""
+        own, name = scheduler.state_dict(), type(scheduler).__name__
+        theirs = saved if isinstance(saved, Mapping) else {}
+        reason = None
+        if differ := [str(key) for key in own.keys() ^ theirs.keys() if not str(key).startswith("_")]:
+            reason = f"only one of them has {min(differ)!r}"
+        lists = [
+            key for key in ("base_lrs", "lr_lambdas", "_schedulers") if isinstance(own.get(key), list) and key in theirs
+        ]
+        if any(not isinstance(theirs[key], (list, tuple)) or len(theirs[key]) != len(own[key]) for key in lists):
+            reason = reason or "its lists have another length"
+        if reason:
+            text = f"the saved scheduler is another one than the {name} here: {reason}; make the one that was saved"
+            if self._strict:
+                raise ValueError(f"{self._path}: {text}, or leave it out by strict=False")
+            self._report.append(f"not loaded: {text}")
+            return
+        self._report.append(f"scheduler: {name} after {theirs.get('last_epoch')} steps")
+        for key in own:
+            if not str(key).startswith("_") and key not in _COUNTS and not is_same_value(own[key], theirs[key]):
+                self._report.append(f"scheduler: {key} {theirs[key]!r:.60} is taken, the script has {own[key]!r:.60}")
+        self._loads.append(partial(scheduler.load_state_dict, {**own, **copy_value(dict(theirs))}))
+
+    def _plan_counts(self) -> None:
+        """Plan to set the counts of a trainer, which are the same on all ranks, and its loss scaler."""
+        saved, report, state = self._saved, self._report, capture(self._obj).target
+        iteration = saved.iteration
+        if iteration is None and len(steps := {optimizer.step for optimizer in saved.optimizers.values()} - {None}) == 1:
+            (iteration,) = steps
+            report.append(f"counts: the iteration is {iteration}, as the optimizer counts its updates")
+        if iteration is not None:
+            self._changes["updater/iteration"] = iteration
+        self._plan_position(state, iteration)
+        scaler = "updater/precision/scaler"
+        if saved.scaler is not None and state.get(scaler) is not None:
+            self._changes[scaler] = saved.scaler
+            report.append("loss scaler: taken")
+        report.append(
+            "missing: random generators, the order of the data, the state of extensions; these begin as the script says"
+        )
+
+    def _plan_position(self, state: Mapping[str, Any], iteration: int | None) -> None:
+        """Plan to bring the iterator to where the saved run was.
+
+        It may count examples, as `SerialIterator` does, or batches of a loader; any other begins as it is.
+        """
+        saved, report = self._saved, self._report
+        own = {key.removeprefix(_ITERATOR): value for key, value in state.items() if key.startswith(_ITERATOR)}
+        size: Any = own.get("size")
+        batch_size: Any = own.get("batch_size")
+        counts_examples = size is not None and bool(batch_size)
+        length = math.ceil(size / batch_size) if counts_examples else own.get("batches")
+        epoch, batches = saved.epoch, saved.batches
+        if epoch is None and iteration is not None and length and state.get("updater/settings/accumulate", 1) == 1:
+            epoch, batches = divmod(iteration, length)
+            report.append(
+                f"missing: the epoch; {epoch} follows from the iteration and the {length} batches of an epoch here"
+            )
+        counts = {"iteration": iteration, "epoch": epoch, "batches of the next epoch": batches or None}
+        numbers = ", ".join(f"{name} {number}" for name, number in counts.items() if number is not None)
+        if batches is None and saved.fraction is not None and length is not None:
+            batches = round(saved.fraction * length)
+        if epoch is None:
+            if own:
+                report.append("missing: the place in the data, which begin with a first epoch")
+        elif counts_examples:
+            taken = (batches or 0) * batch_size if saved.examples is None else saved.examples
+            self._set_position(own, epoch, taken, size, batch_size, "examples")
+        elif {"passes", "taken", "batches", "epoch_length"} <= own.keys():
+            taken = batches or 0 if saved.examples is None or not batch_size else saved.examples // batch_size
+            self._set_position(own, epoch, taken, length, 1, "batches")
+        elif own:
+            report.append(
+                "not loaded: the place in the data, because the iterator counts in another way; it begins as it is"
+            )
+        report.append(f"counts: {numbers}" if numbers else "missing: iteration and epoch, which begin at 0")
+
+    def _set_position(
+        self, own: Mapping[str, Any], epoch: int, taken: int, length: int | None, step: int, unit: str
+    ) -> None:
+        """Set the epochs done, and the examples or batches of the next that were taken."""
+        if length is not None and taken and taken >= length:
+            whose = "the data have" if unit == "examples" else "the loader has"
+            raise ValueError(
+                f"{self._path}: the saved run had taken {taken} {unit} of an epoch, and {whose} {length}: use the same data "
+                "and the same batch size"
+            )
+        if unit == "batches" and taken and (own.get("loader") is not None or own["epoch_length"] != length):
+            self._report.append(
+                "not loaded: the place in the epoch, because the loader keeps its own; it begins that epoch again"
+            )
+            taken = 0
+        previous = max(0.0, epoch + (taken - step) / length) if length and (epoch or taken) else None
+        position: dict[str, Any] = {"epoch": epoch, "position": taken, "is_new_epoch": taken == 0 and epoch > 0}
+        position["previous_epoch_detail"] = previous
+        if unit == "batches":
+            detail = epoch + (taken / length if length else 0.0)
+            position |= {"epoch_detail": detail, "passes": epoch + (taken > 0), "taken": taken}
+        self._changes |= {f"{_ITERATOR}{key}": value for key, value in position.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,63 +17,41 @@ Entries = dict[str, Any]
 
 @dataclass
 class SavedOptimizer:
-    """The state of an optimizer.
+    """The state of an optimizer."""
 
-    Attributes:
-        state: by number or name of a parameter its entries.
-        groups: the settings of each group.
-        members: the numbers or names of the parameters in each group.
-        required: a setting by which an optimizer is known that can take the state, where there are no groups.
-    """
-
-    state: Mapping[Any, Mapping[str, Any]]
-    groups: list[dict[str, Any]]
-    members: list[list[Any]]
-    required: str | None = None
+    state: Mapping[Any, Mapping[str, Any]]  # by number or name of a parameter its entries
+    groups: list[dict[str, Any]]  # the settings of each
+    members: list[list[Any]]  # the numbers or names of the parameters in each group
+    required: str | None = None  # a setting by which one that can take the state is known, where there are no groups
 
     @property
     def step(self) -> int | None:
         """The number of its updates, if it counts them."""
         steps = [entries["step"] for entries in self.state.values() if isinstance(entries.get("step"), (int, float, Tensor))]
-        numbers = [int(step) for step in steps if not isinstance(step, Tensor) or step.numel() == 1]
-        return max(numbers, default=None)
+        return max((int(step) for step in steps if not isinstance(step, Tensor) or step.numel() == 1), default=None)
 
 
 @dataclass
 class ForeignCheckpoint:
-    """All that a checkpoint has of what a run continues from.
+    """All that a checkpoint has of what a run continues from."""
 
-    Attributes:
-        kind: the format in words, such as ``"a Lightning checkpoint"``.
-        models: by name the parameters and buffers; of one model the name is ``"main"``.
-        optimizers: in the order in which they were made, by name where they have one.
-        schedulers: the ``state_dict`` of each.
-        scaler: the ``state_dict`` of the loss scaler.
-        iteration: updates done.
-        epoch: epochs done.
-        batches: batches of the next epoch that were taken.
-        fraction, examples: the same as a part of an epoch, or in examples, where the batches were not counted.
-        left: the names of all else that it holds, which is not taken.
-        is_ordered: True if the entries of a model are in the order in which it has them.
-    """
-
-    kind: str
-    models: dict[str, Entries]
-    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
-    schedulers: list[Any] = field(default_factory=list)
-    scaler: Any = None
-    iteration: int | None = None
-    epoch: int | None = None
-    batches: int | None = None
-    fraction: float | None = None
-    examples: int | None = None
-    left: list[str] = field(default_factory=list)
-    is_ordered: bool = True
+    kind: str  # the format in words, such as "a Lightning checkpoint"
+    models: dict[str, Entries]  # by name; of one model the name is "main"
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)  # in the order in which they were made
+    schedulers: list[Any] = field(default_factory=list)  # the state_dict of each
+    scaler: Any = None  # the state_dict of the loss scaler
+    iteration: int | None = None  # updates done
+    epoch: int | None = None  # epochs done
+    batches: int | None = None  # of the next epoch that were taken
+    fraction: float | None = None  # the same as a part of an epoch, where the batches were not counted
+    examples: int | None = None  # the same in examples
+    left: list[str] = field(default_factory=list)  # the names of all else that it holds, which is not taken
+    is_ordered: bool = True  # the entries of a model are in the order in which it has them
 
 
 def checksum(value: Any, crc: int = 0) -> int:
     """Return a checksum of a value of a checkpoint, by which ranks see that they have read the same."""
-    if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized and str(value.layout) == "torch.strided":
+    if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized and value.layout is torch.strided:
         plain = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode(), crc)
         return zlib.crc32(plain.view(torch.uint8).numpy().data, crc)
@@ -94,11 +73,7 @@ def is_entries(value: Any) -> bool:
 
 
 def to_entries(value: Mapping[str, Any], where: str) -> Entries:
-    """Return parameters and buffers, without the prefixes that ``torch.compile`` puts into names.
-
-    Raises:
-        ValueError: one of them is not a plain tensor.
-    """
+    """Return parameters and buffers, all plain tensors, without the prefixes that ``torch.compile`` puts into names."""
     entries = {name.replace("_orig_mod.", ""): entry for name, entry in value.items()}
     for name, entry in entries.items():
         if isinstance(entry, Tensor):
@@ -107,13 +82,9 @@ def to_entries(value: Mapping[str, Any], where: str) -> Entries:
 
 
 def check_plain(value: Tensor, what: str) -> None:
-    """Refuse a tensor that is not dense and in memory.
-
-    Raises:
-        ValueError: it is another.
-    """
+    """Refuse a tensor that is not dense and in memory."""
     is_plain = type(value) in (Tensor, nn.Parameter) and not value.is_meta and not value.is_quantized
-    if not is_plain or value.is_nested or str(value.layout) != "torch.strided":
+    if not is_plain or value.is_nested or value.layout is not torch.strided:
         raise ValueError(
             f"{what} is a {type(value).__name__} of {value.layout} on {value.device}, and only plain dense tensors are "
             "taken: save what it holds by to_dense() or dequantize()"
@@ -126,11 +97,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def to_optimizer(value: Any, where: str) -> SavedOptimizer:
-    """Return the state of an optimizer from its ``state_dict``.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
+    """Return the state of an optimizer from its ``state_dict``."""
     if not is_optimizer_state(value):
         raise ValueError(f"{where} is not the state_dict of an optimizer: it has no 'state' and 'param_groups'")
     state, groups = value["state"], value["param_groups"]
@@ -141,11 +108,7 @@ def to_optimizer(value: Any, where: str) -> SavedOptimizer:
     members = [list(group["params"]) for group in groups]
     names = [group.get("param_names") for group in groups]
     if all(_is_members(of_group) and len(of_group) == len(ids) for of_group, ids in zip(names, members, strict=True)):
-        by_number = {
-            number: name
-            for of_group, ids in zip(names, members, strict=True)
-            for number, name in zip(ids, of_group, strict=True)
-        }
+        by_number = dict(zip(itertools.chain(*members), itertools.chain(*names), strict=True))
         state = {by_number.get(number, number): entries for number, entries in state.items()}
         members = names
     settings = [{key: setting for key, setting in group.items() if key not in ("params", "param_names")} for group in groups]
@@ -157,11 +120,7 @@ def _is_members(value: Any) -> bool:
 
 
 def count(value: Any, where: str) -> int | None:
-    """Return a count of iterations or epochs, ``None`` where there is not one.
-
-    Raises:
-        ValueError: it is negative, or no count.
-    """
+    """Return a count of iterations or epochs, ``None`` where there is not one; anything else is refused."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if value is None:

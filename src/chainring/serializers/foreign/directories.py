@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,18 @@ from typing import Any
 from chainring._files import parse_strict
 from chainring.serializers import _safetensors
 from chainring.serializers.foreign.content import Entries, ForeignCheckpoint, count, is_entries, to_entries, to_optimizer
-from chainring.serializers.foreign.torch_files import is_regular_file, read_torch_file
+from chainring.serializers.foreign.files import is_regular_file, read_torch
 
 _STATE = "trainer_state.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def read_hugging_face(directory: Path) -> ForeignCheckpoint | None:
-    """Return what a directory of ``Trainer`` or ``save_pretrained`` holds; ``None`` if it is another.
-
-    Raises:
-        ValueError: a file is damaged, missing, or elsewhere.
-    """
+    """Return what a directory of ``Trainer`` or ``save_pretrained`` holds; ``None`` if it is another."""
     names = {path.name for path in directory.iterdir()}
     if not names & {name + end for name in _WEIGHTS for end in ("", ".index.json")}:
         return None
-    weights = read_weights(directory)
+    weights = _read_weights(directory)
     if weights is None:
         return None
     kind = "a checkpoint of Hugging Face's Trainer" if _STATE in names else "a model of save_pretrained"
@@ -40,11 +37,11 @@ def read_hugging_face(directory: Path) -> ForeignCheckpoint | None:
     if _STATE not in names:
         return checkpoint
     if (path := find_inside(directory, "optimizer.pt")) is not None:
-        checkpoint.optimizers = {"main": to_optimizer(read_torch_file(path), str(path))}
+        checkpoint.optimizers = {"main": to_optimizer(read_torch(path), str(path))}
     if (path := find_inside(directory, "scheduler.pt")) is not None:
-        checkpoint.schedulers = [read_torch_file(path)]
+        checkpoint.schedulers = [read_torch(path)]
     if (path := find_inside(directory, "scaler.pt")) is not None:
-        checkpoint.scaler = read_torch_file(path)
+        checkpoint.scaler = read_torch(path)
     state = _read_json(directory, _STATE) or {}
     checkpoint.iteration = count(state.get("global_step"), f"{directory / _STATE}: 'global_step'")
     epoch = state.get("epoch")
@@ -55,17 +52,13 @@ def read_hugging_face(directory: Path) -> ForeignCheckpoint | None:
 
 
 def read_accelerate(directory: Path) -> ForeignCheckpoint | None:
-    """Return what a directory of ``save_state`` holds; ``None`` if it is another.
-
-    Raises:
-        ValueError: a file is damaged, missing, or elsewhere.
-    """
+    """Return what a directory of ``save_state`` holds; ``None`` if it is another."""
     names = {path.name for path in directory.iterdir()}
     if not names & {"optimizer.bin", "random_states_0.pkl"}:
         return None
     models: list[tuple[Entries, bool]] = []
     for name in _numbered("model"):
-        if (weights := read_weights(directory, name)) is None:
+        if (weights := _read_weights(directory, name)) is None:
             break
         models.append(weights)
     if not models:
@@ -83,7 +76,7 @@ def read_accelerate(directory: Path) -> ForeignCheckpoint | None:
     }
     checkpoint.schedulers = list(_read_numbered(directory, "scheduler").values())
     if (path := find_inside(directory, "scaler.pt")) is not None:
-        checkpoint.scaler = read_torch_file(path)
+        checkpoint.scaler = read_torch(path)
     taken = ("model", "pytorch_model", "optimizer", "scheduler", "scaler")
     checkpoint.left = sorted(name for name in names if not name.startswith(taken))
     return checkpoint
@@ -100,7 +93,7 @@ def _read_numbered(directory: Path, role: str) -> dict[str, Any]:
     for name in _numbered(role):
         if (path := find_inside(directory, f"{name}.bin")) is None:
             break
-        found[name] = read_torch_file(path)
+        found[name] = read_torch(path)
     return found
 
 
@@ -108,9 +101,6 @@ def find_inside(directory: Path, name: str) -> Path | None:
     """Return the path of a regular file of a directory, ``None`` if it has none of that name.
 
     A link may lead to another file of the directory, or to the ``blobs`` of Hugging Face's cache, which lie two above.
-
-    Raises:
-        ValueError: the name or a link leads elsewhere, or it is not a regular file.
     """
     if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name or "\\" in name:
         raise ValueError(f"{directory} names the file {name!r:.80}, which is not in it: use another copy")
@@ -126,18 +116,12 @@ def find_inside(directory: Path, name: str) -> Path | None:
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any] | None:
-    """Return the object of a file of JSON in a directory, ``None`` if it is not there.
-
-    Raises:
-        ValueError: it is none, or not such a file.
-    """
+    """Return the object of a file of JSON in a directory, ``None`` if it is not there."""
     path = find_inside(directory, name)
     if path is None:
         return None
     try:
-        found = parse_strict(
-            path.read_bytes().replace(b"NaN", b"null").replace(b"-Infinity", b"null").replace(b"Infinity", b"null")
-        )
+        found = parse_strict(re.sub(rb"NaN|-?Infinity", b"null", path.read_bytes()))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(found, dict):
@@ -145,43 +129,33 @@ def _read_json(directory: Path, name: str) -> dict[str, Any] | None:
     return found
 
 
-def read_weights(directory: Path, stem: str = "model") -> tuple[Entries, bool] | None:
-    """Return parameters and buffers, and whether their order is that of the model; ``None`` if there are none.
-
-    Raises:
-        ValueError: a file is damaged, missing, or elsewhere.
-    """
-    for name, read in ((f"{stem}.safetensors", _read_safetensors), (f"pytorch_{stem}.bin", _read_bin)):
-        is_ordered = read is _read_bin
+def _read_weights(directory: Path, stem: str = "model") -> tuple[Entries, bool] | None:
+    """Return parameters and buffers, and whether their order is that of the model; ``None`` if there are none."""
+    for name, is_of_torch in ((f"{stem}.safetensors", False), (f"pytorch_{stem}.bin", True)):  # whose order is kept
         if (path := find_inside(directory, name)) is not None:
-            return read(path), is_ordered
+            return _read_entries(path, is_of_torch), is_of_torch
         index = _read_json(directory, f"{name}.index.json")
-        if index is not None:
-            return _read_sharded(directory, index, read), is_ordered
+        if index is None:
+            continue
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError(f"{directory} has an index without 'weight_map': it is damaged")
+        files: dict[str, Entries] = {}
+        for file in dict.fromkeys(weight_map.values()):
+            path = find_inside(directory, file)
+            if path is None:
+                raise ValueError(f"{directory} lacks {file}, which its index names: copy it there")
+            files[file] = _read_entries(path, is_of_torch)
+        if missing := [key for key, file in weight_map.items() if key not in files[file]]:
+            raise ValueError(
+                f"{directory} is damaged: {missing[0]!r} is not in {weight_map[missing[0]]}, where its index says"
+            )
+        return {key: files[file][key] for key, file in weight_map.items()}, is_of_torch
     return None
 
 
-def _read_sharded(directory: Path, index: dict[str, Any], read: Any) -> Entries:
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{directory} has an index without 'weight_map': it is damaged")
-    files: dict[str, Entries] = {}
-    for name in dict.fromkeys(weight_map.values()):
-        path = find_inside(directory, name)
-        if path is None:
-            raise ValueError(f"{directory} lacks {name}, which its index names: copy it there")
-        files[name] = read(path)
-    if missing := [name for name, file in weight_map.items() if name not in files[file]]:
-        raise ValueError(f"{directory} is damaged: {missing[0]!r} is not in {weight_map[missing[0]]}, where its index says")
-    return {name: files[file][name] for name, file in weight_map.items()}
-
-
-def _read_safetensors(path: Path) -> Entries:
-    return to_entries(_safetensors.read(path), str(path))
-
-
-def _read_bin(path: Path) -> Entries:
-    content = read_torch_file(path)
-    if not is_entries(content):
+def _read_entries(path: Path, is_of_torch: bool) -> Entries:
+    content = read_torch(path) if is_of_torch else _safetensors.read(path)
+    if is_of_torch and not is_entries(content):
         raise ValueError(f"{path} holds no state dict: it is damaged, or of another program")
     return to_entries(content, str(path))

@@ -19,7 +19,7 @@ from torch import Tensor
 from chainring.serializers._values import find_dtypes, require_dtype
 from chainring.serializers.foreign.content import ForeignCheckpoint
 from chainring.serializers.foreign.directories import find_inside
-from chainring.serializers.foreign.torch_files import from_dictionary, read_torch_stream
+from chainring.serializers.foreign.files import PATHS, from_dictionary, read_torch
 
 _METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
@@ -31,12 +31,6 @@ _CLASSES = {
     (f"{_MODULE}.filesystem", "_StorageInfo"),
 }
 """The classes of which torch's writer makes metadata. Of each only the attributes are kept, in a `_Record`."""
-_SIZE, _LAYOUT = ("torch", "Size"), ("torch.serialization", "_get_layout")
-_PATHS = {
-    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-    *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
-}
-"""The class of the checkpoint's own path, which becomes text."""
 _DTYPES = find_dtypes([
     "float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool",
     "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
@@ -58,11 +52,7 @@ class _Entry(NamedTuple):
 
 
 def read(directory: Path) -> ForeignCheckpoint | None:
-    """Return what such a directory holds; ``None`` if it is another.
-
-    Raises:
-        ValueError: a file is damaged, missing or elsewhere, or the metadata hold what torch's writer does not put there.
-    """
+    """Return what such a directory holds; ``None`` if it is another."""
     path = find_inside(directory, _METADATA)
     if path is None:
         return None
@@ -73,7 +63,12 @@ def read(directory: Path) -> ForeignCheckpoint | None:
     files = _Files(directory, spans)
     content: dict[Any, Any] = {}
     for key, entry in entries.items():
-        _put(content, entry.path, files.read_value(key) if entry.chunks is None else files.read_tensor(key, entry))
+        below = content
+        for parent in entry.path[:-1]:
+            below = below.setdefault(parent, {})
+            if not isinstance(below, dict):
+                raise ValueError(f"the metadata are damaged: {parent!r:.80} is a value, and has values below it")
+        below[entry.path[-1]] = files.read(key, None) if entry.chunks is None else files.read_tensor(key, entry)
     found = from_dictionary(f"a directory of {_MODULE}", _restore_containers(content), str(directory))
     if found is None:
         has = ", ".join(map(str, list(content)[:9]))
@@ -106,9 +101,9 @@ class _MetadataReader(pickle._Unpickler):
             require_dtype(name)
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        if (module, name) == _SIZE:
+        if (module, name) == ("torch", "Size"):
             return lambda sizes=(): tuple(sizes)
-        if (module, name) == _LAYOUT or (module, name) in _PATHS:
+        if (module, name) == ("torch.serialization", "_get_layout") or f"{module}.{name}" in PATHS:
             return lambda *parts: "/".join(part for part in parts if isinstance(part, str))
         raise ValueError(f"it names {module}.{name}, which torch's writer never does: use a copy from a place you trust")
 
@@ -128,7 +123,12 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Span]]
         keys = paths.get(key, (key,)) if isinstance(paths, dict) else (key,)
         if not isinstance(keys, tuple) or not all(type(key_below) in (str, int) for key_below in keys):
             raise ValueError("it has a key that is neither text nor a number")
-        entries[key] = _Entry(keys, *_tensor_of(record)) if record.get("chunks") is not None else _Entry(keys)
+        entries[key] = _Entry(keys)
+        if record.get("chunks") is not None:
+            properties = record.get("properties")
+            dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+            chunks = [(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in record.get("chunks")]
+            entries[key] = _Entry(keys, dtype, _sizes(record.get("size")), chunks)
     spans = {}
     for index, info in data.items():
         name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
@@ -141,13 +141,6 @@ def _parse(path: Path) -> tuple[dict[str, _Entry], dict[tuple[str, Any], _Span]]
     return entries, spans
 
 
-def _tensor_of(record: _Record) -> tuple[Any, tuple[int, ...], _Chunks]:
-    properties = record.get("properties")
-    state = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-    chunks = [(_sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))) for chunk in record.get("chunks")]
-    return state, _sizes(record.get("size")), chunks
-
-
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**62 for size in value):
         raise ValueError("it has a size that is none")
@@ -158,24 +151,23 @@ class _Files:
     """The files beside the metadata. No part of them is read twice, so that the memory grows with their size alone."""
 
     def __init__(self, directory: Path, spans: Mapping[tuple[str, Any], _Span]) -> None:
-        self._directory = directory
-        self._spans = spans
-        names = {name for name, _, _ in spans.values()}
-        self._paths = {name: find_inside(directory, name) for name in names}
+        self._directory, self._spans = directory, spans
+        self._paths = {name: find_inside(directory, name) for name in {name for name, _, _ in spans.values()}}
         self._left = sum(path.stat().st_size for path in self._paths.values() if path is not None)
-
-    def read_value(self, key: str) -> Any:
-        return self._read(key, (key, None))
 
     def read_tensor(self, key: str, entry: _Entry) -> Tensor:
         """Return a tensor that its chunks make up."""
         assert entry.chunks is not None
-        covered = sum(math.prod(sizes) for _, sizes in entry.chunks)
-        if covered != math.prod(entry.size) or not all(_fits(chunk, entry.size) for chunk in entry.chunks):
+        are_inside = all(
+            len(offsets) == len(sizes) == len(entry.size)
+            and all(start + size <= whole for start, size, whole in zip(offsets, sizes, entry.size, strict=True))
+            for offsets, sizes in entry.chunks
+        )
+        if not are_inside or sum(math.prod(sizes) for _, sizes in entry.chunks) != math.prod(entry.size):
             raise ValueError(f"{self._directory} is damaged: the chunks of {key!r:.80} do not make one tensor of its size")
         parts = []
         for offsets, sizes in entry.chunks:
-            part = self._read(key, (key, offsets) if (key, offsets) in self._spans else (key, None))
+            part = self.read(key, offsets if (key, offsets) in self._spans else None)
             if not isinstance(part, Tensor) or tuple(part.shape) != sizes or part.dtype != entry.dtype:
                 raise ValueError(
                     f"{self._directory} is damaged: a chunk of {key!r:.80} has another size or dtype than it says"
@@ -189,10 +181,11 @@ class _Files:
             full[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
         return full
 
-    def _read(self, key: str, chunk: tuple[str, Any]) -> Any:
-        if chunk not in self._spans:
+    def read(self, key: str, offsets: tuple[int, ...] | None) -> Any:
+        """Return a value, or the chunk of a tensor that has these offsets."""
+        if (key, offsets) not in self._spans:
             raise ValueError(f"{self._directory} is damaged: its metadata do not say where {key!r:.80} is")
-        name, offset, length = self._spans[chunk]
+        name, offset, length = self._spans[key, offsets]
         path = self._paths[name]
         if path is None:
             raise ValueError(f"{self._directory} lacks {name!r:.80}, which its metadata name: copy it there")
@@ -201,21 +194,7 @@ class _Files:
             raise ValueError(f"{path} is damaged, or cut off: {key!r:.80} does not lie in it. Use another copy")
         with path.open("rb") as file:
             file.seek(offset)
-            return read_torch_stream(io.BytesIO(file.read(length)), f"{path}: {key!r:.80}")
-
-
-def _fits(chunk: tuple[tuple[int, ...], tuple[int, ...]], size: tuple[int, ...]) -> bool:
-    offsets, sizes = chunk
-    is_inside = all(start + length <= full for start, length, full in zip(offsets, sizes, size, strict=False))
-    return len(offsets) == len(sizes) == len(size) and is_inside
-
-
-def _put(content: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        content = content.setdefault(key, {})
-        if not isinstance(content, dict):
-            raise ValueError(f"the metadata are damaged: {key!r:.80} is a value, and has values below it")
-    content[path[-1]] = value
+            return read_torch(io.BytesIO(file.read(length)), f"{path}: {key!r:.80}")
 
 
 def _restore_containers(value: Any) -> Any:
@@ -226,7 +205,7 @@ def _restore_containers(value: Any) -> Any:
     if value and list(value) == list(range(len(value))):
         return list(value.values())
     if value and all(isinstance(key, str) and key.startswith(("state.", "param_groups.")) for key in value):
-        return _unflatten(value)
+        return _restore_optimizer(value)
     if "param_groups" in value:
         state = value.get("state", {})
         is_numbered = isinstance(state, dict) and all(isinstance(key, str) and key.isdecimal() for key in state)
@@ -234,7 +213,7 @@ def _restore_containers(value: Any) -> Any:
     return value
 
 
-def _unflatten(value: dict[str, Any]) -> dict[str, Any]:
+def _restore_optimizer(value: dict[str, Any]) -> dict[str, Any]:
     """Return the state dict of an optimizer of which every entry and setting has the name of its parameter."""
     state: dict[str, Any] = {}
     settings: dict[str, Any] = {}

@@ -1,27 +1,178 @@
-"""The state of another library's optimizer, given to the same parameters here."""
+"""What another library has saved of models and optimizers, matched with those here: the former by name, then the latter."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from chainring._distributed.sharding import shard_like
+from chainring._distributed.sharding import is_sharded, shard_like
 from chainring._naming import name_cleaner
 from chainring.serializers._models import load_optimizer
-from chainring.serializers._values import copy_value, is_same_value
-from chainring.serializers.foreign._models import ModelPlan, kind_of
-from chainring.serializers.foreign.content import SavedOptimizer, check_plain
+from chainring.serializers._values import copy_value, find_aliases, is_same_value
+from chainring.serializers.foreign.content import Entries, ForeignCheckpoint, SavedOptimizer, check_plain
+from chainring.serializers.protocol import load_entries, own_states, state_entries
 
+_SHOWN = 5  # names in a message
 _OF_THE_SCRIPT = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that say how an optimizer computes the same, not what."""
 _ADDED = {"initial_lr", "maximize", "decoupled_weight_decay", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Settings that schedulers add, or later versions of torch."""
+_SEVERAL = "give the updater the same models, or load each model alone by path_in_snapshot"
+
+
+@dataclass
+class ModelPlan:
+    """What will be loaded into a model, which fits."""
+
+    model: nn.Module
+    load: Callable[[], Any]
+    names: dict[str, str]  # from that of an entry in the checkpoint to that in the model, without prefixes of wrappers
+    order: list[str] | None  # the names in that of the checkpoint, if it tells the order of the parameters
+    report: list[str]  # in words, what is loaded
+
+
+def plan_models(
+    path: Path, saved: ForeignCheckpoint, models: Mapping[str, nn.Module], prefix: str, strict: bool
+) -> list[ModelPlan]:
+    """Return what of the state dicts in a checkpoint belongs to each model, of one model that below ``prefix``."""
+    if len(models) == 1:
+        (name,) = models
+        if prefix in saved.models:
+            entries, prefix = saved.models[prefix], ""
+        elif len(saved.models) == 1 or "main" in saved.models:
+            entries = saved.models.get("main") or next(iter(saved.models.values()))
+        else:
+            raise ValueError(f"{path} has the models {sorted(saved.models)}; name one by path_in_snapshot, or {_SEVERAL}")
+        parts = {name: (entries, prefix)}
+    elif saved.models.keys() == models.keys():
+        parts = {name: (saved.models[name], "") for name in models}
+    else:  # one state dict for all of them, each below its name
+        entries = next(iter(saved.models.values()))
+        parts = {name: (entries, name) for name in models}
+        are_there = all(any(entry.startswith(f"{name}.") for entry in entries) for name in models)
+        if len(saved.models) != 1 or not are_there:
+            raise ValueError(f"{path} has the models {sorted(saved.models)}, and the updater {sorted(models)}: {_SEVERAL}")
+    return [_plan_model(path, name, models[name], *parts[name], saved.is_ordered, strict) for name in models]
+
+
+def _plan_model(
+    path: Path, label: str, model: nn.Module, saved: Entries, prefix: str, is_ordered: bool, strict: bool
+) -> ModelPlan:
+    """Return what of a state dict belongs to a model, below ``prefix`` or wherever all names of the model are found."""
+    own, clean = state_entries(model), name_cleaner(model)
+    live, values = {clean(name): name for name in own}, {clean(name): value for name, value in own.items()}
+    tied = _tied(model, own, clean)
+    below = {name: name for name in saved}
+    if prefix:
+        below = {name: name.removeprefix(f"{prefix}.") for name in saved if name.startswith(f"{prefix}.")}
+        if not below:
+            raise ValueError(f"{path} has nothing under {prefix!r}; it has {_shown(saved)}")
+    names, words = _match(below, list(live), tied)
+    found = {own_name: saved[name] for name, own_name in names.items()}
+    for name in live.keys() - found.keys():  # a tied one is written under one of its names
+        written = next((alias for alias in tied.get(name, ()) if alias in found), None)
+        if written is not None:
+            found[name] = found[written]
+    missing, unexpected = [n for n in live if n not in found], [n for n in found if n not in live]
+    wrong = [f"missing: {_shown(missing)}"] if missing and strict else []
+    wrong += [f"unexpected: {_shown(unexpected)}"] if unexpected and strict else []
+    for name, value in values.items():
+        if name in found and (reason := _misfit(found[name], value)):
+            wrong.append(f"{name}: {reason}")
+    if wrong:
+        raise RuntimeError(
+            f"{path} does not fit the {type(model).__name__}: {'; '.join(wrong[:10])}. Make the model that was saved, "
+            "or name a part of the checkpoint by path_in_snapshot"
+            + (", or pass strict=False" if missing or unexpected else "")
+        )
+    report = [f"model {label!r}: {len(found.keys() & live.keys())} of {len(live)} parameters and buffers{words}"]
+    if aside := [name for name in saved if name not in names]:
+        report.append(f"not loaded: {_shown(aside)}")
+    if missing:
+        report.append(f"missing: {_shown(missing)}")
+    if unexpected:
+        report.append(f"not loaded: {_shown(unexpected)}")
+    pairs = [(found[name], value) for name, value in values.items() if isinstance(found.get(name), Tensor)]
+    if less := {f"{a.dtype} to {b.dtype}" for a, b in pairs if isinstance(b, Tensor) and b.itemsize < a.itemsize}:
+        report.append(f"rounded: {', '.join(sorted(less)).replace('torch.', '')}")
+    if classes := {type(module).__name__ for _, module in own_states(model)}:
+        report.append(f"missing: the state that serialize of {', '.join(sorted(classes))} declares")
+    entries = {live[name]: shard_like(found[name], value) for name, value in values.items() if name in found}
+    load = partial(load_entries, model, entries, strict and not missing)
+    return ModelPlan(model, load, names, list(names.values()) if is_ordered else None, report)
+
+
+def _tied(model: nn.Module, own: Mapping[str, Any], clean: Any) -> dict[str, list[str]]:
+    """Return for each entry that is one tensor under several names all of them.
+
+    Of a sharded one this rank may have no element, by whose place it would be known: there the parameter is the same.
+    """
+    plain = {
+        clean(n): v for n, v in own.items() if isinstance(v, Tensor) and not is_lazy(v) and not is_sharded(v) and v.numel()
+    }
+    groups: dict[Any, list[str]] = {}
+    for name, first in find_aliases(plain).items():
+        groups.setdefault(first, []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_sharded(parameter) and name in own:
+            groups.setdefault(id(parameter), []).append(clean(name))
+    return {name: group for group in groups.values() for name in group}
+
+
+def _match(saved: Mapping[str, str], own: list[str], tied: Mapping[str, list[str]]) -> tuple[dict[str, str], str]:
+    """Return from name in the file to name in the model, and in words which prefix one of them has more.
+
+    A prefix is assumed only where with it every entry of the model is found, and without it not.
+    """
+
+    def is_complete(found: Iterable[str]) -> bool:
+        there = set(found)
+        return all(not there.isdisjoint(tied.get(name, [name])) for name in own)
+
+    if is_complete(saved.values()) or not own or not saved:
+        return dict(saved), ""
+    first = next(iter(saved.values()))
+    more = {name.removesuffix(own[0]) for name in saved.values() if name.endswith(f".{own[0]}")}
+    for prefix in sorted(more):
+        below = {name: given.removeprefix(prefix) for name, given in saved.items() if given.startswith(prefix)}
+        if is_complete(below.values()):
+            return below, f", which stand below {prefix[:-1]!r} there"
+    for prefix in sorted(name.removesuffix(first) for name in own if name.endswith(f".{first}")):
+        below = {name: prefix + given for name, given in saved.items()}
+        if is_complete(below.values()):
+            return below, f", which stand below {prefix[:-1]!r} here"
+    return dict(saved), ""
+
+
+def _misfit(saved: Any, own: Any) -> str | None:
+    """Return in words why a saved entry cannot become that of the model."""
+    if isinstance(own, Tensor) and not isinstance(saved, Tensor):
+        return f"a {type(saved).__name__} there, and a tensor here"
+    if not isinstance(own, Tensor) or is_lazy(own):
+        return None
+    if saved.shape != own.shape:
+        return f"shape {list(saved.shape)} there, {list(own.shape)} here"
+    return None if _kind(saved) == _kind(own) else f"{saved.dtype} there, {own.dtype} here"
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return the kind of numbers of a tensor, within which they are converted and lose digits at most."""
+    if tensor.dtype is torch.bool:
+        return "bool"
+    return "complex" if tensor.is_complex() else "float" if tensor.is_floating_point() else "integer"
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
 def plan_optimizer(
@@ -31,9 +182,6 @@ def plan_optimizer(
 
     State saved by names is found by name. State saved by numbers is found by their order in the groups, if the groups are
     as large here, every entry has the shape of its parameter, and no other order is as likely.
-
-    Raises:
-        ValueError: it does not fit, or the order is not certain.
     """
     try:
         keys = _keys_in_order(optimizer, saved, models)
@@ -128,11 +276,7 @@ def _refuse_exchanged_groups(optimizer: Any, saved: SavedOptimizer) -> None:
 
 
 def _state_by_position(optimizer: Any, saved: SavedOptimizer, keys: list[Any]) -> dict[int, dict[str, Any]]:
-    """Return copies of the entries of each parameter that has some.
-
-    Raises:
-        ValueError: an entry has another shape than its parameter, or is no number.
-    """
+    """Return copies of the entries of each parameter that has some."""
     if unknown := [key for key in saved.state if key not in set(keys)]:
         raise ValueError(f"has state of {unknown[0]!r:.80}, which is in none of its groups")
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
@@ -159,7 +303,7 @@ def _to_entry(what: str, value: Any, parameter: Tensor) -> Any:
         return copy_value(value)
     check_plain(value, f"what it has {what},")
     fits = value.ndim == parameter.ndim and all(a in (1, b) for a, b in zip(value.shape, parameter.shape, strict=True))
-    if value.numel() != 1 and (not fits or kind_of(value) != kind_of(parameter)):
+    if value.numel() != 1 and (not fits or _kind(value) != _kind(parameter)):
         raise ValueError(
             f"has {what}, as {value.dtype} of shape {list(value.shape)}, and the parameter here is {parameter.dtype} of "
             f"shape {list(parameter.shape)}: make the same groups of the same parameters in the same order"
@@ -169,11 +313,7 @@ def _to_entry(what: str, value: Any, parameter: Tensor) -> Any:
 
 
 def _groups(optimizer: Any, saved: SavedOptimizer) -> list[dict[str, Any]]:
-    """Return the groups with the saved settings, and numbers in order; how it computes stays as the script says.
-
-    Raises:
-        ValueError: the settings are those of another optimizer.
-    """
+    """Return the groups with the saved settings, and numbers in order; how it computes stays as the script says."""
     theirs: list[dict[str, Any]] = saved.groups or [{} for _ in optimizer.param_groups]
     own_setting = optimizer.param_groups[0].get(saved.required)
     if saved.required is not None and (own_setting is None or (saved.required == "momentum" and not own_setting)):
