@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import chainring
 from chainring import iterators, training
-from chainring.testing._batches import BatchIndices
+from chainring.testing.replay import BatchIndices
 
 SIZE = 23
 

@@ -252,21 +252,21 @@ def first_recorded_difference(
 
 
 def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
-    common = np.intersect1d(a.iterations, b.iterations)
+    iterations = np.intersect1d(a.iterations, b.iterations)
     names = [name for name in a.names if name in b.names]
-    if len(common):
+    if len(iterations):
         knows_batches = bool((a.batches != 0).any() and (b.batches != 0).any())
         if parts := [*(["batches"] if knows_batches else []), *names]:
-            comparison.compared.append(f"{', '.join(parts)} of {_ranges(common.tolist())}, as recorded")
+            comparison.compared.append(f"{', '.join(parts)} of {_ranges(iterations.tolist())}, as recorded")
         if not knows_batches:
             comparison.not_compared.append("batches, whose indices were not recorded")
         if alone := sorted(set(a.names) ^ set(b.names)):
             comparison.not_compared.append(f"{', '.join(alone)}, which only one of the runs has recorded")
     else:
         comparison.not_compared.append("what was recorded, since it is of different iterations")
-    differs_anywhere = np.zeros(len(common), bool)
-    for kind, name, is_known, differs in _recorded_rows(a, b, common, names):
-        known = common[is_known].tolist()
+    differs_anywhere = np.zeros(len(iterations), bool)
+    for kind, name, is_known, differs in _recorded_rows(a, b, iterations, names):
+        known = iterations[is_known].tolist()
         if kind == "generators":
             if known:
                 comparison.compared.append(f"generators after {_ranges(known)}, as recorded")
@@ -275,24 +275,20 @@ def _compare_recorders(comparison: Comparison, a: Ledger, b: Ledger) -> None:
         differs &= is_known
         differs_anywhere |= differs
         if differs.any():
-            iteration, text = int(common[differs.argmax()]), ""
+            iteration, text = int(iterations[differs.argmax()]), ""
             if name:
                 losses = [row.losses.get(name) if row else None for row in (a.row(iteration), b.row(iteration))]
                 text = " -> ".join("nothing" if loss is None else repr(loss_value(*loss)) for loss in losses)
             comparison.differences.append(Difference(iteration, kind, name, text, _before(known, iteration, 1)))
-    for iteration in common[~differs_anywhere][-1:].tolist():
+    for iteration in iterations[~differs_anywhere][-1:].tolist():
         comparison.add_same(iteration)
-    _compare_digests(comparison, a.digests, b.digests)
-
-
-def _compare_digests(comparison: Comparison, a: Mapping[int, Mapping[str, int]], b: Mapping[int, Mapping[str, int]]) -> None:
-    common = sorted(a.keys() & b.keys())
+    common = sorted(a.digests.keys() & b.digests.keys())
     if common:
-        comparison.compared.append(f"{len(a[common[-1]])} tensors after {_ranges(common)}, by their digests")
-    elif a or b:
+        comparison.compared.append(f"{len(a.digests[common[-1]])} tensors after {_ranges(common)}, by their digests")
+    elif a.digests or b.digests:
         comparison.not_compared.append("digests of tensors, which were taken after different iterations")
     for iteration in common:
-        digests, digests_b = a[iteration], b[iteration]
+        digests, digests_b = a.digests[iteration], b.digests[iteration]
         names = [name for name in dict.fromkeys([*digests, *digests_b]) if digests.get(name) != digests_b.get(name)]
         if names:
             text = f"{len(names)} of {len(digests.keys() | digests_b.keys())} tensors differ"
@@ -367,56 +363,52 @@ def _compare_snapshots(comparison: Comparison, a: FinishedRun, b: FinishedRun) -
 
 
 def _compare_saved(a: FinishedRun, b: FinishedRun, iteration: int, after: int | None) -> list[Difference]:
-    """Return what differs in the snapshots of an iteration: the first few values, and a tensor if there is one.
+    """Return what differs in the snapshots of an iteration: the first few values, and a tensor if there is one."""
+    with a.opened(iteration) as state, b.opened(iteration) as state_b:
+        differing = (replace(found, after=after) for found in _differing_values(a, b, state, state_b, iteration))
+        kept = list(itertools.islice(differing, _MOST_FOUND))
+        if not any(found.what == "tensor" for found in kept):
+            kept += itertools.islice((found for found in differing if found.what == "tensor"), 1)
+    return kept
+
+
+def _differing_values(
+    a: FinishedRun, b: FinishedRun, state: dict[str, Any], state_b: dict[str, Any], iteration: int
+) -> Iterator[Difference]:
+    """Yield what differs in the flat states of two snapshots, whose tensors have not been read, causes first.
 
     Left out are settings, what extensions hold but for their tensors, speeds, and the generators of ranks that one of the
     runs does not have.
     """
-    with a.opened(iteration) as state, b.opened(iteration) as state_b:
-        flat, flat_b = (
-            {path: value for key, item in s.items() for path, value in leaves(key, item)} for s in (state, state_b)
-        )
-        ranks = min(len({key.split("/")[1] for key in s if key.startswith("generators/")}) for s in (state, state_b))
-
-        def is_compared(path: str) -> bool:
-            start, _, rest = path.partition("/")
-            if not path.startswith(_ORDER) or path.startswith(_LEFT_OUT) or "/constructed/" in path:
-                return False
-            if start == "generators":
-                rank = rest.partition("/")[0]
-                return rank.isdecimal() and int(rank) < ranks
-            if start == "observation":
-                return not (a.is_speed(rest) or b.is_speed(rest)) and path in flat and path in flat_b
-            return "/summary/" not in path
-
-        def compare(path: str) -> Difference | None:
-            value, value_b = flat.get(path, _ABSENT), flat_b.get(path, _ABSENT)
-            is_tensor = isinstance(value, Tensor | StoredTensor) or isinstance(value_b, Tensor | StoredTensor)
-            is_of_one = value is _ABSENT or value_b is _ABSENT
-            start, _, rest = path.partition("/")
-            if start == "extensions" and (not is_tensor or is_of_one):
-                return None
+    flat, flat_b = ({path: value for key, item in s.items() for path, value in leaves(key, item)} for s in (state, state_b))
+    ranks = min(len({key.split("/")[1] for key in s if key.startswith("generators/")}) for s in (state, state_b))
+    paths = [path for path in flat | flat_b if path.startswith(_ORDER) and not path.startswith(_LEFT_OUT)]
+    title = f"compare snapshots of iteration {iteration}"
+    for path in tqdm(sorted(paths, key=_rank_of_cause), title, delay=2.0, leave=False, file=sys.stderr, disable=None):
+        value, value_b = flat.get(path, _ABSENT), flat_b.get(path, _ABSENT)
+        is_of_one = value is _ABSENT or value_b is _ABSENT
+        is_tensor = isinstance(value, Tensor | StoredTensor) or isinstance(value_b, Tensor | StoredTensor)
+        start, _, name = path.partition("/")
+        is_compared, kind = "/constructed/" not in path, "tensor" if is_tensor else "state"
+        if start == "generators":
+            rank, kind = name.partition("/")[0], "generators"
+            is_compared &= rank.isdecimal() and int(rank) < ranks
+        elif start == "observation":
+            kind = _kind_of_value(name)
+            is_compared &= not (is_of_one or a.is_speed(name) or b.is_speed(name))
+        else:
+            is_compared &= "/summary/" not in path and (start != "extensions" or (is_tensor and not is_of_one))
+        if not is_compared:
+            continue
+        text: str | None = f"only in {'the second' if value is _ABSENT else 'the first'}"
+        if not is_of_one:
             value, value_b = read_stored(value), read_stored(value_b)
-            text = f"only in {'the second' if value is _ABSENT else 'the first'}"
-            if not is_of_one:
-                if (difference := describe_difference(value, value_b)) is None:
-                    return None
-                both = isinstance(value, Tensor) and isinstance(value_b, Tensor)
-                units = _units_apart(value, value_b) if both else None
-                text = difference if units is None else f"{difference}, at most {units} ulp"
-            if start == "observation":
-                return Difference(iteration, _kind_of_value(rest), rest, text, after)
-            kind = "generators" if start == "generators" else "tensor" if is_tensor else "state"
-            return Difference(iteration, kind, path, text, after)
-
-        paths = sorted(filter(is_compared, flat | flat_b), key=_rank_of_cause)
-        title = f"compare snapshots of iteration {iteration}"
-        with tqdm(paths, title, delay=2.0, leave=False, file=sys.stderr, disable=None) as bar:
-            differing = filter(None, map(compare, bar))
-            kept = list(itertools.islice(differing, _MOST_FOUND))
-            if not any(found.what == "tensor" for found in kept):
-                kept += itertools.islice((found for found in differing if found.what == "tensor"), 1)
-    return kept
+            text = describe_difference(value, value_b)
+            if text is not None and isinstance(value, Tensor) and isinstance(value_b, Tensor):
+                units = _units_apart(value, value_b)
+                text += "" if units is None else f", at most {units} ulp"
+        if text is not None:
+            yield Difference(iteration, kind, name if start == "observation" else path, text)
 
 
 def _rank_of_cause(path: str) -> tuple[int, bool]:

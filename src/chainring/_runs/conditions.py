@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from safetensors import safe_open
 
-from chainring._runs.finished import FinishedRun, Rows, read_rows, read_values, saved_trainers, start_in_force
+from chainring._runs.finished import FinishedRun, read_rows, read_values, saved_trainers, start_in_force
 from chainring.serializers._loading import opened_state
 from chainring.serializers._store import SavedSnapshot
 from chainring.serializers._values import read_stored
@@ -80,22 +80,6 @@ class Evidence:
         known = [i for i, value in self.values.items() if value is not None and i < end and not condition.holds(value)]
         return max(known, default=self.begin), end
 
-    def add_rows(self, rows: Rows, key: str) -> None:
-        """Add the means of a log; a line that a person has changed, or that goes back, is passed over."""
-        before = 0
-        for row in rows:
-            iteration = None if row is None else row.get("iteration")
-            if row is None or not isinstance(iteration, int) or iteration < before:
-                continue
-            self.last = max(self.last, iteration)
-            self.logged.update(row)
-            mean = row.get(key)
-            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
-                self.means.append((before, iteration, float(mean)))
-                if iteration == before + 1:
-                    self.values[iteration] = float(mean)
-            before = iteration
-
 
 def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -> Evidence:
     """Return what the recorder and the logs of a run tell of a key, and its snapshots."""
@@ -103,7 +87,19 @@ def collect(run: FinishedRun, key: str, *, looks_into_snapshots: bool = False) -
     last = max((manifest.iteration for _, manifest in run.store.listing() if manifest is not None), default=0)
     evidence = Evidence(begin, last)
     for path in filter(None, map(run.file, run.log_names)):
-        evidence.add_rows(read_rows(path), key)
+        before = 0
+        for row in read_rows(path):
+            iteration = None if row is None else row.get("iteration")
+            if row is None or not isinstance(iteration, int) or iteration < before:
+                continue  # a person has changed the line, or it goes back
+            evidence.last = max(evidence.last, iteration)
+            evidence.logged.update(row)
+            mean = row.get(key)
+            if isinstance(mean, (int, float)) and iteration > 0:  # 0 is before the first
+                evidence.means.append((before, iteration, float(mean)))
+                if iteration == before + 1:
+                    evidence.values[iteration] = float(mean)
+            before = iteration
     for saved, manifest, _ in saved_trainers(run.store) if looks_into_snapshots else ():
         if (value := _observed(saved, f"observation/{key}")) is not None:
             evidence.values[manifest.iteration] = value

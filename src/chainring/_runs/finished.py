@@ -1,4 +1,4 @@
-"""A finished run, read from its directory or from its address: its record, settings, logs, recorder and snapshots."""
+"""What lies at a path or an address, and a run there: its record, settings, logs, recorder and snapshots."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from chainring._files import from_json, is_url, open_regular, parse_strict
 from chainring._messages import warn
-from chainring._places.base import MANIFEST
+from chainring._places.base import MANIFEST, StoredFile
 from chainring.serializers._loading import opened_state
+from chainring.serializers._safetensors import is_pickle
 from chainring.serializers._store import (
     STATE,
     CorruptError,
@@ -29,6 +30,7 @@ from chainring.serializers._store import (
     Place,
     SavedSnapshot,
     Snapshots,
+    explain_absence,
     find_snapshot,
     format_manifest,
     has_name,
@@ -48,6 +50,7 @@ _SETTING = re.compile(r"updater/settings/.*|updater/iterator:[^/]*/(size|batch_s
 _SPEEDS = {"Throughput": "throughput", "SystemMetrics": "system"}  # what reports them, and its default name
 _CHUNK = 1 << 20  # bytes read at once
 _TAIL = 256  # bytes by which a file that was cut back and written on is told from one that has grown
+_ASCII = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 _WORDS = (b'"NaN"', b'Infinity"', b"\\u")  # without them a line has nothing that `from_json` changes
 
 
@@ -267,10 +270,9 @@ class FinishedRun:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
             title, total = f"copy {saved.name}", sum(size for size, _ in manifest.files.values())
+            bar: Any = tqdm(desc=title, total=total, unit="B", unit_scale=True, delay=2.0, file=sys.stderr, disable=None)
             try:
-                with tqdm(
-                    desc=title, total=total, unit="B", unit_scale=True, delay=2.0, file=sys.stderr, disable=None
-                ) as bar:
+                with bar:
                     for name, (size, _) in manifest.files.items():
                         saved.open(name, manifest).copy_to(draft / name)
                         bar.update(size)
@@ -321,6 +323,73 @@ def start_in_force(record: Mapping[str, Any], iteration: int) -> Mapping[str, An
     starts = [start for start in record.get("starts", ()) if isinstance(start.get("iteration"), int)]
     before = [start for start in starts if start["iteration"] < iteration]
     return before[-1] if before else starts[0] if starts else {}
+
+
+# --- what lies at a path or an address ---
+
+
+def locate(place: Place) -> StoredFile | list[SavedSnapshot]:
+    """Return a file, a snapshot alone, or all snapshots of a run, the newest first; an error tells what to give instead."""
+    given = os.fspath(place)
+    if not given:
+        raise ValueError("the path is empty; give a snapshot, or the directory of a run, such as result")
+    if not is_url(given) or has_name(given):
+        saved = find_snapshot(given)
+        if saved.exists():
+            return [saved]
+        if is_url(given) and saved.name != split(given)[1]:  # a link to nothing
+            raise explain_absence(given)
+        if is_url(given) or os.path.isfile(given):
+            with suppress(FileNotFoundError):
+                return open_file(given)
+    if is_url(given) or os.path.isdir(given):
+        run = open_store(given)
+        if names := run.names():
+            return [run.snapshot(name) for name in names]
+    raise explain_absence(given)
+
+
+def describe_file(file: StoredFile) -> str:
+    """Return words for a file that is not a snapshot, with a remedy."""
+    above = file.path.rpartition("/")[0] or "."
+    for snapshot in (above, above.rpartition("/")[0]):
+        if is_file(f"{snapshot}/{MANIFEST}"):
+            return f"one file of the snapshot {snapshot}; give " + ("its address" if is_url(snapshot) else "the directory")
+    if is_model(file):
+        return "the file of a model, not a snapshot: `chainring inspect` and `chainring verify` take it"
+    return describe_foreign_file(file) or f"not a snapshot, which has a {MANIFEST}, nor the file of a model"
+
+
+def describe_foreign_file(file: StoredFile) -> str | None:
+    """Return words for a file that Chainring neither writes nor opens; ``None`` if it may be a model's, sound or not."""
+    if is_pickle(file):
+        return (
+            "a file such as torch.save or NumPy write, which is not opened, because a pickle can run code. In Python, "
+            "chainring.serializers.load(path, model) reads its tensors alone, and serializers.save writes them again"
+        )
+    start = bytes(file.read(0, min(8, file.size)).numpy())
+    if len(start) == 8 and _ASCII.issuperset(start):  # as a length of a safetensors header it would be beyond any disk
+        run = file.path.rpartition("/")[0] or "."
+        remedy = f"; to look at the run it belongs to, give {run}" if is_file(f"{run}/{RECORD}") else ""
+        return f"text, not a model{remedy}"
+    return None
+
+
+def is_model(file: StoredFile) -> bool:
+    """Return whether a file begins as safetensors does: the length of a header, and the header."""
+    start = bytes(file.read(0, min(9, file.size)).numpy())
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= file.size
+
+
+def is_file(place: str) -> bool:
+    """Return whether there is a regular file at a path or an address."""
+    if is_url(place) and not has_name(place):
+        return False
+    try:
+        open_file(place)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 # --- files of rows ---

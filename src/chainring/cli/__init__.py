@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from chainring._version import __version__
-from chainring.cli import bisect, diff, export, inspect, replay, report, verify, verify_resume
+from chainring.cli import bisect, diff, export, inspect, replay, report, verify_resume
 from chainring.cli._common import add_command, help_formatter, printable
 from chainring.serializers._store import CorruptError, NewerFormat
 
@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"chainring {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (report, inspect, verify, verify_resume, diff, replay, bisect, export):
+    for module in (report, inspect, verify_resume, diff, replay, bisect, export):
         module.add_to(commands)
     purpose = "the completion of these commands in a shell"
     completion = add_command(commands, "completion", _complete, purpose, _COMPLETION, prints_json=False)

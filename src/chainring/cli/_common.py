@@ -54,11 +54,7 @@ def ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def end(signum: int, frame: Any) -> None:
-        sys.exit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     try:
         yield
     finally:

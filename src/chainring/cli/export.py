@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chainring._files import flush, is_url, temporary_path
 from chainring._places.base import StoredFile
-from chainring._runs.locate import describe_file, is_file, locate
+from chainring._runs.finished import describe_file, is_file, locate
 from chainring.cli._common import add_command, print_json, printable
 from chainring.serializers._loading import model_prefix, opened_state
 from chainring.serializers._saving import replacing, save_tensors

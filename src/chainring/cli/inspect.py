@@ -1,4 +1,4 @@
-"""``chainring inspect PATH``: show what a snapshot, or the file of a model, holds."""
+"""``chainring inspect PATH`` and ``chainring verify PATH``: what a snapshot or a model's file holds, and if it is sound."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chainring._places.base import StoredFile
-from chainring._runs.locate import describe_file, is_model, locate
+from chainring._runs.finished import describe_file, describe_foreign_file, is_model, locate
 from chainring.cli._common import add_command, print_json, printable
-from chainring.serializers._safetensors import read_entries
-from chainring.serializers._store import list_names
+from chainring.serializers._safetensors import read_entries, verify_file
+from chainring.serializers._store import CorruptError, NewerFormat, SavedSnapshot, list_names
 
 _NOTES = ("error", "not bit-exact", "left out")
 _MIN_WIDTH = 60
-_HELP = """
+_INSPECT = """
 Show what a snapshot holds: the iteration, the versions that wrote it, and
 each tensor with its dtype, shape and bytes. Only the manifest and the headers
 of the files are read, so a large snapshot takes no longer; `chainring verify`
@@ -32,17 +32,35 @@ exit status:
   0  it is shown
   1  the snapshot is damaged
   2  there is no snapshot"""
+_VERIFY = """
+Read every byte of a snapshot or of a model's file, and compare it with the
+checksums that were written with it. In the directory of a run all snapshots
+are verified, also those after a damaged one.
+
+examples:
+  chainring verify result                      all snapshots of a run
+  chainring verify result/mlp.model            the file of a model
+  chainring verify s3://bucket/run             the same in an object store
+  chainring verify result && rsync -a result elsewhere:
+
+exit status:
+  0  every byte is what was written
+  1  a snapshot or the file is damaged
+  2  there is nothing to verify, or a newer version wrote it"""
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser."""
-    parser = add_command(commands, "inspect", run, "show what a snapshot holds: versions, tensors, shapes, bytes", _HELP)
-    parser.add_argument(
-        "path", metavar="PATH", help="a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
-    )
+    """Add both commands to the parser."""
+    purpose = "show what a snapshot holds: versions, tensors, shapes, bytes"
+    parser = add_command(commands, "inspect", _inspect, purpose, _INSPECT)
+    paths = "a snapshot, the directory of a run, for its newest snapshot, or the file of a model"
+    parser.add_argument("path", metavar="PATH", help=paths)
+    parser = add_command(commands, "verify", _verify, "compare every byte of saved files with their checksums", _VERIFY)
+    paths = "a snapshot, the directory of a run, for all of its snapshots, or the file of a model"
+    parser.add_argument("path", metavar="PATH", help=paths)
 
 
-def run(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> None:
     """Print what the snapshot or the file holds."""
     located = locate(options.path)
     if isinstance(located, StoredFile):
@@ -108,3 +126,50 @@ def _tensors_of(file: StoredFile) -> list[dict[str, Any]]:
         ]
     except (ValueError, OSError) as error:
         raise ValueError(f"{file.path} cannot be read: {error}; `chainring verify` tells whether it is damaged") from error
+
+
+def _verify(options: argparse.Namespace) -> None:
+    """Verify each snapshot, also those after a damaged one, print the results, and raise the errors as one."""
+    located = locate(options.path)
+    checked: list[dict[str, Any]] = []
+    errors = []
+    for saved in [located] if isinstance(located, StoredFile) else located:
+        try:
+            checked.append({"path": saved.path, "sound": True, **_facts_of(saved), "error": None})
+        except CorruptError as error:
+            sound = None if isinstance(error, NewerFormat) else False
+            checked.append({"path": saved.path, "sound": sound, "error": str(error)})
+            errors.append(error)
+    if options.json:
+        print_json({"sound": not errors, "checked": checked})
+    else:
+        for facts in checked:
+            if facts["sound"]:
+                print(f"{printable(facts['path'])} {_verdict(facts)}")
+    if errors:
+        error_class = NewerFormat if all(isinstance(error, NewerFormat) for error in errors) else CorruptError
+        raise error_class("\n".join(map(printable, errors)))
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    size = f"{facts['bytes']:,} bytes"
+    if "iteration" in facts:
+        return f"is what was written: iteration {facts['iteration']}, {facts['files']} files, {size}"
+    if facts["has_checksum"]:
+        return f"is what was written: {facts['tensors']} tensors, {size}"
+    return f"can be read, and has no checksum: another program wrote it: {facts['tensors']} tensors, {size}"
+
+
+def _facts_of(saved: SavedSnapshot | StoredFile) -> dict[str, Any]:
+    """Return the facts about a snapshot or a file; raise a `CorruptError` where it is damaged."""
+    if isinstance(saved, SavedSnapshot):
+        manifest = saved.verify()
+        size = sum(size for size, _ in manifest.files.values())
+        return {"iteration": manifest.iteration, "files": len(manifest.files), "bytes": size}
+    if describe_foreign_file(saved) is not None:
+        raise ValueError(f"{saved.path} is {describe_file(saved)}")
+    try:
+        tensors, has_checksum = verify_file(saved)
+    except ValueError as error:
+        raise CorruptError(str(error)) from error
+    return {"tensors": tensors, "bytes": saved.size, "has_checksum": has_checksum}

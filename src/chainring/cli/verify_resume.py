@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 from chainring.cli._common import add_command, ended_by_sigterm, print_json
-from chainring.testing.verify_resume import NotTried, verify_script
+from chainring.testing._processes import script_starter
+from chainring.testing.verify_resume import NotTried, verify_program
 
 _HELP = """
 Run a script that trains with one Trainer several times in fresh processes:
@@ -52,11 +53,12 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare the runs of the script, print the report and return the exit status."""
-    settings = {"iterations": options.iterations, "kill_after": options.kill_after, "timeout": options.timeout}
+    start = script_starter("chainring.testing._verified_run", options.script, options.arguments)
+    settings = options.iterations, options.kill_after, options.timeout, options.keep
     steps = contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext()
     try:
         with steps, ended_by_sigterm():
-            verdict = verify_script(options.script, options.arguments, **settings, directory=options.keep)
+            verdict = verify_program(start, options.script, *settings)
     except NotTried as error:
         print(f"chainring: {error}", file=sys.stderr)
         return 2

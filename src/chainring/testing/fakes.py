@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from chainring._progress import to_fraction
@@ -56,9 +55,7 @@ class ManualClock:
         time.monotonic = time.perf_counter = lambda: self.now
         return self
 
-    def __exit__(
-        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         time.monotonic, time.perf_counter = self._replaced.pop()
 
 

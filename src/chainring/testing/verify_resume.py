@@ -18,7 +18,7 @@ from typing import Any, Literal
 from chainring._messages import info
 from chainring.serializers._store import STATE
 from chainring.testing import _resume_findings
-from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, script_starter, where_it_hung
+from chainring.testing._processes import HungError, Start, failure_of, function_starter, run, where_it_hung
 from chainring.testing._resume_findings import Files, Findings, Repetition
 from chainring.testing._verified_run import Task, run_made_trainer
 
@@ -124,7 +124,7 @@ def verify_resume(
     if getattr(make_trainer, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise TypeError(f"{rule}, and a function that was typed in is not in a file; {remedy}")
     start = function_starter(functools.partial(run_made_trainer, make_trainer), multiprocessing.get_context(start_method))
-    verdict = _verify(start, "", iterations, kill_after, timeout, directory)
+    verdict = verify_program(start, "", iterations, kill_after, timeout, directory)
     if verdict.name == "differs":
         raise ResumeDiffers(verdict.report)
     if verdict.name == "inconclusive":
@@ -157,21 +157,7 @@ class Verdict:
     unsaved: dict[str, str] = field(default_factory=dict)  # by path, what changes: the value when saved -> when loaded
 
 
-def verify_script(
-    script: str,
-    arguments: Sequence[str],
-    *,
-    iterations: int | None,
-    kill_after: Sequence[int] | None,
-    timeout: float,
-    directory: str | None,
-) -> Verdict:
-    """Verify a script that runs one trainer, like `verify_resume`; the rest of the script is not executed."""
-    start = script_starter("chainring.testing._verified_run", script, arguments)
-    return _verify(start, script, iterations, kill_after, timeout, directory)
-
-
-def _verify(
+def verify_program(
     start: Start,
     name: str,  # in what is printed before each run; empty to print nothing
     iterations: int | None,
@@ -179,7 +165,7 @@ def _verify(
     timeout: float,
     directory: str | os.PathLike[str] | None,
 ) -> Verdict:
-    """Run a program several times in a directory, removed by default, and compare what its runs did."""
+    """Run a program several times in a directory, removed by default, and compare what its runs did; see `verify_resume`."""
     points = [] if kill_after is None else [kill_after] if isinstance(kill_after, int) else sorted(set(kill_after))
     if iterations is not None and iterations < 2:
         raise ValueError(f"a run that is killed and resumed has 2 iterations or more, got iterations={iterations}")
