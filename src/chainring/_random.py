@@ -43,7 +43,9 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
         raise ValueError(f"positions must satisfy 0 <= start <= stop <= size, got {start}, {stop}, {size}")
     bits = max(2, (size - 1).bit_length())
     dtype = np.uint32 if bits <= 32 else np.uint64
-    permute: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=_round_keys(seed, epoch))
+    hashed = hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=4 * _ROUNDS).digest()
+    keys = np.frombuffer(hashed, "<u4").tolist()
+    permute: Callable[..., NDArray[np.unsignedinteger]] = partial(_feistel, bits=bits, keys=keys)
     if 1 << bits <= min(2 * (stop - start), _MAX_TABLE_SIZE):
         # hot path: "Chainring, as written" of benchmarks/epochs.py
         permute = permute(np.arange(1 << bits, dtype=dtype)).take
@@ -53,11 +55,6 @@ def epoch_order(seed: int, epoch: int, size: int, start: int = 0, stop: int | No
         values[outside] = permute(values[outside])
         outside = outside[values[outside] >= size]
     return values.astype(np.int64)
-
-
-def _round_keys(seed: int, epoch: int) -> list[int]:
-    digest = hashlib.blake2b(f"{seed}\x1f{epoch}".encode(), digest_size=4 * _ROUNDS).digest()
-    return [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(_ROUNDS)]
 
 
 def _feistel(values: NDArray[np.unsignedinteger], bits: int, keys: list[int]) -> NDArray[np.unsignedinteger]:
@@ -89,11 +86,7 @@ def _mix(values: NDArray[np.unsignedinteger], key: int) -> NDArray[np.unsignedin
 
 def stable_hash(*keys: int | str) -> int:
     """Return 63 bits that depend on every key and are the same in every process and on every machine."""
-    return _to_int(hashlib.blake2b("\x1f".join(map(str, keys)).encode(), digest_size=8).digest())
-
-
-def _to_int(digest: bytes) -> int:
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(hashlib.blake2b("\x1f".join(map(str, keys)).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def deterministic(seed: int) -> None:
@@ -151,7 +144,7 @@ def example_keys(seed: int, epoch: int, indices: Indices) -> list[int]:
     for index in indices.tolist():  # hot path: "images, Pillow" of benchmarks/data.py: half of the hash is shared
         whole = prefix.copy()
         whole.update(b"%d" % index)
-        keys.append(_to_int(whole.digest()))
+        keys.append(int.from_bytes(whole.digest(), "little") >> 1)
     return keys
 
 
@@ -199,35 +192,14 @@ Restore = Callable[[], None]
 def take_generators() -> tuple[Restore, ...]:
     """Return the state of every generator for `put_generators`: in less time than `get_rng_state`, and not to be saved."""
     device = _accelerator()
-    if device is None:
-        return _take_host()
-    return *_take_host(), partial(device.set_rng_state, device.get_rng_state())
+    accelerator = () if device is None else (partial(device.set_rng_state, device.get_rng_state()),)
+    return *_take_host(), *accelerator
 
 
 def put_generators(state: tuple[Restore, ...]) -> None:
     """Restore what `take_generators` returned, as often as wanted."""
     for restore in state:
         restore()
-
-
-@contextmanager
-def preserve_rng() -> Iterator[None]:
-    """Restore every generator at the end of the block."""
-    state = take_generators()
-    try:
-        yield
-    finally:
-        put_generators(state)
-
-
-@contextmanager
-def preserve_host_rng() -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
-    state = _take_host()
-    try:
-        yield
-    finally:
-        put_generators(state)
 
 
 def _take_host() -> tuple[Restore, ...]:
@@ -239,6 +211,20 @@ def _take_host() -> tuple[Restore, ...]:
         np.random.set_state(numpy)
 
     return partial(random.setstate, random.getstate()), restore_numpy, partial(torch.set_rng_state, torch.get_rng_state())
+
+
+@contextmanager
+def preserve_rng(take: Callable[[], tuple[Restore, ...]] = take_generators) -> Iterator[None]:
+    """Restore every generator at the end of the block."""
+    state = take()
+    try:
+        yield
+    finally:
+        put_generators(state)
+
+
+preserve_host_rng = partial(preserve_rng, _take_host)
+"""Restores the generators of Python, NumPy and torch on the CPU, for code that runs there: datasets and loaders."""
 
 
 def _accelerator() -> Any:

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from chainring.datasets._download import RemoteFiles
+from chainring.datasets.classification import RemoteFiles
 
 CONTENT = bytes(range(256)) * 1000
 OTHER = b"another file"

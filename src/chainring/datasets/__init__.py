@@ -1,33 +1,36 @@
 """Datasets, and functions that combine and split them."""
 
-from chainring.datasets._download import RemoteFiles
 from chainring.datasets.base import DatasetMixin
 from chainring.datasets.classification import (
     CIFAR10,
     CIFAR100,
     FASHION_MNIST,
     MNIST,
+    RemoteFiles,
     get_cifar10,
     get_cifar100,
     get_digits,
     get_fashion_mnist,
     get_mnist,
 )
-from chainring.datasets.combined import ConcatenatedDataset, DictDataset, TransformDataset, TupleDataset
-from chainring.datasets.image_dataset import (
-    ImageDataset,
-    LabeledImageDataset,
-    LabeledZippedImageDataset,
-    ZippedImageDataset,
-)
-from chainring.datasets.sub_dataset import (
+from chainring.datasets.combined import (
+    ConcatenatedDataset,
+    DictDataset,
     SubDataset,
+    TransformDataset,
+    TupleDataset,
     get_cross_validation_datasets,
     get_cross_validation_datasets_random,
     split_dataset,
     split_dataset_n,
     split_dataset_n_random,
     split_dataset_random,
+)
+from chainring.datasets.image_dataset import (
+    ImageDataset,
+    LabeledImageDataset,
+    LabeledZippedImageDataset,
+    ZippedImageDataset,
 )
 from chainring.datasets.text_dataset import TextDataset
 

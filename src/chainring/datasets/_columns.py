@@ -72,7 +72,7 @@ def make_gather(dataset: Any) -> Gather | None:
     if _is_array(dataset):
         return partial(dataset.take, axis=0)
     if cls is torch.Tensor:
-        return partial(_gather_tensor, dataset) if dataset.ndim else None
+        return (lambda rows: dataset.index_select(0, torch.from_numpy(rows).to(dataset.device))) if dataset.ndim else None
     if cls is torch.utils.data.TensorDataset:
         return make_tuple_gather(dataset.tensors)
     # Looked up in the class: a wrapper that passes unknown attributes on to what it wraps must not be bypassed.
@@ -94,10 +94,6 @@ def _is_array(dataset: Any) -> bool:
     return type(dataset) in (np.ndarray, np.memmap) and dataset.ndim > 0 and dataset.dtype.kind in "biufc"
 
 
-def _gather_tensor(tensor: torch.Tensor, indices: Indices) -> torch.Tensor:
-    return tensor.index_select(0, torch.from_numpy(indices).to(tensor.device))
-
-
 def select_rows(columns: Any, index: int | slice | Indices) -> Any:
     """Return the rows that ``index`` selects: containers of arrays are entered, arrays are indexed.
 
@@ -116,7 +112,13 @@ def select_rows(columns: Any, index: int | slice | Indices) -> Any:
         return columns
     if isinstance(index, np.ndarray):
         return _rows_at(columns, index)
-    return _with_own_memory(columns[index]) if isinstance(index, slice) and index.step not in (None, 1) else columns[index]
+    rows = columns[index]
+    if not isinstance(index, slice) or index.step in (None, 1):
+        return rows
+    # Every n-th row of an array in memory without gaps, as the whole array had it: ``view`` works on it.
+    if isinstance(rows, torch.Tensor):
+        return rows if rows.is_contiguous() else rows.clone()
+    return np.ascontiguousarray(rows) if type(rows) is np.ndarray and rows.ndim else rows
 
 
 def _rows_at(column: Any, indices: Indices) -> Any:
@@ -129,13 +131,6 @@ def _rows_at(column: Any, indices: Indices) -> Any:
         f"of a {type(column).__name__} only every n-th row can be taken; return a tuple or mapping of arrays, or a Batch of "
         "examples"
     )
-
-
-def _with_own_memory(rows: Any) -> Any:
-    """Return every n-th row of an array in memory without gaps, as the whole array had it: ``view`` works on it."""
-    if isinstance(rows, torch.Tensor):
-        return rows if rows.is_contiguous() else rows.clone()
-    return np.ascontiguousarray(rows) if type(rows) is np.ndarray and rows.ndim else rows
 
 
 def count_rows(columns: Any) -> Any:
@@ -170,7 +165,6 @@ class Uncounted:
         return f"a batch of arrays with {' and '.join(map(str, self._rows))} rows"
 
     def error(self) -> ValueError:
-        """Return what is raised where the number is needed."""
         return ValueError(
             "the examples of a batch are the rows of its arrays, its first dimension, "
             f'and this is {self!r}. Give its number: let the model return a "weight" beside "loss", or the '
@@ -193,22 +187,13 @@ def count_examples(batch: Any) -> Any:
 
 
 def require_count(examples: Any) -> Any:
-    """Return the number of examples that `count_examples` has found.
-
-    Raises:
-        ValueError: it is not known.
-    """
+    """Return the number of examples that `count_examples` has found, or raise where it is not known."""
     if isinstance(examples, Uncounted):
         raise examples.error()
     return examples
 
 
-def batch_of_columns(columns: Any, examples: Any) -> Batch:
-    """Return a batch of columns with that number of examples, which may be `Uncounted`."""
-    return _UncountedBatch(columns, examples) if isinstance(examples, Uncounted) else Batch(columns=columns, length=examples)
-
-
-class _UncountedBatch(Batch):
+class UncountedBatch(Batch):
     """A batch of columns whose number of examples is not known, and needed for a part of it only."""
 
     __slots__ = ()

@@ -3,17 +3,158 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import math
+import os
+import re
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
+from chainring._files import atomic_write
 from chainring._random import preserve_host_rng
-from chainring.datasets._download import RemoteFiles
 from chainring.datasets.combined import TupleDataset
+
+_VARIABLE = "CHAINRING_DATASET_ROOT"
+_TIMEOUT = 30.0  # seconds without a byte
+
+
+@dataclass(frozen=True)
+class RemoteFiles:
+    """The files of a dataset on the network: their names, mirrors and checksums.
+
+    Args:
+        name: the subdirectory of the files in the cache directory.
+        mirrors: base URLs, in the order in which they are tried.
+        sha256: the SHA-256 of each file, in hexadecimal, by the file's name.
+
+    Raises:
+        ValueError: there is no mirror, a name is not a plain file name, or a SHA-256 is not 64 hexadecimal digits.
+
+    Example::
+
+        files = RemoteFiles("words", ("https://example.org/words",), {"en.txt": "9f86d0..."})  # all 64 digits
+        path = files.download()["en.txt"]
+    """
+
+    name: str
+    mirrors: tuple[str, ...]
+    sha256: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mirrors, str) or not self.mirrors:
+            raise ValueError(f"mirrors is a tuple of at least one address, got {self.mirrors!r}")
+        for name in (self.name, *self.sha256):
+            if not re.fullmatch(r"\w[\w.-]*", name):
+                raise ValueError(f"a name is of letters, digits, '_', '.' and '-', and starts with no dot, got {name!r}")
+        for name, digest in self.sha256.items():
+            if not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"a SHA-256 is 64 hexadecimal digits in lower case, got {digest!r} for {name}")
+
+    def download(self) -> dict[str, Path]:
+        """Download the files that are missing or damaged.
+
+        They are kept in ``$CHAINRING_DATASET_ROOT/<name>``, by default in ``~/.cache/chainring/<name>``. If several
+        processes call this, one downloads and the others wait. Files that exist are only read.
+
+        Returns:
+            The path of each file, by its name.
+
+        Raises:
+            OSError: no mirror provided a file; the message lists every missing file, where to put it and its SHA-256. Or
+                the directory is not writable.
+        """
+        root = Path(os.environ.get(_VARIABLE) or "~/.cache/chainring").expanduser()
+        directory = root / self.name
+        paths = {name: directory / name for name in self.sha256}
+        if not self._missing(paths):
+            return paths
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = (directory / ".lock").open("ab")  # it stays: a new file of this name would not be locked
+        except OSError as error:
+            raise OSError(
+                f"datasets are kept in a directory that can be written, and {directory} cannot ({error}): set the "
+                f"environment variable {_VARIABLE} to another"
+            ) from error
+        import filelock  # for those who download
+
+        with lock:
+            filelock.lock_descriptor(lock.fileno())
+            for name in self._missing(paths):  # another process may have downloaded some meanwhile
+                self._download_file(name, paths)
+        return paths
+
+    def _missing(self, paths: Mapping[str, Path]) -> list[str]:
+        digests: dict[str, str] = {}
+        for name, path in paths.items():
+            if path.is_file():
+                with path.open("rb") as file:
+                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return [name for name in paths if self.sha256[name] != digests.get(name)]
+
+    def _download_file(self, name: str, paths: Mapping[str, Path]) -> None:
+        failures = []
+        for mirror in self.mirrors:
+            url = f"{mirror.rstrip('/')}/{name}"
+            try:
+                return _download(url, paths[name], self.sha256[name])
+            except _MirrorError as error:
+                failures.append(f"  {url}: {error}")
+        raise OSError(
+            f"{name} could not be downloaded:\n"
+            + "\n".join(failures)
+            + "\nRun again when there is a network. Or put these files there yourself:\n"
+            + "\n".join(f"  {paths[name]}  (SHA-256 {self.sha256[name]})" for name in self._missing(paths))
+            + f"\nTo keep datasets in another directory, set the environment variable {_VARIABLE}."
+        )
+
+
+class _MirrorError(Exception):
+    """A mirror did not give the file."""
+
+
+class _ProgressBar(tqdm):  # type: ignore[type-arg]
+    """tqdm without its monitor thread, which outlives the bar."""
+
+    monitor_interval = 0
+
+
+def _download(url: str, path: Path, sha256: str) -> None:
+    """Download a file; one that is cut or has another SHA-256 never takes the place of ``path``."""
+    try:
+        response = urlopen(url, timeout=_TIMEOUT)
+    except (OSError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()
+        raise _MirrorError(str(error)) from error
+    digest, total = hashlib.sha256(), response.length
+    bar = _ProgressBar(total=total, desc=path.name, unit="B", unit_scale=True, disable=None)
+    with response, bar, atomic_write(path) as file:
+        while True:
+            try:
+                chunk = response.read(1 << 16)
+            except (OSError, HTTPException) as error:  # only of reading: a full disk is not an error of the mirror
+                raise _MirrorError(f"the connection was cut ({error})") from error
+            if not chunk:
+                break
+            file.write(chunk)
+            digest.update(chunk)
+            bar.update(len(chunk))
+        if total is not None and file.tell() < total:
+            raise _MirrorError(f"the connection was cut after {file.tell()} of {total} bytes")
+        if digest.hexdigest() != sha256:
+            raise _MirrorError(f"this file has the SHA-256 {digest.hexdigest()}")
+
 
 _FILES = (
     ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
@@ -137,7 +278,15 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
     if missing:
         raise ValueError(f"a source names the four files of MNIST, and {source.name!r} lacks {', '.join(missing)}")
     paths = source.download()
-    train, test = (_make_dataset(paths[images], paths[labels], withlabel, ndim, scale) for images, labels in _FILES)
+    datasets: list[Any] = []
+    for names in _FILES:
+        image_path, label_path = (paths[name] for name in names)
+        pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
+        if len(pixels) != len(labels):
+            raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
+        images = _scale(pixels, scale, np.dtype(np.float32)).reshape(len(pixels), *_shape_of(ndim, 1, *pixels.shape[1:]))
+        datasets.append(TupleDataset(images, labels.astype(np.int64)) if withlabel else images)
+    train, test = datasets
     return train, test
 
 
@@ -151,14 +300,6 @@ def get_fashion_mnist(
     Xiao, Rasul and Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning Algorithms", 2017.
     """
     return get_mnist(withlabel, ndim, scale, source=source)
-
-
-def _make_dataset(image_path: Path, label_path: Path, withlabel: bool, ndim: int, scale: float) -> Any:
-    pixels, labels = read_idx(image_path, 3), read_idx(label_path, 1)
-    if len(pixels) != len(labels):
-        raise ValueError(f"{image_path} must have one image for each of the {len(labels)} labels, has {len(pixels)}")
-    images = _scale(pixels, scale, np.dtype(np.float32)).reshape(len(pixels), *_shape_of(ndim, 1, *pixels.shape[1:]))
-    return TupleDataset(images, labels.astype(np.int64)) if withlabel else images
 
 
 def _shape_of(ndim: int, channels: int, height: int, width: int) -> tuple[int, ...]:
@@ -263,6 +404,8 @@ def get_cifar100(
 def _get_cifar(
     source: RemoteFiles, parts: tuple[list[str], list[str]], label_bytes: int, form: tuple[bool, int, float, Any]
 ) -> tuple[Any, Any]:
+    import tarfile
+
     withlabel, ndim, scale, dtype = form
     shape = _shape_of(ndim, 3, 32, 32)
     dtype = np.dtype(np.float32 if dtype is None else dtype)
@@ -271,33 +414,27 @@ def _get_cifar(
     if len(source.sha256) != 1:
         raise ValueError(f"a source names the one archive of CIFAR, and {source.name!r} has {list(source.sha256)}")
     (path,) = source.download().values()
+    contents = {}
+    try:
+        with tarfile.open(path, "r:gz") as archive:  # nothing is unpacked to the disk
+            for member in archive:
+                is_wanted = member.isfile() and any(member.name in names for names in parts)
+                if is_wanted and (file := archive.extractfile(member)) is not None:
+                    contents[member.name] = file.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} must be a whole gzipped tar archive: {error}") from error
     datasets = []
     for names in parts:
-        rows = np.concatenate([np.frombuffer(content, np.uint8) for content in _read_members(path, names, label_bytes)])
+        for name in names:
+            size = len(contents.get(name, b""))
+            if size == 0 or size % (label_bytes + _CIFAR_SIZE):
+                raise ValueError(
+                    f"{path} must hold {name}, records of {label_bytes} bytes for labels and {_CIFAR_SIZE} for pixels; it "
+                    f"has {size} bytes there"
+                )
+        rows = np.concatenate([np.frombuffer(contents[name], np.uint8) for name in names])
         rows = rows.reshape(-1, label_bytes + _CIFAR_SIZE)
         images = _scale(rows[:, label_bytes:], scale, dtype).reshape(-1, *shape)
         datasets.append(TupleDataset(images, rows[:, label_bytes - 1].astype(np.int64)) if withlabel else images)
     train, test = datasets
     return train, test
-
-
-def _read_members(path: Path, names: list[str], label_bytes: int) -> list[bytes]:
-    """Return the content of files in an archive, each of whole records; nothing is unpacked to the disk."""
-    import tarfile
-
-    contents = {}
-    try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                if member.isfile() and member.name in names and (file := archive.extractfile(member)) is not None:
-                    contents[member.name] = file.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} must be a whole gzipped tar archive: {error}") from error
-    for name in names:
-        size = len(contents.get(name, b""))
-        if size == 0 or size % (label_bytes + _CIFAR_SIZE):
-            raise ValueError(
-                f"{path} must hold {name}, records of {label_bytes} bytes for labels and {_CIFAR_SIZE} for pixels; it has "
-                f"{size} bytes there"
-            )
-    return [contents[name] for name in names]

@@ -7,15 +7,12 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from chainring.datasets.base import DatasetMixin
-
-if TYPE_CHECKING:
-    from zipfile import ZipInfo
 
 Path = str | os.PathLike[str]
 _STORED, _DEFLATED = 0, 8  # methods of compression in a ZIP archive
@@ -91,17 +88,37 @@ class ZippedImageDataset(DatasetMixin):
         _check_pillow()
         self.zipfilename = _as_str(zipfilename)
         self.dtype = _numeric_dtype("dtype", np.float32 if dtype is None else dtype)
+        self._members: dict[str, tuple[int, int, int, int]] = {}  # where the header is, compressed size, method and CRC-32
         with ZipFile(self.zipfilename) as archive:
-            self._members = {info.filename: _member_of(self.zipfilename, info) for info in archive.infolist()}
+            for info in archive.infolist():
+                if info.flag_bits & 1 or info.compress_type not in (_STORED, _DEFLATED):
+                    raise ValueError(
+                        f"{info.filename} in {self.zipfilename} is encrypted or compressed otherwise than by Deflate; pack "
+                        "it again"
+                    )
+                self._members[info.filename] = info.header_offset, info.compress_size, info.compress_type, info.CRC
         self.paths = [name for name in self._members if not name.endswith("/")]
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def get_example(self, i: int) -> npt.NDArray[Any]:
-        name = self.paths[i]
-        content = _read_zipped(self.zipfilename, name, *self._members[name])
-        return _read_image(io.BytesIO(content), f"{self.zipfilename}/{name}", self.dtype)
+        path, name = self.zipfilename, self.paths[i]
+        offset, size, method, crc = self._members[name]
+        # Opened again each time, which takes some microseconds: an open file's position would be shared by forks. The
+        # format is that of https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7.
+        try:
+            with open(path, "rb") as file:
+                file.seek(offset)
+                signature, *lengths = struct.unpack("<4s22xHH", file.read(30))
+                file.seek(sum(lengths), os.SEEK_CUR)
+                content = file.read(size)
+            content = content if method == _STORED else zlib.decompress(content, -zlib.MAX_WBITS)
+        except (struct.error, zlib.error):
+            signature, content = b"", b""
+        if signature != b"PK\3\4" or zlib.crc32(content) != crc:
+            raise ValueError(f"{path} does not hold {name} as its directory says: it is damaged, or has changed since")
+        return _read_image(io.BytesIO(content), f"{path}/{name}", self.dtype)
 
 
 class LabeledImageDataset(DatasetMixin):
@@ -201,30 +218,6 @@ def _labels_of(pairs: Sequence[tuple[Path, int]], label_dtype: npt.DTypeLike | N
     if not np.array_equal(labels, given):
         raise ValueError(f"label_dtype {dtype} cannot hold labels from {given.min()} to {given.max()}; take a larger one")
     return labels
-
-
-def _member_of(path: str, info: ZipInfo) -> tuple[int, int, int, int]:
-    """Return where the header of a file in an archive begins, its compressed size, its method and its CRC-32."""
-    if info.flag_bits & 1 or info.compress_type not in (_STORED, _DEFLATED):
-        raise ValueError(f"{info.filename} in {path} is encrypted or compressed otherwise than by Deflate; pack it again")
-    return info.header_offset, info.compress_size, info.compress_type, info.CRC
-
-
-def _read_zipped(path: str, name: str, offset: int, size: int, method: int, crc: int) -> bytes:
-    """Return a file of an archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7)."""
-    # Opened again each time, which takes some microseconds: an open file's position would be shared by forks.
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            signature, *lengths = struct.unpack("<4s22xHH", file.read(30))
-            file.seek(sum(lengths), os.SEEK_CUR)
-            content = file.read(size)
-        content = content if method == _STORED else zlib.decompress(content, -zlib.MAX_WBITS)
-    except (struct.error, zlib.error):
-        signature, content = b"", b""
-    if signature != b"PK\3\4" or zlib.crc32(content) != crc:
-        raise ValueError(f"{path} does not hold {name} as its directory says: it is damaged, or has changed since")
-    return content
 
 
 def _read_image(source: str | IO[bytes], path: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

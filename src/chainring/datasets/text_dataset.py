@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -47,7 +47,13 @@ class TextDataset(DatasetMixin):
     ) -> None:
         if filter_func is not None and not callable(filter_func):
             raise TypeError(f"filter_func is a function of one line of each file, got {type(filter_func).__name__}")
-        _check_encoding(encoding)
+        try:
+            newlines = "\n\n".encode(encoding)
+        except LookupError as error:
+            raise ValueError(f"encoding is the name of one of Python's codecs, got {encoding!r}") from error
+        if not newlines.endswith(b"\n\n"):  # a byte order mark may come before them
+            rule = f"an encoding ends lines with the byte 0x0A, and {encoding!r} does not"
+            raise ValueError(f"{rule}; convert the file to UTF-8")
         self._is_single = isinstance(paths, (str, os.PathLike))
         sequence: Sequence[Any] = [paths] if self._is_single else list(paths)  # type: ignore[arg-type]
         if not sequence:
@@ -60,45 +66,41 @@ class TextDataset(DatasetMixin):
             raise ValueError(f"several files must have the same number of lines, got {counts}")
         self._selected: Indices | None = None  # the indices of the lines that the filter has kept
         if filter_func is not None:
-            self._selected = np.flatnonzero([bool(filter_func(*lines)) for lines in self._read_all()])
+            with ExitStack() as stack:
+                files = [stack.enter_context(open(path, "rb")) for path in self.paths]
+                rows = enumerate(zip(*files, strict=True))
+                self._selected = np.flatnonzero([bool(filter_func(*self._decode(index, lines))) for index, lines in rows])
 
     def __len__(self) -> int:
         return len(self._offsets[0]) - 1 if self._selected is None else len(self._selected)
 
     def get_example(self, i: int) -> str | tuple[str, ...]:
         index = i if self._selected is None else int(self._selected[i])
-        files = zip(self.paths, self._offsets, strict=True)
-        lines = tuple([_decode(_read_line(path, offsets, index), self.encoding, path, index) for path, offsets in files])
-        return lines[0] if self._is_single else lines
+        lines = []
+        for path, offsets in zip(self.paths, self._offsets, strict=True):
+            start, stop, size = offsets[[index, index + 1, -1]].tolist()
+            # Opened again for each line, which takes some microseconds: an open file's position would be shared by forks.
+            with open(path, "rb", buffering=0) as file:
+                current_size = os.fstat(file.fileno()).st_size
+                file.seek(start)
+                lines.append(file.read(stop - start))
+            if current_size != size:
+                raise ValueError(
+                    f"{path} has {current_size} bytes and had {size} when its lines were counted: a file must not "
+                    "change under a TextDataset; make the dataset again"
+                )
+        texts = self._decode(index, lines)
+        return texts[0] if self._is_single else tuple(texts)
 
-    def _read_all(self) -> Iterator[list[str]]:
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "rb")) for path in self.paths]
-            for index, lines in enumerate(zip(*files, strict=True)):
-                yield [_decode(line, self.encoding, path, index) for line, path in zip(lines, self.paths, strict=True)]
-
-
-def _read_line(path: str, offsets: Indices, index: int) -> bytes:
-    start, stop, size = offsets[[index, index + 1, -1]].tolist()
-    # Opened again for each line, which takes some microseconds: an open file's position would be shared by forks.
-    with open(path, "rb", buffering=0) as file:
-        current_size = os.fstat(file.fileno()).st_size
-        file.seek(start)
-        data: bytes = file.read(stop - start)
-    if current_size != size:
-        raise ValueError(
-            f"{path} has {current_size} bytes and had {size} when its lines were counted: a file must not "
-            "change under a TextDataset; make the dataset again"
-        )
-    return data
-
-
-def _decode(line: bytes, encoding: str, path: str, index: int) -> str:
-    try:
-        return line.removesuffix(b"\n").removesuffix(b"\r").decode(encoding)
-    except UnicodeDecodeError as error:
-        error.add_note(f"in line {index + 1} of {path}")
-        raise
+    def _decode(self, index: int, lines: Sequence[bytes]) -> list[str]:
+        texts = []
+        for path, line in zip(self.paths, lines, strict=True):
+            try:
+                texts.append(line.removesuffix(b"\n").removesuffix(b"\r").decode(self.encoding))
+            except UnicodeDecodeError as error:
+                error.add_note(f"in line {index + 1} of {path}")
+                raise
+        return texts
 
 
 def _find_lines(path: str) -> Indices:
@@ -110,12 +112,3 @@ def _find_lines(path: str) -> Indices:
             size += len(chunk)
     offsets = np.concatenate(starts)
     return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end
-
-
-def _check_encoding(encoding: str) -> None:
-    try:
-        newlines = "\n\n".encode(encoding)
-    except LookupError as error:
-        raise ValueError(f"encoding is the name of one of Python's codecs, got {encoding!r}") from error
-    if not newlines.endswith(b"\n\n"):  # a byte order mark may come before them
-        raise ValueError(f"an encoding ends lines with the byte 0x0A, and {encoding!r} does not; convert the file to UTF-8")

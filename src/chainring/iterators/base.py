@@ -16,7 +16,7 @@ from chainring._distributed.virtual_ranks import block_of
 from chainring._random import Indices
 from chainring.converters import Converter
 from chainring.datasets._columns import Batch as Batch
-from chainring.datasets._columns import batch_of_columns, count_rows
+from chainring.datasets._columns import Uncounted, UncountedBatch, count_rows
 from chainring.serializers.protocol import AbstractSerializer, Stateful
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def make_batch(item: Any) -> Batch:
     if (rows := count_rows(columns)) is None:
         column = next(iter(columns.values()), ()) if isinstance(columns, Mapping) else columns  # of strings, say
         rows = len(column) if hasattr(column, "__len__") else 1
-    return batch_of_columns(columns, rows)
+    return UncountedBatch(columns, rows) if isinstance(rows, Uncounted) else Batch(columns=columns, length=rows)
 
 
 def not_the_end(what: str) -> RuntimeError:

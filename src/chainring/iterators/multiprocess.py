@@ -13,7 +13,6 @@ from typing import Any
 from chainring._checks import is_number
 from chainring._random import stable_hash
 from chainring.converters import Converter, concat_examples
-from chainring.datasets._columns import make_gather
 from chainring.datasets.base import Dataset
 from chainring.iterators._workers import BatchDataset, WorkerPool
 from chainring.iterators.base import Batch
@@ -138,8 +137,4 @@ class MultiprocessIterator(IndexedIterator):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy starts workers of its own when it needs them.
-        return {**vars(self), "_pool": None, "_gather": None, "_orders": copy.copy(self._orders)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._gather = make_gather(self.dataset)
+        return {**super().__getstate__(), "_pool": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -205,6 +206,13 @@ class IndexedIterator(Iterator):
     def batch_digest(self, start: Any, stop: Any) -> int | None:
         indices = self.indices_since(start, stop)
         return None if indices is None else digest(np.ascontiguousarray(indices, "<i8"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_gather": None, "_orders": copy.copy(self._orders)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._gather = make_gather(self.dataset)
 
     def serialize(self, serializer: AbstractSerializer) -> None:
         saving = isinstance(serializer, Serializer)
