@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from collections.abc import Iterator as PythonIterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
 from types import FunctionType
@@ -35,10 +35,24 @@ _SAMPLED_ARRAYS, _SAMPLED_NUMBERS = 64, 1024  # of a batch, and of each of its a
 
 
 class Source:
-    """A source of batches: a list, a function that returns an iterable, or any other iterable, as the user gave it."""
+    """A source of batches: a list, a function that returns an iterable, or any other iterable, as the user gave it.
+
+    Attributes:
+        is_single_pass: True if it cannot be iterated again.
+        may_draw: True if it may draw in this process amid a pass; seeding and restoring takes 0.1 ms a batch.
+        has_end: True if it is known that a pass without a known length ends.
+        state_gap: what its own state lacks to continue a pass bit for bit, if it has a state.
+        inexactness: why batches do not come in the same order again, and the remedy.
+    """
+
+    has_end = False
+    state_gap: str | None = None
+    inexactness: str | None = None
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self.is_single_pass = hasattr(loader, "__next__")
+        self.may_draw = type(loader) not in (list, tuple)
 
     @property
     def length(self) -> int | None:
@@ -46,22 +60,8 @@ class Source:
 
     @property
     def n_examples(self) -> int | None:
-        """The number of examples in a pass, if the source indexes its dataset."""
+        """The number of examples in a pass, if it indexes its dataset."""
         return None
-
-    @property
-    def is_single_pass(self) -> bool:
-        return hasattr(self.loader, "__next__")
-
-    @cached_property
-    def may_draw(self) -> bool:
-        """True if it may draw in this process amid a pass; seeding and restoring takes 0.1 ms a batch."""
-        return type(self.loader) not in (list, tuple)
-
-    @property
-    def has_end(self) -> bool:
-        """True if it is known that a pass without a known length ends."""
-        return False
 
     @property
     def samplers(self) -> list[Any]:
@@ -74,14 +74,6 @@ class Source:
         """Those of the loader and its samplers, which have another state at the start of each pass."""
         generators = [getattr(owner, "generator", None) for owner in (self.loader, *self.samplers)]
         return list({id(item): item for item in generators if isinstance(item, torch.Generator)}.values())
-
-    def find_state_gap(self) -> str | None:
-        """Return what the loader's own state lacks to continue a pass bit for bit, if it has a state."""
-        return None
-
-    def find_inexactness(self) -> str | None:
-        """Return why batches do not come in the same order again, and the remedy."""
-        return None
 
     def find_cut(self) -> str | None:
         """Return what has visibly given each rank its own share of the data, and the remedy."""
@@ -118,35 +110,24 @@ class TorchLoader(Source):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._n_workers = loader.num_workers
-        self._dataset = source_of(getattr(loader, "dataset", None))
+        dataset: Any = getattr(loader, "dataset", None)
+        self._dataset = source_of(dataset)
+        # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
+        self.may_draw = not self._n_workers or not all(_is_of(sampler, "torch.utils.data") for sampler in self.samplers)
+        self.has_end = self._dataset.has_end
+        self.state_gap, self.inexactness = self._dataset.state_gap, self._dataset.inexactness
+        if self._n_workers:
+            is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
+            has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
+            if not has_no_code or not _is_of(getattr(loader, "collate_fn", None), "torch.utils.data"):
+                self.state_gap = "the random generators of its workers"
+            if not getattr(loader, "in_order", True) and self.inexactness is None:
+                self.inexactness = "with in_order=False batches come in the order in which the workers finish; leave it True"
 
     @property
     def n_examples(self) -> int | None:
         is_indexed = isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset)
         return _length(self.loader.dataset) if is_indexed else None
-
-    @cached_property
-    def may_draw(self) -> bool:
-        # Beside workers only the samplers run in this process; torch's draw at the start of a pass alone.
-        return not self._n_workers or not all(_is_of(sampler, "torch.utils.data") for sampler in self.samplers)
-
-    @property
-    def has_end(self) -> bool:
-        return self._dataset.has_end
-
-    def find_state_gap(self) -> str | None:
-        dataset = self._dataset.loader
-        is_table = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
-        has_no_code = is_table or type(dataset) in (TensorDataset, list, tuple)
-        if self._n_workers and not (has_no_code and _is_of(getattr(self.loader, "collate_fn", None), "torch.utils.data")):
-            return "the random generators of its workers"
-        return self._dataset.find_state_gap()
-
-    def find_inexactness(self) -> str | None:
-        reason = self._dataset.find_inexactness()
-        if reason is None and self._n_workers and not getattr(self.loader, "in_order", True):
-            reason = "with in_order=False batches come in the order in which the workers finish; leave it True"
-        return reason
 
     def find_cut(self) -> str | None:
         return super().find_cut() or self._dataset.find_cut()
@@ -172,35 +153,27 @@ class TorchLoader(Source):
 class Stream(Source):
     """A Hugging Face ``IterableDataset``: a chain of steps, some of which keep what their state does not have."""
 
-    @property
-    def _steps(self) -> list[Any]:
-        waiting, steps = [self.loader._ex_iterable], []
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.has_end = True
+        waiting = [loader._ex_iterable]
         while waiting:
-            if (step := waiting.pop()) is not None:
-                steps.append(step)
-                waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
-        return steps
-
-    @property
-    def has_end(self) -> bool:
-        return not any(getattr(step, "num_times", 0) is None for step in self._steps)  # repeated for ever
-
-    def find_state_gap(self) -> str | None:
-        for step in self._steps:
+            if (step := waiting.pop()) is None:
+                continue
+            waiting += [getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())]
+            if getattr(step, "num_times", 0) is None:  # repeated for ever
+                self.has_end = False
             if hasattr(step, "buffer_size"):
-                return "the examples in its shuffle buffer"
-            if getattr(step, "batched", False) and not _is_of(getattr(step, "function", None), "datasets."):
-                return "the position in a batched map, which may draw for many examples at once"
-        return None
-
-    def find_inexactness(self) -> str | None:
-        for step in self._steps:
+                self.state_gap = self.state_gap or "the examples in its shuffle buffer"
+            elif getattr(step, "batched", False) and not _is_of(getattr(step, "function", None), "datasets."):
+                gap = "the position in a batched map, which may draw for many examples at once"
+                self.state_gap = self.state_gap or gap
             generator: Any = getattr(step, "generator", None)
             seeds: Any = generator.bit_generator.seed_seq if isinstance(generator, np.random.Generator) else None
             entropy = getattr(seeds, "entropy", None)
             if isinstance(entropy, int) and entropy.bit_length() > 64:  # that of the system
-                return "its stream is shuffled without a seed, in another order each time; write shuffle(seed=...)"
-        return None
+                remedy = "write shuffle(seed=...)"
+                self.inexactness = f"its stream is shuffled without a seed, in another order each time; {remedy}"
 
     def find_cut(self) -> str | None:
         world_size = getattr(getattr(self.loader, "_distributed", None), "world_size", 1)
@@ -269,31 +242,25 @@ class Passes:
     Random numbers that the source draws in this process come from a stream that follows from the seed, the pass and the
     batch, and from the rank where each has its own share. Without ``owner.repeat`` the source's own generators are restored
     after each pass.
-
-    Attributes:
-        position: the position behind the batch fetched last.
-        length: the number of batches in a pass; ``None`` if it is unknown.
-        seed: the seed, once it is known.
-        has_ended: True if there is no other pass.
-        uses_state: True if a pass is taken up again by the source's own state, and nothing is fetched again.
     """
 
     def __init__(self, source: Source, owner: LoaderIterator) -> None:
         self._source, self._owner = source, owner
         self._state_lacks = "the last batch of a rank whose share has ended" if owner.per_rank else None
         if self._state_lacks is None and has_state(source.loader):
-            self._state_lacks = source.find_state_gap()
+            self._state_lacks = source.state_gap
+        # True if a pass is taken up again by the source's own state, and nothing is fetched again.
         self.uses_state = has_state(source.loader) and self._state_lacks is None
-        self.length = source.length
+        self.length = source.length  # in batches, if it is known
         self.seed: int | None = None
-        self.has_ended = False
+        self.has_ended = False  # there is no other pass
         self._pass: PythonIterator[Any] | None = None
         self._is_spent = False  # a source of a single pass was begun
         self._last_batch: Batch | None = None  # of this rank in the pass, where each has its own share
         self._releases: list[Callable[[], Any]] = []  # to be called when the pass ends
         self.initial_generators = source.get_generators()
         self._resumed_generators: dict[str, Any] = {}  # for the end of `_open`, which may draw from them
-        self.position = Position(0, 0, self.initial_generators)
+        self.position = Position(0, 0, self.initial_generators)  # behind the batch fetched last
 
     @property
     def is_open(self) -> bool:
@@ -457,28 +424,25 @@ class Passes:
         if self._owner.repeat or not taken:
             self._source.set_generators(generators)
         self.position = Position(passes - (taken > 0), 0, generators)
-        if taken:
-            self._skip(taken)
-
-    def _skip(self, count: int) -> None:
+        if not taken:
+            return
         kind, name = type(self._source.loader).__name__, self._owner.name
         if type(self._source.loader) not in (list, tuple):
             lacks = self._state_lacks
             why = f"{kind} has no state_dict" if lacks is None else f"the state of {kind} lacks {lacks}"
             warn(
-                f"iterator {name!r} fetches {count} batches again and skips them, to resume in the middle of an "
+                f"iterator {name!r} fetches {taken} batches again and skips them, to resume in the middle of an "
                 f"epoch: {why}. SerialIterator and loaders with a state do not need this",
             )
         self.begin()
-        for skipped in range(count):
+        for skipped in range(taken):
             try:
                 batch = self._fetch()
-                if self.has_shares:
-                    self._last_batch = batch
+                self._last_batch = batch if self.has_shares else None
             except StopIteration:
                 if self._last_batch is None:  # otherwise other ranks had one; they are not asked
                     raise ValueError(
-                        f"the saved run had taken {count} batches of this pass, and the loader of iterator {name!r} "
+                        f"the saved run had taken {taken} batches of this pass, and the loader of iterator {name!r} "
                         f"gives only {skipped}: resume with the same data and batch size"
                     ) from None
             self.position = Position(self.position.passes, skipped + 1, self.position.generators)

@@ -98,8 +98,8 @@ class LoaderIterator(Iterator):
         self._passes = Passes(source, self)
         if repeat and source.length == 0:
             raise ValueError(f"repeat=True needs at least one batch, and {type(loader).__name__} has none")
-        if repeat and (reason := source.find_inexactness()) is not None:
-            warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {reason}")
+        if repeat and source.inexactness is not None:
+            warn(f"a run over this {type(loader).__name__} cannot be resumed bit for bit: {source.inexactness}")
         # A pass is left after epoch_length batches, unless it has a state and is resumed without fetching anything again.
         may_have_no_end = source.length is None and not source.is_single_pass and not source.has_end
         self._is_endless = epoch_length is not None and may_have_no_end and not self._passes.uses_state
