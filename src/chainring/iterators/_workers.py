@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Iterator as PythonIterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import repeat
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -70,34 +71,32 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
+@dataclass(eq=False)
 class BatchDataset(Dataset[Any]):
     """A dataset for torch whose examples are whole batches; without a converter the user's examples are sent."""
 
-    def __init__(
-        self, dataset: Any, seeds_examples: bool, converter: Callable[..., Any] | None, status: SharedStatus
-    ) -> None:
-        self._dataset = dataset
-        self._seeds_examples = seeds_examples
-        self._converter = converter
-        self._status = status
+    dataset: Any
+    seeds_examples: bool
+    converter: Callable[..., Any] | None
+    status: SharedStatus | None = None
 
     def __getitem__(self, task: Task) -> _PickledResult:
         generation, segments = task
-        info = get_worker_info()
-        assert info is not None
+        info: Any = get_worker_info()
+        status: Any = self.status
         index: int | None = None
         order = segments[0][0][1]
         try:
             examples = []
             for (seed, order), indices in segments:
-                keys = example_keys(seed, order, indices) if self._seeds_examples else repeat(None)
+                keys = example_keys(seed, order, indices) if self.seeds_examples else repeat(None)
                 for index, key in zip(indices.tolist(), keys, strict=False):
-                    if self._status.generation.value != generation:
+                    if status.generation.value != generation:
                         return _PickledResult(WorkerResult())
                     if key is not None:
                         set_seed(key)
-                    self._status.report(info.id, index)
-                    examples.append(self._dataset[index])
+                    status.report(info.id, index)
+                    examples.append(self.dataset[index])
             index = None
             return _PickledResult(self._collate(examples))
         except Exception as error:
@@ -109,13 +108,13 @@ class BatchDataset(Dataset[Any]):
             failure = Failure(pickled, f"{type(error).__name__}: {error}", text, index, order, os.getpid())
             return _PickledResult(WorkerResult(failure=failure))
         finally:
-            self._status.report(info.id)
+            status.report(info.id)
 
     def _collate(self, examples: list[Any]) -> WorkerResult:
-        if self._converter is None:
+        if self.converter is None:
             return WorkerResult(examples=examples)
-        if self._converter is not concat_examples:
-            return WorkerResult(columns=self._converter(examples, None))
+        if self.converter is not concat_examples:
+            return WorkerResult(columns=self.converter(examples, None))
         try:
             return WorkerResult(columns=concat_examples(examples))
         except (ValueError, TypeError):  # ragged, or not of numbers: left to the updater's converter
@@ -198,13 +197,13 @@ def _rebuild_tensor(data: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[in
 class WorkerPool:
     """The processes that make the batches of one iterator.
 
-    ``make_dataset(status)`` returns what they run, and each is given ``depth`` batches at a time. A worker counts as stalled
-    after ``timeout`` seconds without a report. The seed is for generators that are not seeded for each example.
+    Each is given ``depth`` batches at a time, and counts as stalled after ``timeout`` seconds without a report. The seed is
+    for generators that are not seeded for each example.
     """
 
     def __init__(
         self,
-        make_dataset: Callable[[SharedStatus], BatchDataset],
+        dataset: BatchDataset,
         name: str,
         n_workers: int,
         depth: int,
@@ -212,7 +211,7 @@ class WorkerPool:
         start_method: str,
         seed: int,
     ) -> None:
-        self._status = SharedStatus(n_workers, multiprocessing.get_context(start_method))
+        self._status = dataset.status = SharedStatus(n_workers, multiprocessing.get_context(start_method))
         self._monitor = _Monitor(name, timeout, self._status)
         self._context = _Context(start_method, self._monitor)
         self._sampler = _PrefetchSampler(self._status)
@@ -221,7 +220,7 @@ class WorkerPool:
         self._iterator: Any = None
         with _ignore_warnings():
             self._loader: DataLoader[Any] = DataLoader(
-                make_dataset(self._status),
+                dataset,
                 batch_size=None,
                 sampler=self._sampler,
                 num_workers=n_workers,

@@ -102,9 +102,7 @@ class Iterator(Stateful):
         self.reset()
 
     def share(self, rank: int, size: int) -> None:
-        """Return only the share of one rank from now on: ``batch[rank::size]`` of each batch.
-
-        With `use_virtual_ranks`, the share is the rows of the rank's block of virtual ranks, in the order of the batch.
+        """Return only the share of one rank from now on: ``batch[rank::size]``, or the rows of its block of virtual ranks.
 
         Raises:
             ValueError: the rank is not one of the world's, or a repeated batch has fewer examples than there are ranks.
@@ -155,12 +153,7 @@ class Iterator(Stateful):
         return share
 
     def check_share(self, size: int) -> None:
-        """Refuse a world size that is too large for the batch, or one that the virtual ranks do not allow.
-
-        Raises:
-            ValueError: a repeated batch has fewer examples than there are ranks or virtual ranks; or there are fewer virtual
-                ranks than ranks, or ``__next__`` does not know of them.
-        """
+        """Raise a `ValueError` for a world size that is too large for the batch, or that the virtual ranks do not allow."""
         rows = self.batch_size if self.repeat and self._batch_size_is_known else None  # of every batch
         if size > 1 and rows is not None and rows < size and self.virtual_ranks is None:
             raise ValueError(

@@ -78,12 +78,6 @@ class FunctionIterator(Iterator):
         return self._seed
 
     def __next__(self) -> Batch:
-        """Return the next batch.
-
-        Raises:
-            RuntimeError: the function has raised ``StopIteration``.
-            TypeError: the function has not returned a batch.
-        """
         index, length = self._index, self.epoch_length
         try:
             with preserve_rng():

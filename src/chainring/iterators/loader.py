@@ -32,16 +32,14 @@ class LoaderIterator(Iterator):
     becomes a tuple. The number of examples in a batch is the first dimension of its arrays; if these differ, let the
     model return a ``"weight"`` beside ``"loss"``, or the loader return a `Batch`. The random numbers that the loader
     draws in this process from Python's, NumPy's or torch's global generator come from a separate stream, a function of
-    the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch.
+    the seed (derived from ``torch.initial_seed()`` and saved), the pass and the batch. Worker processes start and end with
+    each pass, also those of ``persistent_workers=True``, so that the seed and the pass determine their generators.
 
     A run resumes in the middle of an epoch through the loader's own ``state_dict`` if there is one and it is complete;
     otherwise the batches are fetched again and skipped, with a warning that gives their number. It is incomplete with a
     shuffle buffer of a Hugging Face stream, or with worker processes in which datasets or ``collate_fn`` may draw random
     numbers. The constructor warns of loaders that cannot be resumed bit for bit at all: with ``in_order=False``, or a
     stream shuffled without a seed.
-
-    Worker processes start and end with each pass, also those of ``persistent_workers=True``, so that their generators are
-    determined by the seed and the pass. None is left when a run has ended.
 
     An epoch of a loader that has no length is one pass. Its end is found by reading one batch ahead, so that a trigger
     ``(1, "epoch")`` fires with the last batch. With ``epoch_length`` nothing is read ahead, and a loader without a length
@@ -55,10 +53,9 @@ class LoaderIterator(Iterator):
         epoch_length: the number of batches in an epoch; by default ``len(loader)``, or one pass.
         per_rank: True if the loader already returns the share of each rank, like a stream that was split by
             ``split_dataset_by_node``, or a loader with a ``DistributedSampler``. Each rank then uses whole batches, and a
-            mean is over the rows of all ranks. A rank whose pass ends early repeats its last batch with weight 0 until
-            all have ended, so that every example is seen. Otherwise the loader must return the same batches on all ranks,
-            and each rank takes its rows of them; a loader that is visibly split by rank, or returns different batches on
-            the ranks, is then refused.
+            mean is over the rows of all ranks; one whose pass ends early repeats its last batch with weight 0 until all
+            have ended. Otherwise each rank takes its rows of the same batches, and a loader that is visibly split by rank,
+            or returns different batches on the ranks, is refused.
         repeat: True to start another pass after one. Otherwise the loader's own generators are restored after each pass,
             so that an evaluation changes nothing and sees the same each time.
 
@@ -232,11 +229,7 @@ class LoaderIterator(Iterator):
             self._passes.length = None if None in lengths else max(lengths)
 
     def batch_end(self) -> Any:
-        """Return a digest of the content of the batches since the last `mark`, of the whole ones where ranks share them.
-
-        Of each array 1,024 evenly spaced numbers count. It is ``None`` if none of them lies on the host, or there was no
-        `mark`.
-        """
+        """Return a digest of what lies on the host of the batches since the last `mark`, whole where ranks share them."""
         samples = [sample for fetched in self._since_mark or () for sample in contents(fetched.batch, sampled=True)]
         return (digest(*samples) if samples else None,)
 
@@ -277,8 +270,12 @@ class LoaderIterator(Iterator):
     # --- state ---
 
     def serialize(self, serializer: AbstractSerializer) -> None:
-        saving, passes, now = isinstance(serializer, Serializer), self._passes, self._source.get_generators
-        sizes = {key: serializer(key, value) for key, value in self._sizes().items()}
+        saving, passes, source = isinstance(serializer, Serializer), self._passes, self._source
+        if self.per_rank:
+            sizes = {"examples": None, "batches": None, "epoch_length": self.epoch_length}
+        else:
+            sizes = {"examples": source.n_examples, "batches": source.length, "epoch_length": self._epoch_size}
+        saved_sizes = {key: serializer(key, value) for key, value in sizes.items()}
         if self._batch_size_is_known:
             visit_setting(serializer, "batch_size", self.batch_size, f"batch size of iterator {self.name!r}")
         passes.seed = serializer("seed", passes.get_seed() if saving else passes.seed)
@@ -286,13 +283,13 @@ class LoaderIterator(Iterator):
         self._serialize_counters(serializer)
         has_ended = serializer("has_ended", passes.has_ended and not self._pending)
         if not saving:
-            position = Position(0, 0, now(), None, now())
+            position = Position(0, 0, source.get_generators(), None, source.get_generators())
         elif self._resumed is None and not self._pending and self._returned.loader_state is None:
             position = passes.describe()
         else:
             position = self._returned if self._resumed is None else self._resumed[0]
             if position.current_generators is None:
-                position = Position(*position[:4], now())
+                position = Position(*position[:4], source.get_generators())
         comm = serializer.comm
         if saving and self.per_rank:
             states = comm.gather_object(position.generators)
@@ -302,7 +299,7 @@ class LoaderIterator(Iterator):
         saved_ranks = visit_optional(serializer, "ranks", max(comm.size, self.size) if saving and self.per_rank else 0)
         if saving:
             return
-        self._check_sizes(sizes, position.taken)
+        self._check_sizes(sizes, saved_sizes, position.taken)
         if (saved_ranks > 0) != self.per_rank and position.taken:
             raise ValueError(
                 f"iterator {self.name!r} has per_rank={self.per_rank}, the saved run had {not self.per_rank}; "
@@ -319,30 +316,20 @@ class LoaderIterator(Iterator):
         self._returned = passes.position
         passes.has_ended = has_ended
 
-    def _sizes(self) -> dict[str, int | None]:
-        if self.per_rank:
-            return {"examples": None, "batches": None, "epoch_length": self.epoch_length}
-        return {"examples": self._source.n_examples, "batches": self._source.length, "epoch_length": self._epoch_size}
-
-    def _check_sizes(self, saved: dict[str, int | None], taken: int) -> None:
+    def _check_sizes(self, sizes: dict[str, int | None], saved: dict[str, int | None], taken: int) -> None:
         rules = (
             ("examples", "resume with the same dataset, or start a new run", True),
             ("batches", "another batch size can begin at the end of an epoch only", taken > 0),
             ("epoch_length", "another length can begin at the end of an epoch only", self._epoch_position > 0),
         )
-        current = self._sizes()
         for key, remedy, applies in rules:
-            if applies and saved[key] != current[key]:
-                sizes = f"{key} = {current[key]}, the saved run had {saved[key]}"
-                raise ValueError(f"iterator {self.name!r} has {sizes}; {remedy}")
+            if applies and saved[key] != sizes[key]:
+                change = f"{key} = {sizes[key]}, the saved run had {saved[key]}"
+                raise ValueError(f"iterator {self.name!r} has {change}; {remedy}")
 
 
 def as_iterator(source: Any, repeat: bool = True) -> Any:
-    """Return an iterator as it is, and any other source of batches wrapped in a `LoaderIterator`.
-
-    Raises:
-        TypeError: the source is a dataset, which returns examples and not batches, or is not iterable.
-    """
+    """Return an iterator as it is, and any other source of batches wrapped in a `LoaderIterator`."""
     if isinstance(source, type) and hasattr(source, "__next__"):
         rule = f"an iterator of batches is needed, got the class {source.__name__}"
         raise TypeError(f"{rule}; make an object of it, such as SerialIterator(dataset, batch_size)")

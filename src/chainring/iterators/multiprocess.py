@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import multiprocessing
 import os
 import pickle
@@ -109,7 +108,7 @@ class MultiprocessIterator(IndexedIterator):
     def _fetch_examples(self, segments: list[Segment]) -> Batch:
         if self._pool is None or not self._pool.is_open:
             self._pool = WorkerPool(
-                functools.partial(BatchDataset, self.dataset, self._seeds_examples, self._converter),
+                BatchDataset(self.dataset, self._seeds_examples, self._converter),
                 self.name,
                 self.n_processes,
                 self.n_prefetch + 1,

@@ -45,12 +45,9 @@ class IndexedIterator(Iterator):
 
     Its state is a few numbers: the seed and a position in the stream of epochs. `reset` counts epochs from 0 again but
     continues to an order that has not been used.
-
-    Attributes:
-        current_position: examples of the current epoch that have been returned.
     """
 
-    current_position: int = 0
+    current_position: int = 0  # examples of the current epoch that have been returned
     serves_virtual_ranks = True
 
     def __init__(
@@ -134,9 +131,7 @@ class IndexedIterator(Iterator):
     def _next_share(self) -> tuple[list[Segment], bool, int, int]:
         """Return the segments of this rank's next batch, whether it is empty, and the epoch and the position after it.
 
-        With ``repeat`` a batch is always full: one that crosses the end of an epoch is completed from the next, as often
-        as it takes. Without, the batch at the end may be short, and after it there are no segments. An empty share is
-        replaced by one example, of weight 0, that keeps the rank in step with the others.
+        There are none after the last batch. An empty share has one example, which keeps the rank in step with the others.
         """
         orders, epoch, position = self._seeded_orders(), self.epoch, self.current_position
         segments: list[Segment] = []
@@ -184,14 +179,9 @@ class IndexedIterator(Iterator):
         return self._orders.first + self.epoch, self.current_position
 
     def indices_since(self, start: Any, stop: Any = None) -> Indices | None:
-        """Return the indices of the examples between the ends of two batches, of all ranks, in the order in which they came.
+        """Return the indices of the examples between two values of `batch_end`, of all ranks, as they came.
 
-        Args:
-            start: what `batch_end` has returned.
-            stop: by default the end of the batch last returned.
-
-        Returns:
-            An int64 array; ``None`` if the iterator was set back in between.
+        The second one is by default the current. The result is ``None`` if the iterator was set back in between.
         """
         (order, position), stop = start, self.batch_end() if stop is None else stop
         orders, indices = self._seeded_orders(), [np.empty(0, np.int64)]
@@ -293,14 +283,7 @@ class SerialIterator(IndexedIterator):
 
 
 class _EpochOrders:
-    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept.
-
-    Attributes:
-        size: the number of examples in an epoch.
-        seed: ``None`` until it is known.
-        earlier: the seed that an order begun before a resume keeps, and the order from which on ``seed`` holds.
-        first: the index of the order that epoch 0 has.
-    """
+    """The orders of the epochs. They are computed in blocks, by a sampler in whole epochs, and the last ones are kept."""
 
     def __init__(self, dataset_size: int, shuffle: bool, sampler: OrderSampler | None, seed: int | None) -> None:
         self._dataset_size, self._shuffle, self._sampler = dataset_size, shuffle, sampler
@@ -322,6 +305,7 @@ class _EpochOrders:
         self.size, self._block_size = len(order), max(len(order), 1)
 
     def begin(self, seed: int | None, earlier: tuple[int | None, int], first: int) -> None:
+        """Set the seed, the one that an order begun before a resume keeps and up to which order, and that of epoch 0."""
         self.seed, self.earlier, self.first = seed, earlier, first
         # Key, first position, end and indices of the newest block, and if it is not large of the one before, since a
         # Recorder asks for the epoch that has just ended.
