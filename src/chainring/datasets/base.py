@@ -76,11 +76,9 @@ class DatasetMixin:
 
 
 def require_datasets(name: str, *datasets: Any) -> None:
-    """Refuse objects without a length or examples now, rather than at their first use.
-
-    Raises:
-        TypeError: one has no ``__len__`` or no ``__getitem__``.
-    """
+    """Refuse objects without a length or examples now, rather than at their first use; and none at all."""
+    if not datasets:
+        raise ValueError(f"{name} needs at least one dataset, got none")
     for dataset in datasets:
         if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             got = f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__

@@ -80,8 +80,6 @@ class DictDataset(DatasetMixin):
 
 
 def _require_same_length(name: str, lengths: Collection[int] | Mapping[str, int]) -> None:
-    if not lengths:
-        raise ValueError(f"{name} needs at least one dataset, got none")
     if len(set(lengths.values() if isinstance(lengths, Mapping) else lengths)) > 1:
         raise ValueError(f"the datasets of {name} must have the same length, got {lengths}")
 
@@ -102,8 +100,6 @@ class ConcatenatedDataset(DatasetMixin):
     """
 
     def __init__(self, *datasets: Dataset) -> None:
-        if not datasets:
-            raise ValueError("a ConcatenatedDataset needs at least one dataset, got none")
         require_datasets("a ConcatenatedDataset", *datasets)
         self.datasets: tuple[Any, ...] = datasets
         self._ends: Indices = np.cumsum([size_of(dataset) for dataset in datasets], dtype=np.int64)

@@ -246,7 +246,7 @@ class WorkerPool:
                 self._sampler.restart(plan())
                 self._start()
             self._monitor.expect([self._taken % self._n_workers], segments)
-            result = next(self._iterator)
+            result: WorkerResult = next(self._iterator)
         except BaseException as error:
             self.close(_GRACE_AFTER_ERROR)  # after an interruption, too, the content of the queue is unknown
             if isinstance(error, Exception) and self._monitor.failure is not None:
@@ -254,7 +254,6 @@ class WorkerPool:
             raise
         self._sampler.sent.popleft()
         self._taken += 1
-        assert isinstance(result, WorkerResult)
         return result
 
     def _start(self) -> None:

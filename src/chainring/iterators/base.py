@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator as PythonIterator
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -215,9 +214,7 @@ class Iterator(Stateful):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.finalize()
 
 
