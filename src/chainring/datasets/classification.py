@@ -258,8 +258,7 @@ def get_mnist(withlabel: bool = True, ndim: int = 1, scale: float = 1.0, *, sour
         withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
         ndim: the dimensions of an image (float32): 1 is (784,), 2 is (28, 28), 3 is (1, 28, 28).
         scale: the value of the brightest pixel, which is ink; pixels are from 0 to it.
-        source: another source of four files of the same names, such as ``dataclasses.replace(MNIST, mirrors=(...,))`` for
-            a mirror of your own.
+        source: another source of four files of the same names, such as ``dataclasses.replace(MNIST, mirrors=(...,))``.
 
     Returns:
         The training and the test dataset, each a `TupleDataset` or an array.
@@ -359,12 +358,11 @@ def get_cifar10(
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
 
     Args:
-        withlabel: examples are pairs of an image and its label (int64), otherwise images alone.
+        withlabel: as for `get_mnist`.
         ndim: the dimensions of an image: 3 is (3, 32, 32), 1 is (3072,).
-        scale: the value of the brightest pixel; pixels are from 0 to it.
+        scale: as for `get_mnist`.
         dtype: the floating-point dtype of the images; float32 by default.
-        source: another source of the same file, such as ``dataclasses.replace(CIFAR10, mirrors=(...,))`` for a mirror of
-            your own.
+        source: another source of the same file, such as ``dataclasses.replace(CIFAR10, mirrors=(...,))``.
 
     Returns:
         The training and the test dataset, each a `TupleDataset` or an array.

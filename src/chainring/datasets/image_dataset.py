@@ -169,8 +169,7 @@ class LabeledZippedImageDataset(DatasetMixin):
         zipfilename: the path of the archive, read as by `ZippedImageDataset`.
         labelfilename: the name of a text file (UTF-8) outside of the archive, whose lines have a name in the archive, white
             space and an integer label.
-        dtype: of the images, float32 by default.
-        label_dtype: of the labels, int64 by default, as ``torch.nn.functional.cross_entropy`` needs them.
+        dtype, label_dtype: as for `LabeledImageDataset`.
 
     Raises:
         ValueError: a line has no integer label or names an image that is not in the archive, or ``label_dtype`` cannot

@@ -42,12 +42,9 @@ from chainring._random import example_keys, set_seed
 from chainring.converters import concat_examples
 from chainring.iterators.serial import Segment
 
-Task = tuple[int, list[Segment]]
-"""The generation that a batch belongs to, and its segments."""
+Task = tuple[int, list[Segment]]  # the generation that a batch belongs to, and its segments
 
-_IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}
-"""Signals that are sent to a whole process group: the main process acts on them."""
-
+_IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM}  # sent to a whole process group: the main process acts on them
 _MAX_BYTES_BY_VALUE = 1 << 18  # handing over a file takes longer than copying so many (0.7 against 0.3 ms)
 _GRACE = 1.0  # seconds that all workers together have to end by themselves
 _GRACE_AFTER_ERROR = 0.2  # after a worker has died or stalled, which is to be reported at once
@@ -122,18 +119,12 @@ class BatchDataset(Dataset[Any]):
 
 
 class SharedStatus:
-    """The progress of the workers, in memory that they share with the main process.
-
-    Attributes:
-        generation: that of the batches that are wanted; workers skip others.
-        examples: the index of the example that each worker fetches, or -1.
-        last_seen: the time of its last report on the monotonic clock, which all processes share.
-    """
+    """The progress of the workers, in memory that they share with the main process."""
 
     def __init__(self, n_workers: int, context: Any) -> None:
-        self.generation = context.RawValue("q", 0)
-        self.examples = context.RawArray("q", [-1] * n_workers)
-        self.last_seen = context.RawArray("d", n_workers)
+        self.generation = context.RawValue("q", 0)  # of the batches that are wanted
+        self.examples = context.RawArray("q", [-1] * n_workers)  # the index that each fetches, or -1
+        self.last_seen = context.RawArray("d", n_workers)  # on the monotonic clock, which all processes share
 
     def report(self, worker: int, example: int = -1) -> None:
         self.examples[worker], self.last_seen[worker] = example, time.monotonic()

@@ -24,9 +24,9 @@ class MultiprocessIterator(IndexedIterator):
     The batches are the same for any number of workers. So is the state, which is that of the batch last returned,
     whatever was prefetched; each of the two iterators can load the other's state. A worker loads a whole batch, collates
     it with ``converter`` and sends it through shared memory. Examples that cannot be collated (with different shapes, or
-    without numbers) are sent one by one. So are all examples if the updater or Evaluator has another converter than
-    `concat_examples`, which then gets them as the dataset returns them. If a dataset consists of whole arrays, batches
-    are gathered in this process and no worker is started: a gather takes microseconds, less than sending it.
+    without numbers) are sent one by one, and so are all if the updater or Evaluator has another converter than
+    `concat_examples`. If a dataset consists of whole arrays, batches are gathered in this process and no worker is
+    started: a gather takes microseconds, less than sending it.
 
     Workers start with the first batch. They ignore SIGINT and SIGTERM, which the trainer handles, and end with this
     process, however it ends. An exception of the dataset is raised in this process when its batch is due, with the
@@ -41,10 +41,9 @@ class MultiprocessIterator(IndexedIterator):
         converter: ``converter(examples, None)`` runs in the worker and returns the batch's columns, which
             `concat_examples` passes through; if it is your own, another converter of the updater gets their rows as the
             examples. ``None`` sends the examples as the dataset returns them.
-        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``. ``None`` is fork on Linux: it starts in milliseconds,
-            and needs neither a dataset that can be pickled nor a main module that can be imported. A library that hangs
-            in forked processes (such as OpenCV with threads) needs one of the others. On other systems it is spawn,
-            because system libraries may not survive a fork there.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``. ``None`` is fork on Linux: it starts in milliseconds, and
+            needs neither a dataset that can be pickled nor a main module that can be imported. A library that hangs in
+            forked processes (such as OpenCV with threads) needs another; elsewhere system libraries may, and it is spawn.
 
     Raises:
         TypeError: the dataset, the seed, the sampler or the converter has the wrong type.

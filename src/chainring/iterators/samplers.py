@@ -134,11 +134,10 @@ def _check_size(name: str, values: NDArray[np.generic], size: int) -> None:
 class NoRepeatOrderSampler:
     """Order sampler that shuffles, and never repeats an example within ``batch_size`` successive indices.
 
-    With plain shuffling, the batch that crosses the end of an epoch may have an example both as one of the last of the
-    old epoch and as one of the first of the new one. A loss that compares the examples of a batch with each other (such
-    as a contrastive loss) then uses an example as its own negative. With this sampler, every epoch has every example
-    once, and the last examples of the previous epoch are moved back a little. This holds across epochs wherever batches
-    start, if the seed stays the same.
+    With plain shuffling, the batch that crosses the end of an epoch may have an example twice, and a loss that compares the
+    examples of a batch with each other (such as a contrastive loss) uses it as its own negative. Here every epoch has
+    every example once, and the last ones of the epoch before are moved back a little. This holds wherever batches start,
+    if the seed stays the same.
 
     Args:
         batch_size: the batch size of the iterator, or more.
